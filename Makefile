@@ -1,0 +1,46 @@
+# `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+TORCH ?= auto
+override torch := $(if $(filter auto,$(TORCH)),$(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu),$(TORCH))
+BIN := .venv/bin
+INSTALLED := .venv/.installed-$(torch)
+STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
+
+.PHONY: help report book test lint course-tests clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
+
+$(INSTALLED): pyproject.toml constraints.txt tools/setup.sh
+	@command -v git >/dev/null || { echo "git is missing; on Debian or Ubuntu: apt-get install git" >&2; exit 1; }
+	@tools/setup.sh $(torch)
+	@rm -f .venv/.installed-* && touch $@
+
+report: $(INSTALLED) ## measure what is missing on this machine, then build the writeup (TORCH=auto|cpu|cuda)
+	$(BIN)/cs336 run
+	@$(MAKE) --no-print-directory book
+
+book: $(INSTALLED) ## the writeup from the rows there are: HTML, and the PDF if LaTeX is (or can be) installed
+	@tools/latex.sh; case $$? in \
+	  0) $(BIN)/cs336 book --pdf;; \
+	  3) $(BIN)/cs336 book; echo "(the PDF was left out; see above)";; \
+	  *) exit 1;; esac
+
+test: $(INSTALLED) ## all tests that this machine can run
+	$(BIN)/python -m pytest -q -n 2
+
+lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's numbers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/$(STRIP) book/*.ipynb
+	$(BIN)/python -m cs336_systems.report.readme --check
+
+course-tests: $(INSTALLED) ## one of the course's own suites with our adapters (SUITE=path/to/its/tests)
+	@tools/course-tests.sh "$(SUITE)"
+
+clean: ## remove .venv and everything built; rows under results/ stay
+	rm -rf .venv _build build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

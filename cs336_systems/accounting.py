@@ -1,0 +1,164 @@
+"""Closed forms: what an operation must compute and move, and what known hardware could do at best.
+
+FLOPs count matrix products only (a multiplication and an addition are two); bytes are the fewest that reach
+memory: each input read once, each output written once. TFLOP/s and TB/s are powers of ten. Nothing here needs
+torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+PARTS = ("forward", "backward", "end_to_end")
+_FP32_BYTES = 4
+
+
+def _check(part: str = "forward", **sizes: float) -> None:
+    if part not in PARTS:
+        raise ValueError(f"unknown part {part!r}; allowed: {', '.join(PARTS)}")
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"{name}={size}; it must be positive")
+
+
+# -------------------------------------------------------------------------------- operations
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """FLOPs of (m, k) @ (k, n)."""
+    _check(m=m, n=n, k=k)
+    return 2 * m * n * k
+
+
+def attention_flops(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, part: str
+) -> float:
+    """FLOPs of attention's matrix products, over all batch elements and heads.
+
+    The forward pass has two products (QK^T and PV), 4·Nq·Nk·d; the backward pass five (QK^T again, dO V^T,
+    P^T dO, dS K, dS^T Q), 2.5 times as many. A causal mask counts half, as is usual, although the diagonal
+    makes it a little more. Source: the FlashAttention-2 paper (arXiv 2307.08691), section 4.1. ValueError for
+    an unknown `part` or a size that is not positive.
+    """
+    _check(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim)
+    products = {"forward": 2, "backward": 5, "end_to_end": 7}[part]
+    return products * 2.0 * batch_heads * num_queries * num_keys * head_dim * (0.5 if is_causal else 1.0)
+
+
+def attention_exps(batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, part: str) -> float:
+    """Exponentials of the softmax: one for each pair of query and key, and one more in backward.
+
+    They matter beside the products, and backward recomputes them: a streaming multiprocessor of Ampere or
+    Hopper takes 16 a clock, against thousands of multiplications and additions on its tensor cores (see
+    `exps_ms`).
+    """
+    _check(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys)
+    passes = {"forward": 1, "backward": 1, "end_to_end": 2}[part]
+    return passes * float(batch_heads) * num_queries * num_keys * (0.5 if is_causal else 1.0)
+
+
+def attention_bytes(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int, part: str
+) -> int:
+    """The fewest bytes that attention moves to and from memory when no score is ever written there.
+
+    Forward reads Q, K, V and writes O and the logsumexp L (fp32, one a query). Backward reads Q, K, V, O, dO
+    and L and writes dQ, dK, dV. `bytes_per_element` is that of all these tensors but L.
+    """
+    _check(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim,
+           bytes_per_element=bytes_per_element)  # fmt: skip
+    query_like = batch_heads * num_queries * head_dim * bytes_per_element  # Q, O, dO, dQ
+    key_like = batch_heads * num_keys * head_dim * bytes_per_element  # K, V, dK, dV
+    logsumexp = batch_heads * num_queries * _FP32_BYTES
+    forward = 2 * query_like + 2 * key_like + logsumexp
+    backward = 4 * query_like + 4 * key_like + logsumexp
+    return {"forward": forward, "backward": backward, "end_to_end": forward + backward}[part]
+
+
+# -------------------------------------------------------------------------------- rooflines
+def roofline_ms(flops: float, num_bytes: float, tflops: float, tb_per_s: float) -> float:
+    """The least time in ms for this much work: computing at `tflops` or moving at `tb_per_s`."""
+    _check(tflops=tflops, tb_per_s=tb_per_s)
+    return max(flops / (tflops * 1e9), num_bytes / (tb_per_s * 1e9))
+
+
+def ridge_flops_per_byte(tflops: float, tb_per_s: float) -> float:
+    """The arithmetic intensity above which computing takes longer than moving."""
+    _check(tflops=tflops, tb_per_s=tb_per_s)
+    return tflops / tb_per_s
+
+
+def exps_ms(exps: float, sms: int, sm_mhz: float, per_clock: int = 16) -> float:
+    """The least time in ms for this many exponentials on the special function units.
+
+    16 results a clock and multiprocessor is what the CUDA programming guide's table of arithmetic throughput
+    gives for compute capabilities 7.x to 9.0. Kernels that compute some of them as polynomials can be faster.
+    """
+    _check(sms=sms, sm_mhz=sm_mhz, per_clock=per_clock)
+    return exps / (sms * sm_mhz * 1e3 * per_clock)
+
+
+# -------------------------------------------------------------------------------- hardware
+@dataclass(frozen=True)
+class Peaks:
+    """What a data sheet promises of one GPU.
+
+    tb_per_s:         memory bandwidth. nvlink_gb_per_s:  all links of the GPU, both directions added; None
+    without NVLink. tflops:           dtype (`bf16`, `fp16`, `tf32`, `fp32`, `fp64`) → dense TFLOP/s with fp32
+    accumulation, on
+                      tensor cores where they take this dtype; what is missing is unsupported or not known for
+                      sure.
+    """
+
+    tb_per_s: float
+    nvlink_gb_per_s: float | None = None
+    tflops: dict[str, float] = field(default_factory=dict)
+
+    def roofline_ms(self, flops: float, num_bytes: float, dtype: str) -> float | None:
+        """`roofline_ms` at these peaks; None if the peak of the dtype is not known."""
+        peak = self.tflops.get(dtype)
+        return None if peak is None else roofline_ms(flops, num_bytes, peak, self.tb_per_s)
+
+
+# H100 and H200 data sheets; tensor-core figures there are with sparsity, so halved here.
+_HOPPER_SXM = {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}
+_HOPPER_NVL = {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0, "fp64": 60.0}
+# A100 data sheet (dense figures given there).
+_A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5}
+_V100_SXM2 = Peaks(0.9, 300, {"fp16": 125.0, "fp32": 15.7, "fp64": 7.8})  # V100 data sheet
+
+# By the device's full name as the driver gives it, less the maker's and product lines' names: a chip's
+# variants (SXM, PCIe, NVL, a laptop's) share a name but not their peaks. An SXM H100 calls itself "NVIDIA
+# H100 80GB HBM3".
+_PEAKS = {
+    "h100 80gb hbm3": Peaks(3.35, 900, _HOPPER_SXM),
+    "h100 pcie": Peaks(2.0, 600, {"bf16": 756.0, "fp16": 756.0, "tf32": 378.0, "fp32": 51.0, "fp64": 51.0}),
+    "h100 nvl": Peaks(3.9, 600, _HOPPER_NVL),
+    "h200": Peaks(4.8, 900, _HOPPER_SXM),
+    "h200 nvl": Peaks(4.8, 900, _HOPPER_NVL),
+    "b200": Peaks(8.0, 1800, {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0}),  # an eighth of HGX B200
+    "a100 sxm4 40gb": Peaks(1.555, 600, _A100),
+    "a100 sxm4 80gb": Peaks(2.039, 600, _A100),
+    "a100 pcie 40gb": Peaks(1.555, 600, _A100),
+    "a100 80gb pcie": Peaks(1.935, 600, _A100),
+    "v100 sxm2 16gb": _V100_SXM2,
+    "v100 sxm2 32gb": _V100_SXM2,
+    # data sheets of A10, L4 and L40S
+    "a10": Peaks(0.6, None, {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
+    "l4": Peaks(0.3, None, {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3}),
+    "l40s": Peaks(0.864, None, {"bf16": 362.0, "fp16": 362.0, "tf32": 183.0, "fp32": 91.6}),
+    # Turing architecture white paper (TU104, Tesla T4); no bf16, no TF32
+    "t4": Peaks(0.32, None, {"fp16": 65.0, "fp32": 8.1}),
+    # GA102 and Ada white papers; half precision at the rate of fp32 accumulation
+    "rtx 3090": Peaks(0.936, 112.5, {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
+    "rtx 4090": Peaks(1.008, None, {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+}
+
+
+def peaks(device_name: str) -> Peaks | None:
+    """The data-sheet peaks of a GPU by its full name, "NVIDIA H100 80GB HBM3"; None if it is not listed.
+
+    The name must fit as a whole: a variant that is not listed (a laptop's chip, a slice of a GPU) gets no
+    guess.
+    """
+    words = re.sub(r"[^a-z0-9 ]+", " ", device_name.lower()).split()
+    return _PEAKS.get(" ".join(w for w in words if w not in ("nvidia", "tesla", "geforce")))

@@ -1,0 +1,101 @@
+"""One operation, several implementations: `attention(q, k, v, is_causal, impl=...)`.
+
+Importing this package needs no torch; `availability()` says for each implementation why it cannot run here, if so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+IMPLEMENTATIONS = {
+    "flash_triton": "FlashAttention-2 in Triton, forward and backward kernels",
+    "flash_torch": "FlashAttention-2 tiled in PyTorch, forward and backward",
+    "flash_compiled_backward": "FlashAttention-2 tiled in PyTorch, its backward pass under torch.compile",
+    "reference": "plain PyTorch with materialized scores: the specification",
+    "sdpa": "torch.nn.functional.scaled_dot_product_attention: the peer",
+}
+
+
+def availability() -> dict[str, str | None]:
+    """For each implementation None where it can run on this machine, else the reason why not. Imports what it needs."""
+    if importlib.util.find_spec("torch") is None:
+        return dict.fromkeys(IMPLEMENTATIONS, "torch is not installed")
+    return {name: _triton_reason() if name == "flash_triton" else None for name in IMPLEMENTATIONS}
+
+
+def _triton_reason() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it has wheels for Linux)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    import torch
+
+    from cs336_systems.attention.tiles import OLDEST
+
+    if not torch.cuda.is_available():
+        return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    if torch.version.hip:
+        return "the kernels are written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    return None
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, impl: str = "auto"
+) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(d)) v over any leading axes, differentiable.
+
+    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i, both
+    counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and follow
+    autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not copied.
+
+    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the plain
+    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both; ValueError for
+    an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
+    """
+    if impl == "auto":
+        impl = "flash_triton" if q.is_cuda and _triton_usable() and 16 <= q.shape[-1] <= 256 else "reference"
+    if impl == "flash_triton":
+        if not _triton_usable():
+            raise RuntimeError(f"attention implementation 'flash_triton' is unavailable: {_triton_reason()}")
+        from cs336_systems.attention.flash_triton import FlashAttentionTriton
+
+        return FlashAttentionTriton.apply(q, k, v, is_causal)
+    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
+
+    if impl == "flash_torch":
+        from cs336_systems.attention.flash_torch import FlashAttentionTorch
+
+        return FlashAttentionTorch.apply(q, k, v, is_causal)
+    if impl == "flash_compiled_backward":
+        from cs336_systems.attention.flash_torch import FlashAttentionCompiledBackward
+
+        return FlashAttentionCompiledBackward.apply(q, k, v, is_causal)
+    if impl == "reference":
+        from cs336_systems.attention.reference import reference_attention
+
+        return reference_attention(*autocast_inputs(q, k, v), is_causal)
+    if impl == "sdpa":
+        from torch.nn.functional import scaled_dot_product_attention
+
+        q, k, v = autocast_inputs(q, k, v)
+        check_inputs(q, k, v, head_dims=(1, 2**31))
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    raise ValueError(f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}")
+
+
+_usable: bool | None = None
+
+
+def _triton_usable() -> bool:
+    global _usable
+    if _usable is None:
+        _usable = _triton_reason() is None
+    return _usable

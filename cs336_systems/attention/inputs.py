@@ -1,0 +1,51 @@
+"""What every implementation of attention accepts, and the errors for what it does not."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES,
+    head_dims: tuple[int, int] = (MIN_HEAD_DIM, MAX_HEAD_DIM),
+) -> None:  # fmt: skip
+    """Raises ValueError unless q (..., n_q, d), k and v (..., n_k, d) fit together, naming what differs."""
+    if q.ndim < 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., n_queries, d), at least two axes")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} but v has {tuple(v.shape)}; they must be equal")
+    if k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"q has shape {tuple(q.shape)} but k has {tuple(k.shape)}; their leading axes must be equal")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head dimension {q.shape[-1]} but k has {k.shape[-1]}; they must be equal")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; they must have one dtype")
+    if q.dtype not in dtypes:
+        raise ValueError(f"q is {q.dtype}; allowed: {', '.join(map(str, dtypes))}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; they must be on one device")
+    if not head_dims[0] <= q.shape[-1] <= head_dims[1]:
+        raise ValueError(f"the head dimension is {q.shape[-1]}; allowed: {head_dims[0]} to {head_dims[1]}")
+    if q.numel() == 0 or k.numel() == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}; every axis must be at least 1")
+
+
+def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast, floating-point inputs in autocast's dtype, as for torch's own attention; else unchanged."""
+    device = tensors[0].device.type
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def to_four_axes(x: torch.Tensor) -> torch.Tensor:
+    """(..., n, d) as (batch, heads, n, d): a view for up to four axes, and for more where the strides allow one."""
+    if x.ndim == 4:
+        return x
+    if x.ndim < 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x.flatten(0, -4)

@@ -1,0 +1,80 @@
+"""Attention as the definition says: scores, softmax and output materialized. The specification of all the others."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cs336_systems.attention.inputs import check_inputs
+
+
+class _Range:
+    """An NVTX range on a GPU, for Nsight Systems; nothing elsewhere (and nothing inside torch.compile's graph)."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.on = device.type == "cuda" and not torch.compiler.is_compiling()
+
+    def __enter__(self) -> None:
+        if self.on:
+            torch.cuda.nvtx.range_push(self.name)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.on:
+            torch.cuda.nvtx.range_pop()
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """(n_queries, n_keys), True where query i may see key j: j ≤ i, counted from the top left."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(d)) v in plain PyTorch, in the inputs' dtype (fp64 included).
+
+    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). Stores (..., n_queries, n_keys) several times.
+    NVTX ranges: `attention scores`, `attention softmax`, `attention output`. Errors: ValueError that names the mismatch.
+    """
+    check_inputs(q, k, v, dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16), head_dims=(1, 2**31))
+    with _Range("attention scores", q.device):
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        if is_causal:
+            scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), float("-inf"))
+    with _Range("attention softmax", q.device):
+        probabilities = torch.softmax(scores, dim=-1)
+    with _Range("attention output", q.device):
+        return probabilities.to(v.dtype) @ v
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o: torch.Tensor, is_causal: bool = False,
+    max_scores: int = 2**26,
+) -> list[torch.Tensor]:  # fmt: skip
+    """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: what the errors are measured against.
+
+    q: (..., n_queries, d); k, v: (..., n_keys, d); grad_o: as q. Memory linear in the sequence, for any length.
+    """
+    q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
+    scale = 1 / math.sqrt(q.shape[-1])
+    o, dq = torch.empty_like(q), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    heads = q.numel() // (q.shape[-1] * q.shape[-2])
+    rows = max(1, max_scores // (heads * k.shape[-2]))
+    for i in range(0, q.shape[-2], rows):
+        chunk = slice(i, i + rows)
+        q_i, do_i = q[..., chunk, :], grad_o[..., chunk, :]
+        end = min(i + q_i.shape[-2], k.shape[-2]) if is_causal else k.shape[-2]
+        k_i, v_i = k[..., :end, :], v[..., :end, :]
+        s = q_i @ k_i.transpose(-2, -1) * scale
+        if is_causal:
+            queries = torch.arange(i, i + q_i.shape[-2], device=q.device)
+            s = s.masked_fill(queries[:, None] < torch.arange(end, device=q.device), float("-inf"))
+        p = torch.softmax(s, -1)
+        o[..., chunk, :] = p @ v_i
+        dv[..., :end, :] += p.transpose(-2, -1) @ do_i
+        dp = do_i @ v_i.transpose(-2, -1)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        dq[..., chunk, :] = ds @ k_i
+        dk[..., :end, :] += ds.transpose(-2, -1) @ q_i
+    return [o, dq, dk, dv]

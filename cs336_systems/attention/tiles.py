@@ -1,0 +1,134 @@
+"""The one table of frozen tile configurations: by GPU generation, kernel, head dimension and element size.
+
+Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
+`cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add here.
+
+The rows of `sm_90` were chosen by measurement on an H100. The other generations hold the largest of the same shapes that
+their shared memory and registers take without spilling, which the compile tests check against the limits below.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+KERNELS = ("forward", "backward_queries", "backward_keys")
+HEAD_DIMS = (16, 32, 64, 128, 256)  # the powers of two that a head dimension is rounded up to
+
+# Shared memory that one block may use, KiB (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """BLOCK_M query rows, BLOCK_N keys, warps of a program, and loads in flight (stages of the software pipeline)."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+PRECISIONS = ("half", "tf32", "fp32")  # 16-bit tiles; fp32 tiles with TF32 products; fp32 tiles with fp32 accuracy
+
+# generation → kernel → precision → rows for d up to 16, 32, 64, 128, 256
+_T = Tiles
+_SMALL_FP32 = {
+    "forward": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1)),
+    "backward_queries": (_T(32, 16, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    "backward_keys": (_T(16, 32, 4, 1), _T(16, 32, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+}
+TABLE: dict[int, dict[str, dict[str, tuple[Tiles, ...]]]] = {
+    75: {
+        "forward": {
+            "half": (_T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(32, 32, 4, 1), _T(16, 32, 4, 1)),
+            "tf32": _SMALL_FP32["forward"],
+            "fp32": _SMALL_FP32["forward"],
+        },
+        "backward_queries": {
+            "half": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1)),
+            "tf32": _SMALL_FP32["backward_queries"],
+            "fp32": _SMALL_FP32["backward_queries"],
+        },
+        "backward_keys": {
+            "half": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(16, 32, 4, 1), _T(16, 16, 4, 1)),
+            "tf32": _SMALL_FP32["backward_keys"],
+            "fp32": _SMALL_FP32["backward_keys"],
+        },
+    },
+    80: {
+        "forward": {
+            "half": (_T(128, 64, 4, 3), _T(128, 64, 4, 3), _T(128, 64, 4, 3), _T(128, 64, 8, 2), _T(64, 32, 8, 2)),
+            "tf32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
+            "fp32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+        },
+        "backward_queries": {
+            "half": (_T(64, 64, 4, 2), _T(64, 64, 4, 2), _T(64, 64, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
+            "tf32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 4, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+            "fp32": (_T(32, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+        },
+        "backward_keys": {
+            "half": (_T(64, 64, 4, 2), _T(64, 64, 4, 2), _T(32, 64, 4, 2), _T(32, 64, 8, 2), _T(32, 32, 8, 1)),
+            "tf32": (_T(32, 64, 4, 2), _T(32, 64, 4, 2), _T(32, 32, 4, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+            "fp32": (_T(32, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+        },
+    },
+    90: {
+        "forward": {
+            "half": (_T(64, 128, 4, 3), _T(64, 128, 4, 3), _T(128, 64, 8, 3), _T(128, 128, 8, 3), _T(128, 64, 8, 2)),
+            "tf32": (_T(128, 32, 8, 2), _T(128, 32, 8, 2), _T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
+            "fp32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(128, 32, 8, 2), _T(32, 32, 8, 2), _T(16, 16, 8, 1)),
+        },
+        "backward_queries": {
+            "half": (_T(64, 64, 4, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 3)),
+            "tf32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+            "fp32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+        },
+        "backward_keys": {
+            "half": (_T(128, 64, 4, 3), _T(128, 64, 4, 3), _T(128, 128, 8, 3), _T(64, 128, 8, 3), _T(64, 32, 8, 3)),
+            "tf32": (_T(32, 64, 4, 2), _T(32, 64, 4, 2), _T(32, 32, 8, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+            "fp32": (_T(32, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 8, 2), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
+        },
+    },
+}
+TABLE[86] = TABLE[80] | {
+    "forward": TABLE[80]["forward"]
+    | {"half": (_T(128, 64, 4, 2), _T(128, 64, 4, 2), _T(128, 64, 4, 2), _T(64, 64, 4, 1), _T(32, 32, 4, 1))},
+}
+TABLE[100] = TABLE[80]
+TABLE[120] = TABLE[86]
+
+OLDEST = min(TABLE)
+_INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test meets every branch
+
+
+def generation(capability: int) -> int:
+    """The generation whose rows a GPU of this compute capability (10 · major + minor) uses: the nearest older one."""
+    if capability < OLDEST:
+        raise ValueError(f"compute capability {capability / 10} is too old for the Triton kernels; oldest: {OLDEST / 10}")
+    return max(g for g in TABLE if g <= capability)
+
+
+def tiles(kernel: str, capability: int, head_dim: int, precision: str) -> Tiles:
+    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS."""
+    column = next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
+    return TABLE[generation(capability)][kernel][precision][column]
+
+
+@functools.cache
+def _capability(device_index: int) -> int:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+def tiles_for(kernel: str, x: torch.Tensor, precision: str) -> Tiles:
+    """The configuration of a kernel for a tensor x (..., d) on its device."""
+    if x.device.type != "cuda":
+        return _INTERPRETER
+    return tiles(kernel, _capability(x.device.index), x.shape[-1], precision)

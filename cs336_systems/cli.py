@@ -1,0 +1,324 @@
+"""One command line for everything: `cs336`, or `python -m cs336_systems`.
+
+    cs336 doctor                       what this machine can run, and why not the rest
+    cs336 run                          measure every chapter here: its notebook, by papermill
+    cs336 run hardware -p dtype=bf16   one chapter, some of its cases
+    cs336 bench flash --seq-len 4096 --head-dim 64,128 --json -
+    cs336 book --pdf                   build the book from the rows
+    cs336 results merge DIR            take in the rows of another machine
+
+Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import tempfile
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+if typing.TYPE_CHECKING:
+    import pandas as pd
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Measure, benchmark and build the book of CS336's systems assignment.",
+)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, help="A chapter's experiment alone: a table, or JSON.")
+results = typer.Typer(no_args_is_help=True, help="The rows under results/.")
+app.add_typer(bench, name="bench")
+app.add_typer(results, name="results")
+
+_say = functools.partial(typer.echo, err=True)  # progress goes to stderr: stdout is for what was asked for
+
+
+@contextmanager
+def _wrong_input() -> Iterator[None]:
+    """Shows what is wrong with the command line, or with where it was called, and ends with exit code 2."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        _say(f"Error: {error}")
+        raise typer.Exit(2) from error
+
+
+def _fail(message: object) -> typing.NoReturn:
+    _say(f"Error: {message}")
+    raise typer.Exit(1)
+
+
+# -------------------------------------------------------------------------------- doctor
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Say what this machine can run, and why the rest is unavailable."""
+    from cs336_systems import doctor as room
+
+    checks, name = room.checks(), room.machine_name()
+    if as_json:
+        typer.echo(json.dumps({"machine": name, "checks": [dataclasses.asdict(c) for c in checks]}, indent=1))
+        return
+    typer.echo(f"machine: {name or 'unknown'}")
+    for section, group in itertools.groupby(checks, key=lambda check: check.section):
+        typer.echo(f"\n{section}")
+        for check in group:
+            typer.echo(f"  {'yes' if check.available else 'no ':3}  {check.name:24} {check.detail}")
+
+
+# -------------------------------------------------------------------------------- chapters and the book
+@app.command()
+def run(
+    chapters: Annotated[
+        list[str] | None, typer.Argument(help="Chapters; all measured ones by default.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="auto, full (the handout's grid) or smoke.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Whose rows to show; only this machine measures.")
+    ] = None,
+    refresh: Annotated[str | None, typer.Option(help="What to measure: missing, stale or all.")] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="name=value, a parameter of the notebook; repeatable."),
+    ] = None,
+) -> None:
+    """Run chapters' notebooks here: they measure what is missing, and show it. A second run resumes."""
+    from cs336_systems import experiments, notebooks
+    from cs336_systems.measure.rows import REFRESH
+    from cs336_systems.report.coverage import project_root
+
+    with _wrong_input():
+        names = chapters or list(experiments.CHAPTERS)
+        for name in names:
+            if name not in experiments.CHAPTERS:
+                raise ValueError(f"unknown chapter {name!r}; allowed: {', '.join(experiments.CHAPTERS)}")
+        if preset is not None:
+            experiments.resolve_preset(preset, "")
+        if refresh is not None and refresh not in REFRESH:
+            raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
+        given = {"preset": preset, "machine": machine, "refresh": refresh}
+        given = {name: value for name, value in given.items() if value is not None} | _pairs(param or [])
+        failed = notebooks.run(project_root(), names, given, log=_say)
+    if failed:
+        _fail(f"{len(failed)} of {len(names)} chapters failed: {', '.join(failed)}")
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise ValueError(f"-p {text}: expected name=value")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+@app.command()
+def book(
+    pdf: Annotated[bool, typer.Option("--pdf", help="Build the PDF as well (needs XeLaTeX).")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where rows are missing or old.")] = False,
+) -> None:
+    """Build the book from the rows, and print where it is."""
+    from cs336_systems.report.build import BookError, build
+
+    try:
+        with _wrong_input():
+            products = build(pdf=pdf, strict=strict)
+    except BookError as error:
+        _fail(error)
+    for product in products:
+        typer.echo(product)
+
+
+@results.command("merge")
+def merge(
+    folder: Annotated[Path, typer.Argument(help="A results folder: <machine>/<chapter>.csv.")],
+) -> None:
+    """Take in the rows of another results folder; the newest row of a case wins."""
+    from cs336_systems import experiments
+    from cs336_systems.measure import rows
+
+    with _wrong_input():
+        merged = rows.merge([experiments.load(name) for name in experiments.CHAPTERS + experiments.RECORDS], folder)
+    for machine, chapter, count in merged:
+        typer.echo(f"{machine}: {count} rows of {chapter}")
+
+
+# -------------------------------------------------------------------------------- benchmarks
+Values = Annotated[str, typer.Option(help="One value, several separated by commas, or all.")]
+Preset = Annotated[str, typer.Option(help="auto, full (the handout's grid) or smoke.")]
+Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
+Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
+Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
+
+
+@bench.command("hardware")
+def bench_hardware(
+    kind: Values = "all", dtype: Values = "all", size: Values = "all", preset: Preset = "auto",
+    refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
+) -> None:  # fmt: skip
+    """The roofs: matrix products, copies, launches."""
+    given = {"kind": kind, "dtype": dtype, "size": size}
+    _bench("hardware", given, preset, refresh, save, json_file, off_grid=False)
+
+
+@bench.command("flash")
+def bench_flash(
+    seq_len: Values = "all", head_dim: Values = "all", dtype: Values = "all", impl: Values = "all",
+    heads: Values = "all", preset: Preset = "auto", refresh: Refresh = "missing", save: Save = True,
+    json_file: Json = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Search tile sizes for one shape instead.")] = False,
+) -> None:  # fmt: skip
+    """Attention: forward, backward, both; every implementation. Shapes off the handout's grid work too."""
+    given = {"seq_len": seq_len, "head_dim": head_dim, "dtype": dtype, "impl": impl, "heads": heads}
+    if tune:
+        typer.echo(_tune(given))
+    else:
+        _bench("flash_bench", given, preset, refresh, save, json_file, off_grid=True)
+
+
+def _tune(given: dict[str, str]) -> str:
+    with _wrong_input():
+        if "," in given["dtype"] or given["dtype"] == "all":
+            raise ValueError("--tune needs one --dtype")
+        defaults = {"seq_len": "16384", "heads": "16"}
+        sizes = {}
+        for field in ("head_dim", "seq_len", "heads"):
+            text = defaults.get(field, given[field]) if given[field] == "all" else given[field]
+            if not text.isdecimal():
+                raise ValueError(
+                    f"--tune needs one --{field.replace('_', '-')}, a whole number; got {text!r}"
+                )
+            sizes[field] = int(text)
+    from cs336_systems.attention.tune import tune
+    from cs336_systems.measure.rows import Skip
+
+    try:
+        with _wrong_input():
+            return tune(**sizes, dtype=given["dtype"])
+    except Skip as skip:
+        _fail(skip)
+
+
+def _bench(
+    chapter: str,
+    given: dict[str, str],
+    preset: str,
+    refresh: str,
+    save: bool,
+    json_file: str | None,
+    off_grid: bool,
+) -> None:
+    from cs336_systems import experiments
+    from cs336_systems.measure import rows
+    from cs336_systems.measure.machine import machine_name
+
+    machine = machine_name()
+    with _wrong_input():
+        experiment = experiments.load(chapter)
+        cases = choose(experiment, experiments.resolve_preset(preset, machine), given, off_grid)
+        if refresh not in rows.REFRESH:
+            raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(rows.REFRESH)}")
+        root = rows.results_root() if save else None
+    failure = None
+    with tempfile.TemporaryDirectory() as scratch:
+        root = root or Path(scratch)
+        try:
+            rows.measure(experiment, cases, refresh=refresh, root=root, log=_say)
+        except rows.MeasurementError as error:
+            failure = error
+        frame = rows.read(experiment, machine, root)
+    fields = rows.case_fields(experiment)
+    wanted = {tuple(getattr(case, field) for field in fields) for case in cases}
+    frame = frame[[key in wanted for key in zip(*(frame[field] for field in fields), strict=True)]]
+    if json_file == "-":
+        typer.echo(_as_json(frame))
+    else:
+        typer.echo(_as_table(frame, fields))
+    if json_file not in (None, "-"):
+        Path(json_file).write_text(_as_json(frame) + "\n", encoding="utf-8")
+    if failure:
+        _fail(failure)
+
+
+def choose(experiment: ModuleType, preset: str, given: dict[str, str], off_grid: bool) -> list[Any]:
+    """The cases that the given values of fields choose from a preset's grid, or, off it, their product.
+
+    Off the grid every field that is not given (or is `all`) takes the grid's values; `repeat` is 0 there.
+    ValueError for values that the grid does not have (or, off the grid, that are not of the field's type),
+    and where no case is left.
+    """
+    from cs336_systems import experiments
+
+    types = typing.get_type_hints(experiment.Case)
+    lists: dict[str, list[Any]] = {}
+    new = False
+    for field in types:
+        grid = experiments.values(experiment, preset, field)
+        text = given.get(field, "all").strip()
+        lists[field] = grid if text == "all" else [_typed(field, t, types[field]) for t in text.split(",")]
+        new = new or not set(lists[field]) <= set(grid)
+    filters = {field: text for field, text in given.items() if field in types}
+    if refused := [field for field, text in given.items() if field not in types and text != "all"]:
+        raise ValueError(f"{', '.join(refused)} cannot be chosen here; the cases have {', '.join(types)}")
+    if not (new and off_grid):
+        cases = experiments.cases(experiment, preset, **filters)
+    else:
+        _refuse_unknown(experiment, lists)
+        if "repeat" in lists and "repeat" not in given:
+            lists["repeat"] = [0]
+        cases = [experiment.Case(*values) for values in itertools.product(*lists.values())]
+    if not cases:
+        chosen = ", ".join(f"{field}={text}" for field, text in filters.items() if text != "all")
+        raise ValueError(f"the {preset} preset has no case with {chosen}")
+    return cases
+
+
+def _refuse_unknown(experiment: ModuleType, lists: dict[str, list[Any]]) -> None:
+    """Off the grid numbers are free, but words are those that the experiment knows."""
+    known = {"dtype": getattr(experiment, "DTYPES", ()), "impl": getattr(experiment, "IMPLEMENTATIONS", ())}
+    for field, values in lists.items():
+        for value in values:
+            if known.get(field) and value not in known[field]:
+                raise ValueError(f"unknown {field} {value!r}; allowed: {', '.join(known[field])}")
+            if field != "repeat" and isinstance(value, int) and value < 1:
+                raise ValueError(f"{field}={value}; it must be positive")
+
+
+def _typed(field: str, text: str, kind: type) -> Any:
+    text = text.strip()
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{field}={text}: expected true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"{field}={text}: expected {kind.__name__}") from error
+
+
+def _as_json(frame: pd.DataFrame) -> str:
+    records = frame.to_dict("records")  # an empty cell is NaN in a column of numbers, "" in one of words
+    records = [{k: None if v != v or v == "" else v for k, v in row.items()} for row in records]
+    return json.dumps(records, indent=1)
+
+
+def _as_table(frame: pd.DataFrame, fields: list[str]) -> str:
+    """The rows for a terminal: the columns that say something, provenance left out."""
+    shown = frame.drop(columns=["run", "time_utc", "env", "code"])
+    silent = (shown.isna() | (shown == "")).all()
+    empty = [c for c in shown if silent[c] and c not in (*fields, "status")]
+    return shown.drop(columns=empty).to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+
+
+if __name__ == "__main__":
+    app()

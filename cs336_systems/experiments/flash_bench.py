@@ -1,0 +1,288 @@
+"""Chapter `flash_bench`: FlashAttention-2 in Triton against plain, compiled and library attention.
+
+    papermill book/flash_bench.ipynb out.ipynb -p dtype bf16
+    cs336 bench flash --seq-len 4096 --head-dim 64 --dtype bf16
+
+The handout's grid (batch 1, causal, one head) and a second one with 16 heads, the shape of the course's leaderboard,
+which fills a GPU at every length. Forward, backward and end-to-end are timed with `triton.testing.do_bench`, all
+implementations of a shape in turns in one process; one of them twice (the A/A row), so that the spread of the method
+itself is seen. `tf32` means fp32 tensors whose products torch may round to TF32 (`set_float32_matmul_precision("high")`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.accounting import attention_flops
+from cs336_systems.attention import availability
+from cs336_systems.measure.rows import Skip, oom_is_a_row
+
+if TYPE_CHECKING:
+    import torch
+
+MEASURES = ("cs336_systems.attention", "cs336_systems.measure.timing", "cs336_systems.accounting")
+GROUP = ("heads", "seq_len", "head_dim", "dtype")
+PARTS = ("forward", "backward", "end_to_end")
+METRICS = (
+    *(f"{part}_ms_{quantile}" for part in PARTS for quantile in ("p20", "p50", "p80")),
+    *(f"{part}_tflops" for part in PARTS),
+    "peak_gib",
+    "error_out",
+    "error_grads",
+    "backend",
+    "matmul_precision",
+    "sm_mhz",
+    "power_w",
+)
+DTYPES = ("bf16", "fp16", "fp32", "tf32")
+IMPLEMENTATIONS = (
+    "flash_triton", "flash_torch", "reference", "reference_compiled", "sdpa", "sdpa_flash", "sdpa_cudnn",
+    "sdpa_efficient", "flex_compiled",
+)  # fmt: skip
+_QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
+_INTERLEAVED_SCORES = 2**28  # up to this many scores the quadratic ones run in turns with the others
+
+
+@dataclass(frozen=True)
+class Case:
+    """One causal attention of batch 1: `heads` × (seq_len, head_dim). `repeat` 1 is the second run of the same thing."""
+
+    heads: int
+    seq_len: int
+    head_dim: int
+    dtype: str
+    impl: str
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The cases of a preset: the handout's whole grid and the many-heads grid, or a few small shapes for a CPU."""
+    if preset == "smoke":
+        return [
+            Case(1, seq_len, head_dim, dtype, impl, repeat)
+            for dtype in ("bf16", "fp32")
+            for head_dim in (32, 64)
+            for seq_len in (128, 256, 512)
+            for impl, repeat in _twice(("flash_triton", "flash_torch", "reference", "sdpa"), "reference")
+        ]
+    one_head = ("flash_triton", "reference", "reference_compiled", "sdpa")
+    many_heads = ("flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled")
+    shapes = [
+        (1, 2**n, head_dim, dtype, one_head)
+        for dtype, head_dims in (("bf16", (16, 32, 64, 128)), ("fp32", (16, 32, 64, 128)), ("tf32", (64, 128)))
+        for head_dim in head_dims
+        for n in range(7, 17)
+    ]
+    shapes += [(16, 2**n, head_dim, "bf16", many_heads) for head_dim in (64, 128) for n in range(10, 16)]
+    return [Case(*shape, impl, repeat) for *shape, impls in shapes for impl, repeat in _twice(impls, "flash_triton")]
+
+
+def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:
+    return [(impl, 0) for impl in impls] + [(again, 1)]
+
+
+def estimate_s(group: list[Case]) -> float:
+    """Seconds that a group takes, roughly: compilation, and at least the minimum of calls of the slowest function."""
+    scores = group[0].heads * group[0].seq_len ** 2
+    return 1 + sum(5 if case.impl.endswith("compiled") else 0.5 for case in group) + scores * 2e-9
+
+
+# ---------------------------------------------------------------------------------------------- implementations
+@contextmanager
+def _matmul_precision(dtype: str) -> Iterator[str]:
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _forward(impl: str, case: Case, device: str) -> tuple[Callable[..., Any], str]:
+    """The function (q, k, v) → o of an implementation, and the name of the backend behind it.
+
+    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from cs336_systems.attention import attention
+
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+    if impl == "flash_triton":
+        if device == "cpu":
+            raise Skip("needs a CUDA device")  # the interpreter is for tests; its time says nothing
+        if reason := availability()["flash_triton"]:
+            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
+    if impl in ("flash_triton", "flash_torch", "reference"):
+        return functools.partial(attention, is_causal=True, impl=impl), impl
+    if impl == "reference_compiled":
+        torch._dynamo.reset()  # past eight shapes Dynamo would fall back to eager without a word
+        return torch.compile(functools.partial(attention, is_causal=True, impl="reference"), dynamic=False), "inductor"
+    if impl == "flex_compiled":
+        return _flex(case, device), "inductor"
+    if impl == "sdpa":
+        return functools.partial(attention, is_causal=True, impl="sdpa"), "auto"
+    backend = {
+        "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }[impl]
+    if device == "cpu" and impl != "sdpa_flash":
+        raise Skip(f"needs a CUDA device: torch has no {impl} on a CPU")
+
+    def forward(q, k, v):
+        with sdpa_kernel(backend):
+            return attention(q, k, v, is_causal=True, impl="sdpa")
+
+    return forward, backend.name.lower()
+
+
+def _flex(case: Case, device: str) -> Callable[..., Any]:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if device == "cpu":
+        raise Skip("needs a CUDA device: FlexAttention's backward pass does")
+
+    def causal(b, h, query, key):
+        return query >= key
+
+    torch._dynamo.reset()
+    mask = create_block_mask(causal, None, None, case.seq_len, case.seq_len, device=device)
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Which of SDPA's backends torch picks for these inputs by itself."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.lower()
+
+
+class _Candidate:
+    """One case while it is measured: its three functions, and what is known of it so far."""
+
+    def __init__(self, case: Case, inputs: list[torch.Tensor], grad_o: torch.Tensor, device: str) -> None:
+        self.case, self.inputs, self.grad_o, self.device = case, inputs, grad_o, device
+        self.metrics: dict[str, Any] = {}
+        self.output: torch.Tensor | None = None
+
+    @property
+    def ok(self) -> bool:
+        return "status" not in self.metrics
+
+    def try_out(self) -> None:
+        """One call of everything: compiles, finds out about missing parts and memory, and reads the peak."""
+        import torch
+
+        from cs336_systems.measure.timing import peak_gib
+
+        with oom_is_a_row(self.metrics):
+            self.apply, backend = _forward(self.case.impl, self.case, self.device)
+            self.metrics["backend"] = _sdpa_backend(*self.inputs) if backend == "auto" else backend
+            self.end_to_end()
+            self.metrics["peak_gib"] = peak_gib(self.end_to_end)
+        self.forget()
+        if self.device != "cpu" and not self.ok:
+            torch.cuda.empty_cache()
+
+    def forward(self) -> Any:
+        return self.apply(*self.inputs)
+
+    def backward(self) -> None:
+        if self.output is None:
+            self.output = self.forward()
+        self.output.backward(self.grad_o, retain_graph=True)
+
+    def end_to_end(self) -> None:
+        self.forward().backward(self.grad_o)
+
+    def forget(self) -> None:
+        self.output = None
+        for x in self.inputs:
+            x.grad = None
+
+    def errors(self, exact: list[torch.Tensor]) -> None:
+        """Relative errors ‖x − exact‖ / ‖exact‖ of O, and the largest of dQ, dK, dV."""
+        self.forget()
+        o = self.forward()
+        o.backward(self.grad_o)
+        found = [(x.double() - y).norm() / y.norm() for x, y in zip((o, *(x.grad for x in self.inputs)), exact, strict=True)]
+        self.metrics |= {"error_out": found[0].item(), "error_grads": max(e.item() for e in found[1:])}
+        self.forget()
+
+
+# ---------------------------------------------------------------------------------------------- measuring a group
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one shape and dtype in turns; see the package's docstring for the contract."""
+    import torch
+
+    if cases[0].dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cases[0].dtype, torch.float32)
+    shape = (1, cases[0].heads, cases[0].seq_len, cases[0].head_dim)
+    generator = torch.Generator(device).manual_seed(cases[0].seq_len + cases[0].head_dim)
+    q, k, v, grad_o = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    with _matmul_precision(cases[0].dtype) as precision:
+        candidates = [_Candidate(case, inputs, grad_o, device) for case in cases]
+        for candidate in candidates:
+            candidate.metrics["matmul_precision"] = precision
+            candidate.try_out()
+        _time([c for c in candidates if c.ok], device)
+        ready = [c for c in candidates if c.ok]
+        if ready:
+            from cs336_systems.attention.reference import exact_attention
+
+            exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o, is_causal=True)
+            for candidate in ready:
+                with oom_is_a_row(candidate.metrics):
+                    candidate.errors(exact)
+    return [candidate.metrics for candidate in candidates]
+
+
+def _time(ready: list[_Candidate], device: str) -> None:
+    scores = ready[0].case.heads * ready[0].case.seq_len ** 2 if ready else 0
+    if scores <= _INTERLEAVED_SCORES:
+        turns = [ready]
+    else:  # side by side their graphs would not fit, though each one alone may
+        turns = [[c for c in ready if c.case.impl not in _QUADRATIC]]
+        turns += [[c] for c in ready if c.case.impl in _QUADRATIC]
+    for group in filter(None, turns):
+        for part in PARTS:
+            _time_part(group, part, device)
+        for candidate in group:
+            candidate.forget()
+
+
+def _time_part(group: list[_Candidate], part: str, device: str) -> None:
+    from cs336_systems.measure.timing import Watch, interleaved
+
+    names = {f"{c.case.impl}/{c.case.repeat}": c for c in group}
+    watches = {name: Watch() for name in names} if device != "cpu" else {}
+    timings = interleaved(
+        {name: getattr(c, part) for name, c in names.items()},
+        device=device,
+        rounds=3,
+        warmup_ms=10,
+        rep_ms=40 if device != "cpu" else 10,
+        grad_to_none={name: c.inputs for name, c in names.items()},
+        watches=watches if part == "end_to_end" else None,
+    )
+    for name, candidate in names.items():
+        case, timing = candidate.case, timings[name]
+        flops = attention_flops(case.heads, case.seq_len, case.seq_len, case.head_dim, True, part)
+        candidate.metrics |= timing.metrics(part) | {f"{part}_tflops": flops / timing.p50 / 1e9}
+        if part == "end_to_end" and name in watches:
+            candidate.metrics |= watches[name].metrics()

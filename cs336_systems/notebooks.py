@@ -1,0 +1,122 @@
+"""Running the book's notebooks with papermill: parameters checked beforehand, this interpreter's kernel.
+
+    cs336 run hardware -p dtype=bf16
+
+The executed notebook, outputs included, is written to `_build/notebooks/<chapter>.ipynb`; the rows that it
+measures go to `results/`, so a run that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+KERNEL = "python3"
+
+
+def parameters_of(notebook: Path) -> dict[str, dict[str, Any]]:
+    """Name → `default`, `help`, `inferred_type_name` of a notebook's parameters, as papermill reads them."""
+    import papermill
+
+    return papermill.inspect_notebook(notebook)
+
+
+def convert(name: str, text: str, parameter: Mapping[str, Any]) -> Any:
+    """The value that a command line's text means for a parameter, by the type of its annotation or default.
+
+    ValueError if the text is not of that type.
+    """
+    kind = parameter["inferred_type_name"]
+    if kind in (None, "None"):
+        try:
+            kind = type(ast.literal_eval(parameter["default"])).__name__
+        except (ValueError, SyntaxError):  # a default that is computed
+            kind = "str"
+    if kind == "bool":
+        values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in values:
+            raise ValueError(f"{name}={text}: expected one of {', '.join(values)}")
+        return values[text.lower()]
+    if kind in ("int", "float"):
+        try:
+            return {"int": int, "float": float}[kind](text)
+        except ValueError as error:
+            raise ValueError(f"{name}={text}: expected {'an' if kind == 'int' else 'a'} {kind}") from error
+    return text
+
+
+def checked(notebook: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """The given parameters in the notebook's types; ValueError names those it lacks, and those it has.
+
+    papermill itself only logs a name that the notebook does not know, and runs with the default.
+    """
+    known = parameters_of(notebook)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{notebook.stem} has no parameter {', '.join(unknown)}; its parameters are {', '.join(known)}"
+        )
+    return {name: convert(name, text, known[name]) for name, text in given.items()}
+
+
+@contextmanager
+def own_kernel() -> Iterator[None]:
+    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home."""
+    before = os.environ.get("JUPYTER_PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder) / "kernels" / KERNEL
+        spec.mkdir(parents=True)
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        (spec / "kernel.json").write_text(
+            json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
+        )
+        os.environ["JUPYTER_PATH"] = folder + (os.pathsep + before if before else "")
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["JUPYTER_PATH"]
+            else:
+                os.environ["JUPYTER_PATH"] = before
+
+
+def run(
+    root: Path, chapters: Sequence[str], given: Mapping[str, str], log: Callable[[str], None] = print
+) -> list[str]:
+    """Executes the chapters' notebooks in order, and returns the names of those that failed.
+
+    `root` is the checkout. All names and parameters are checked before the first notebook starts:
+    FileNotFoundError for a chapter without a notebook, ValueError for parameters. A failing notebook's
+    traceback is logged, and the next one runs.
+    """
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+
+    notebooks = [root / "book" / f"{chapter}.ipynb" for chapter in chapters]
+    for notebook in notebooks:
+        if not notebook.is_file():
+            raise FileNotFoundError(f"no notebook {notebook}")
+    plans = [(notebook, checked(notebook, given)) for notebook in notebooks]
+    output = root / "_build" / "notebooks"
+    output.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with own_kernel():
+        for notebook, parameters in plans:
+            target = output / notebook.name
+            log(f"{notebook.stem}: running, into {target}")
+            try:
+                papermill.execute_notebook(
+                    notebook, target, parameters=parameters, kernel_name=KERNEL, cwd=root,
+                    progress_bar=sys.stderr.isatty(), stdout_file=sys.stdout, stderr_file=sys.stderr,
+                )  # fmt: skip
+            except (papermill.PapermillExecutionError, DeadKernelError) as error:
+                log(f"{notebook.stem}: failed\n{error}")
+                failed.append(notebook.stem)
+    return failed

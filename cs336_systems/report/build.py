@@ -1,0 +1,122 @@
+"""Builds the book: HTML, and the PDF where XeLaTeX is installed. `cs336 book` calls it.
+
+Notebooks are run while building, in the mode that only reads rows; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cs336_systems.report.coverage import project_root
+
+LATEX_PACKAGES = (
+    "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
+    "fonts-freefont-otf"
+)
+OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
+
+
+class BookError(RuntimeError):
+    """The book could not be built, or is not what it should be; the message says what and what to do."""
+
+
+def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> list[Path]:
+    """Builds the book from a checkout and returns what was made: `index.html`, and the PDF.
+
+    Args:
+        pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages). strict:
+        refuse a book that quotes rows measured with earlier code, or has a reference chapter with cases
+        that
+            are not measured or ended in an error.
+
+    Raises:
+        FileNotFoundError: outside a checkout.
+        BookError: a page or the PDF has warnings or errors, or `strict` finds something.
+    """
+    root = root or project_root()
+    if strict and (found := problems(root)):
+        raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
+    if pdf:
+        missing_latex()
+    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html")]
+    if pdf:
+        made.append(_jupyter_book(root, "pdflatex", root / "_build" / "latex" / "cs336-systems.pdf"))
+        if bad := latex_complaints(
+            (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
+        ):
+            raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
+    return made
+
+
+def problems(root: Path) -> list[str]:
+    """What is not final about the rows of the chapters in `results/reference.json`."""
+    from cs336_systems.report.chapter import Chapter
+
+    reference = json.loads((root / "results" / "reference.json").read_text())
+    return [p for name in reference for p in Chapter(name, measure="no", root=root / "results").problems()]
+
+
+def missing_latex() -> None:
+    """Raises a BookError with the command to run if XeLaTeX, latexmk or the fonts are not installed."""
+    lacking = [program for program in ("xelatex", "latexmk") if shutil.which(program) is None]
+    if lacking:
+        raise BookError(
+            f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
+            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}\n"
+            "(the HTML needs none of it: cs336 book without --pdf)"
+        )
+
+
+def _jupyter_book(root: Path, builder: str, product: Path) -> Path:
+    # Options: every page again, warnings are errors but all are shown, and a table of contents that is
+    # found from anywhere (a relative path is not).
+    command = [
+        sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(root / "book"),
+        "--builder", builder, "--all", "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
+        str(root / "_config.yml"), "--path-output", str(root),
+    ]  # fmt: skip
+    product.unlink(missing_ok=True)
+    log = root / "_build" / f"{builder}.log"
+    log.parent.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+    print(f"building {builder}: {log}", flush=True)
+    with open(log, "w") as out:
+        code = subprocess.run(
+            command, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT
+        ).returncode
+    text = log.read_text(errors="replace")
+    if code or not product.is_file():
+        raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
+    return product
+
+
+def _tail(text: str) -> str:
+    """What a Sphinx log says about the failure: the cell that failed, else the warnings and errors, else
+    its end.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    if cell := re.search(r"(\S*CellExecutionError.*?)\s*The above exception", plain, flags=re.S):
+        return cell[1]
+    lines = plain.splitlines()
+    marked = [line for line in lines if re.search(r"\b(WARNING|ERROR|Error):", line)]
+    return "\n".join(marked[:20] or lines[-40:])
+
+
+def latex_complaints(log: str) -> list[str]:
+    """What in a LaTeX log a reader would see: missing characters, and boxes that stick out of the page."""
+    log = re.sub(r"(?<=.{79})\n", "", log)  # LaTeX breaks its log at 79 characters
+    bad = sorted(set(re.findall(r"Missing character: There is no .{1,60}? in font", log)))
+    for width, where in re.findall(r"Overfull \\hbox \(([\d.]+)pt too wide\) ([^\n]{0,80})", log):
+        if float(width) > OVERFULL_PT:
+            bad.append(f"a line or table is {width} pt too wide: {where}")
+    return bad

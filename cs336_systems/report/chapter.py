@@ -1,0 +1,324 @@
+"""A chapter of the book as its notebook sees it: its parameters checked, its rows read, its numbers as
+words.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems import experiments
+from cs336_systems.measure import rows as store
+from cs336_systems.report.tables import fmt, show
+
+BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
+MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
+NOT_MEASURED = "not measured"
+MEASURE = ("auto", "yes", "no")
+_COMMON = ("measure", "preset", "machine", "refresh")
+
+
+def say(text: str) -> None:
+    """Shows a sentence as Markdown: the way that numbers get into the prose."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(text))
+
+
+def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
+    """The machines that the book quotes for a chapter: `$CS336_MACHINE`, else its entry in
+    `reference.json`.
+    """
+    if os.environ.get(MACHINE_VARIABLE):
+        return os.environ[MACHINE_VARIABLE].split(",")
+    path = (root or store.results_root()) / "reference.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    return list(known.get(chapter, []))
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    text = str(value).strip().lower()
+    text = {"true": "yes", "false": "no"}.get(text, text) if name == "measure" else text
+    if text not in allowed:
+        also = ", true, false" if name == "measure" else ""
+        raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}{also}")
+    return text
+
+
+class Chapter:
+    """The rows of one measured chapter, seen through a notebook's parameters.
+
+    `measure`
+        `"auto"` measures what is missing, except while the book is built or when another machine is named;
+        `"yes"` insists on measuring (a ValueError where that cannot be); `"no"` only reads.
+    `preset`
+        `"full"`, `"smoke"`, or `"auto"`: full with a GPU, smoke without.
+    `machine`
+        `"auto"` is this machine while measuring and the reference machines otherwise; `"this"`, or names of
+        folders under `results/`, separated by commas.
+    `refresh`
+        What measuring does about rows that exist: `"missing"` keeps them, `"stale"` replaces those of
+        earlier code, `"all"` replaces all.
+    filters
+        Fields of the chapter's `Case`: `"all"`, one value, or several separated by commas.
+
+    Every bad name or value is a ValueError that names what is allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        measure: Any = "auto",
+        preset: str = "auto",
+        machine: str = "auto",
+        refresh: str = "missing",
+        root: Path | None = None,
+        **filters: Any,
+    ) -> None:
+        self.name = name
+        self.experiment = experiments.load(name)
+        self.root = root or store.results_root()
+        self.refresh = _choice("refresh", refresh, store.REFRESH)
+        self.filters = filters
+        self.preset = preset
+        self._frame: pd.DataFrame | None = None
+        measure = _choice("measure", measure, MEASURE)
+        self.building = os.environ.get(BUILD_VARIABLE) == "1"
+        self.machines, self.measuring = self._machines(str(machine), measure)
+        for one in self.machines or [""]:
+            self.cases(one)  # raises for a bad preset or filter before anything is measured
+
+    @classmethod
+    def from_parameters(cls, name: str, namespace: Mapping[str, Any]) -> Chapter:
+        """The chapter with the parameters that a notebook's globals hold.
+
+        papermill only logs a misspelled `-p` name, so the cell it injects is read again here: a name in it
+        that is not a parameter of the chapter is a ValueError.
+        """
+        allowed = [*_COMMON, *store.case_fields(experiments.load(name))]
+        unknown = [n for n in _last_parameters(namespace.get("In", [])) if n not in allowed]
+        if unknown:
+            raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        return cls(name, **{n: namespace[n] for n in allowed if n in namespace})
+
+    def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
+        if wanted == "auto" and (self.building or measure == "no"):
+            return reference_machines(self.name, self.root), False
+        if self.building or measure == "no":
+            return [self._known(m.strip()) for m in wanted.split(",")], False
+        this = _this_machine()
+        named = [this] if wanted in ("auto", "this") else [self._known(m.strip()) for m in wanted.split(",")]
+        if named != [this]:
+            if measure == "yes":
+                raise ValueError(
+                    f"measure={measure} needs machine=this; this machine is {this}, not {wanted}"
+                )
+            return named, False
+        return named, True
+
+    def _known(self, machine: str) -> str:
+        if machine == "this":
+            return _this_machine()
+        folders = sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
+        if machine not in folders and machine != _this_machine():
+            raise ValueError(f"unknown machine {machine!r}; allowed: auto, this, {', '.join(folders)}")
+        return machine
+
+    # ---------------------------------------------------------------------------------- cases and rows
+    def cases(self, machine: str = "") -> list[Any]:
+        """The cases that the parameters choose, with the preset that `auto` means on a machine."""
+        preset = experiments.resolve_preset(self.preset, machine)
+        return experiments.cases(self.experiment, preset, **self.filters)
+
+    def measure(self) -> None:
+        """Measures what is due on this machine, if the parameters and the place allow it."""
+        if not self.measuring:
+            return
+        try:
+            store.measure(self.experiment, self.cases(self.machines[0]), refresh=self.refresh, root=self.root)
+        finally:
+            self._frame = None
+
+    def rows(self, **where: Any) -> pd.DataFrame:
+        """One row for each machine and chosen case, with the chapter's columns, `machine` first.
+
+        A case without a row has the status `not measured` and empty metrics. `where` keeps the rows whose
+        fields (of the case, or `machine`, `status`, ...) equal a value, or are in a list of values; an
+        unknown field is a ValueError.
+        """
+        if self._frame is None:
+            self._frame = pd.concat(
+                [self._read(machine) for machine in self.machines or [""]], ignore_index=True
+            )
+        frame = self._frame
+        for field, value in where.items():
+            if field not in frame:
+                raise ValueError(f"unknown field {field!r}; allowed: {', '.join(frame.columns)}")
+            wanted = list(value) if isinstance(value, list | tuple | set) else [value]
+            frame = frame[frame[field].isin(wanted)]
+        return frame.reset_index(drop=True)
+
+    def measured(self, **where: Any) -> pd.DataFrame:
+        """The rows whose status is `ok`."""
+        return self.rows(**where, status="ok")
+
+    def _read(self, machine: str) -> pd.DataFrame:
+        fields = store.case_fields(self.experiment)
+        grid = pd.DataFrame([{f: getattr(c, f) for f in fields} for c in self.cases(machine)], columns=fields)
+        if not machine:
+            frame = grid.reindex(columns=store.columns(self.experiment))
+        else:
+            known = store.read(self.experiment, machine, self.root)
+            known = known.astype({f: grid[f].dtype for f in fields}) if len(known) else known.astype(object)
+            frame = (
+                grid.merge(known, on=fields, how="left")
+                if len(known)
+                else grid.reindex(columns=known.columns)
+            )
+        frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), NOT_MEASURED)
+        frame.insert(0, "machine", machine)
+        return frame
+
+    # --------------------------------------------------------------------------------- numbers in prose
+    def number(self, metric: str, **case: Any) -> float | None:
+        """The metric of the one measured row with these fields; None where there is none (or none was
+        chosen).
+
+        An unknown metric or field, or several rows, is a ValueError.
+        """
+        row = self._one(metric, case)
+        return None if row is None or pd.isna(row[metric]) else float(row[metric])
+
+    def value(self, metric: str, unit: str = "", digits: int = 3, **case: Any) -> str:
+        """`number` as words: `"1.05 ms"`; what the status says (`out of memory`, ...) where there is no
+        number.
+        """
+        if not set(case) <= set(self.rows().columns) or metric not in self.experiment.METRICS:
+            self._one(metric, case)
+        found = self.rows(**case)
+        if len(found) == 1 and found.iloc[0]["status"] != "ok":
+            return status_words(found.iloc[0]["status"])
+        number = self.number(metric, **case)
+        return NOT_MEASURED if number is None else f"{fmt(number, digits)}{' ' + unit if unit else ''}"
+
+    def ratio(self, metric: str, over: Mapping[str, Any], under: Mapping[str, Any]) -> float | None:
+        """`metric` of one case divided by that of another; None unless both are measured, in the same run."""
+        a, b = self._one(metric, over), self._one(metric, under)
+        if a is None or b is None or a["run"] != b["run"] or pd.isna(a[metric]) or pd.isna(b[metric]):
+            return None
+        return float(a[metric]) / float(b[metric])
+
+    def _one(self, metric: str, case: Mapping[str, Any]) -> pd.Series | None:
+        if metric not in self.experiment.METRICS:
+            raise ValueError(f"unknown metric {metric!r}; allowed: {', '.join(self.experiment.METRICS)}")
+        found = self.measured(**case)
+        if len(found) > 1:
+            raise ValueError(f"{metric} of {dict(case)} is not one row but {len(found)}; name more fields")
+        return found.iloc[0] if len(found) else None
+
+    # ------------------------------------------------------------------------------ where it comes from
+    def stale(self) -> pd.DataFrame:
+        """The rows that were measured with other code than this checkout's."""
+        frame = self.rows()
+        return frame[(frame["status"] != NOT_MEASURED) & (frame["code"] != self._code)]
+
+    @functools.cached_property
+    def _code(self) -> str:
+        return store.code_digest(self.experiment)
+
+    def environments(self, machine: str) -> dict[str, dict[str, Any]]:
+        """What `machine.json` says about the environments that the machine's rows name."""
+        path = self.root / machine / "machine.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        used = self.rows(machine=machine)["env"].dropna().unique()
+        return {digest: known.get(digest, {}) for digest in used}
+
+    def provenance(self) -> str:
+        """Sentences (Markdown): on what machine, with which versions and when the rows were measured."""
+        if not self.machines:
+            return f"No machine has been measured for this chapter yet: every value reads *{NOT_MEASURED}*."
+        return " ".join(self._provenance_of(machine) for machine in self.machines)
+
+    def _provenance_of(self, machine: str) -> str:
+        frame = self.rows(machine=machine)
+        there = frame[frame["status"] != NOT_MEASURED]
+        if there.empty:
+            return f"On `{machine}` nothing of this chapter has been measured."
+        days = sorted({str(t)[:10] for t in there["time_utc"]})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        what = "; ".join(_environment_words(e) for e in self.environments(machine).values())
+        count = f"{len(there)}" if len(there) == len(frame) else f"{len(there)} of {len(frame)}"
+        old = len(self.stale().query("machine == @machine"))
+        earlier = f" **{old} of them were measured with earlier code.**" if old else ""
+        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier}"
+
+    def note(self, frame: pd.DataFrame | None = None) -> str:
+        """What must stand under a table of these rows: `measured with earlier code`, or nothing."""
+        stale = self.stale()
+        if frame is not None and "run" in frame:
+            stale = stale[stale["run"].isin(frame["run"])]
+        return "measured with earlier code" if len(stale) else ""
+
+    def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
+        """`tables.show`, with the chapter's note about earlier code under it.
+
+        A column `machine` that holds only one name is left out, and the caption says the name.
+        """
+        if "machine" in frame and frame["machine"].nunique() == 1:
+            name_of = frame["machine"].iloc[0]
+            frame = frame.drop(columns="machine")
+            caption += f" Machine: `{name_of}`." if name_of in self.machines else ""
+        note = "; ".join(filter(None, [options.pop("note", ""), self.note()]))
+        show(frame, caption=caption, name=name, note=note, **options)
+
+    def problems(self) -> list[str]:
+        """What keeps the chapter's page from being final: cases not measured, errors, earlier code."""
+        frame = self.rows()
+        counts = {
+            "not measured": (frame["status"] == NOT_MEASURED).sum(),
+            "ended in an error": frame["status"].str.startswith("error").sum(),
+            "measured with earlier code": len(self.stale()),
+        }
+        return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
+
+
+def _this_machine() -> str:
+    from cs336_systems.measure.machine import machine_name
+
+    return machine_name()
+
+
+def _last_parameters(history: Iterable[str]) -> list[str]:
+    """The names assigned in the newest cell that begins with `# Parameters`, which is the one papermill
+    injects.
+    """
+    for source in reversed(list(history)):
+        if source.lstrip().startswith("# Parameters"):
+            out = []
+            for statement in ast.parse(source).body:
+                targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+                out += [t.id for t in targets if isinstance(t, ast.Name)]
+            return out
+    return []
+
+
+def _environment_words(env: Mapping[str, Any]) -> str:
+    gpus = env.get("gpus", 0)
+    hardware = (
+        f"{gpus} × {env['gpu']}, driver {env.get('driver')}" if gpus else f"{env.get('cpu', 'unknown CPU')}"
+    )
+    cores = f", {env['cores']} cores" if "cores" in env and not gpus else ""
+    return f"{hardware}{cores}, torch {env.get('torch')}, triton {env.get('triton')}"
+
+
+def status_words(status: str) -> str:
+    """A row's status as a reader would say it: `oom` → `out of memory`."""
+    return {"oom": "out of memory"}.get(status, status)

@@ -1,0 +1,231 @@
+"""Figures in one style: vectors, one fixed colour (and marker) for each implementation, a white ground in
+dark mode too.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart; markers say the same a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cs336_systems.report.tables import EMPTY, fmt
+
+# implementation or series → (label, colour, marker)
+SERIES: dict[str, tuple[str, str, str]] = {
+    "flash_triton": ("ours, Triton", "#0072B2", "o"),
+    "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
+    "reference": ("plain PyTorch", "#6b6b6b", "s"),
+    "reference_compiled": ("plain PyTorch, compiled", "#D55E00", "D"),
+    "sdpa": ("PyTorch SDPA", "#009E73", "^"),
+    "sdpa_flash": ("SDPA, flash backend", "#009E73", "^"),
+    "sdpa_cudnn": ("SDPA, cuDNN backend", "#CC79A7", "v"),
+    "sdpa_efficient": ("SDPA, efficient backend", "#8c6d31", "<"),
+    "flex_compiled": ("FlexAttention, compiled", "#E69F00", "P"),
+    "bf16": ("bf16", "#0072B2", "o"),
+    "fp16": ("fp16", "#56B4E9", "v"),
+    "tf32": ("TF32", "#D55E00", "D"),
+    "fp32": ("fp32", "#6b6b6b", "s"),
+}
+_SPARE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6b6b6b"]
+_SPARE_MARKERS = "oD^vPsX"
+ROOF = "#222222"
+WIDTH = 7.0  # inches; the text of the PDF is a little narrower, so figures are scaled down, never up
+
+_STYLE = {
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.pad_inches": 0.08,
+    "figure.dpi": 110,
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+}
+
+
+def use() -> None:
+    """Sets the style, and vector output in notebooks (SVG for the screen, PDF for LaTeX)."""
+    plt.rcParams.update(_STYLE)
+    try:
+        from IPython import get_ipython
+    except ImportError:  # plain Python: figures are saved, not displayed
+        return
+    if get_ipython() is not None:
+        from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+        set_matplotlib_formats("svg", "pdf")
+
+
+@contextmanager
+def styled() -> Any:
+    """The style for one figure, outside notebooks."""
+    with plt.rc_context(_STYLE):
+        yield
+
+
+def look(name: str, position: int = 0) -> tuple[str, str, str]:
+    """Label, colour and marker of a series: its own, or the spare ones at a position."""
+    spare = (name, _SPARE[position % len(_SPARE)], _SPARE_MARKERS[position % len(_SPARE_MARKERS)])
+    return SERIES.get(name, spare)
+
+
+def label(name: str) -> str:
+    """How a series is called in figures and tables."""
+    return look(name)[0]
+
+
+def panels(columns: int = 1, rows: int = 1, height: float = 2.8, **options: Any) -> tuple[Figure, np.ndarray]:
+    """A figure of the text's width with `rows × columns` axes, returned as a 2-d array."""
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(WIDTH, height * rows), squeeze=False, layout="constrained", **options
+    )
+    return figure, axes
+
+
+def nothing(ax: Axes, text: str = "not measured") -> None:
+    """Says in an empty plot why it is empty."""
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")
+
+
+def lines(
+    ax: Axes,
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    series: str,
+    low: str | None = None,
+    high: str | None = None,
+    log_y: bool = False,
+    binary_x: bool = True,
+) -> None:
+    """One line for each value of `series` over a logarithmic axis, with the band from `low` to `high`
+    behind it.
+
+    Rows without a number in `y` are left out: the line ends there.
+    """
+    frame = frame[pd.to_numeric(frame[y], errors="coerce").notna()]
+    if frame.empty:
+        nothing(ax)
+        return
+    for position, (name, part) in enumerate(frame.groupby(series, sort=False)):
+        text, colour, marker = look(str(name), position)
+        part = part.sort_values(x)
+        xs, ys = part[x].to_numpy(float), part[y].to_numpy(float)
+        ax.plot(xs, ys, color=colour, marker=marker, label=text, zorder=3)
+        if low and high:
+            ax.fill_between(
+                xs, part[low].to_numpy(float), part[high].to_numpy(float), color=colour, alpha=0.2, lw=0
+            )
+    if binary_x:
+        ticks = sorted(frame[x].unique())
+        ax.set_xscale("log", base=2)
+        shown = ticks if len(ticks) <= 7 else ticks[:: -(-len(ticks) // 6)]
+        ax.set_xticks(shown, [short(t) for t in shown])
+        ax.minorticks_off()
+    if log_y:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
+
+
+def short(number: float) -> str:
+    """A power of two as people say it: 16384 → `16k`, 2^30 → `1G`."""
+    number = float(number)
+    for unit, size in (("G", 2**30), ("M", 2**20), ("k", 2**10)):
+        if number >= size:
+            return f"{fmt(number / size)}{unit}" if number % size else f"{int(number // size)}{unit}"
+    return fmt(int(number) if number.is_integer() else number)
+
+
+def roof(ax: Axes, value: float | None, text: str) -> None:
+    """A dashed line at the most that the machine can do; nothing where that is not measured."""
+    if value is None:
+        return
+    ax.axhline(value, color=ROOF, ls=(0, (5, 3)), lw=1.1, zorder=2)
+    ax.annotate(
+        text, (0.0, value), xycoords=("axes fraction", "data"), xytext=(3, 2), textcoords="offset points",
+        fontsize=8, color=ROOF,
+    )  # fmt: skip
+    if ax.get_yscale() == "linear":
+        ax.set_ylim(0, max(ax.get_ylim()[1], value * 1.12))
+
+
+def bars(
+    ax: Axes, values: Mapping[str, float | None], unit: str = "", series: Sequence[str] | None = None
+) -> None:
+    """Horizontal bars, each with its number; `series` names the colours (by default the labels)."""
+    names = list(values)
+    if not any(v is not None and not pd.isna(v) for v in values.values()):
+        nothing(ax)
+        return
+    for position, name in enumerate(names):
+        _, colour, _ = look((series or names)[position], 0)
+        value = values[name]
+        known = value is not None and not pd.isna(value)
+        ax.barh(position, value if known else 0, color=colour, height=0.66, zorder=3)
+        text = f" {fmt(value)}{' ' + unit if unit else ''}" if known else " not measured"
+        ax.annotate(text, (value if known else 0, position), va="center", fontsize=8.5)
+    ax.set_yticks(range(len(names)), [label(n) for n in names])
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.margins(x=0.16)
+
+
+def heat(
+    ax: Axes,
+    table: pd.DataFrame,
+    center: float = 1.0,
+    limit: float = 8.0,
+    words: pd.DataFrame | None = None,
+) -> None:
+    """A map of ratios with the number in each cell: blue above `center`, red below it, on a logarithmic
+    scale.
+
+    `table` has one row for each y value and one column for each x value; `words` (of the same shape) says
+    what stands in a cell without a number.
+    """
+    values = table.to_numpy(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        strength = np.clip(np.log(values / center) / np.log(limit), -1, 1)
+    colours = plt.get_cmap("RdBu")(0.5 + 0.42 * np.nan_to_num(strength))
+    colours[np.isnan(values)] = (0.93, 0.93, 0.93, 1)
+    ax.imshow(colours, aspect="auto")
+    for i in range(values.shape[0]):
+        for j in range(values.shape[1]):
+            empty = np.isnan(values[i, j])
+            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], 2)
+            dark = not empty and abs(strength[i, j]) > 0.62
+            ax.text(
+                j,
+                i,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7 if empty else 8,
+                color="white" if dark else "#222222",
+            )
+    ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])
+    ax.set_yticks(range(values.shape[0]), [str(r) for r in table.index])
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)

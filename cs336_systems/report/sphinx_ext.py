@@ -1,0 +1,44 @@
+"""The Sphinx extension of the book: pages are read afresh from the rows at every build, and nothing is
+measured.
+
+Listed under `sphinx.extra_extensions` in `_config.yml`, so `cs336 book` and a bare `jupyter-book build
+book` behave alike."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cs336_systems.report.chapter import BUILD_VARIABLE
+
+
+def _every_page(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> set[str]:
+    """All pages count as outdated: what they show are rows, and Sphinx does not watch those."""
+    return set(env.found_docs)
+
+
+def read_notebook(text: str) -> Any:
+    """Reads a notebook's JSON; the cells that papermill put in are left out of the page (they still run)."""
+    import nbformat
+
+    notebook = nbformat.reads(text, as_version=4)
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags", [])
+        if "injected-parameters" in tags:
+            cell.metadata["tags"] = [*tags, "remove-cell"]
+    return notebook
+
+
+def setup(app: Any) -> dict[str, bool | str]:
+    """What Sphinx calls. The kernels that run the notebooks inherit the environment variable."""
+    os.environ[BUILD_VARIABLE] = "1"
+    app.connect("env-get-outdated", _every_page)
+    app.connect("config-inited", _own_reader, priority=100)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _own_reader(app: Any, config: Any) -> None:
+    config["nb_custom_formats"] = {
+        **(config["nb_custom_formats"] or {}),
+        ".ipynb": [f"{__name__}.{read_notebook.__name__}", {}, False],
+    }

@@ -1,0 +1,137 @@
+"""Tables that read well in JupyterLab, in the HTML book (light and dark) and in the PDF.
+
+A table is displayed with two renderings: `text/html`, which JupyterLab shows, and `text/markdown`, a MyST
+`table` directive with caption and label, which the book turns into a numbered table of its own style."""
+
+from __future__ import annotations
+
+import html
+import math
+import numbers
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+EMPTY = "–"
+
+
+def fmt(value: Any, digits: int = 3) -> str:
+    """A value as a cell shows it: numbers with `digits` significant digits (thousands apart), other values
+    as text.
+
+    Integers are shown whole, missing values as a dash.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)) or value is pd.NA:
+        return EMPTY
+    if isinstance(value, bool | str) or not isinstance(value, numbers.Real):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return f"{int(value):,}" if abs(int(value)) >= 100_000 else str(int(value))
+    value = float(value)
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
+    if exponent < -4:
+        mantissa, power = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}e{int(power)}".replace("-", "−")
+    decimals = max(0, digits - 1 - exponent)
+    return f"{round(value, digits - 1 - exponent):,.{decimals}f}".replace("-", "−")
+
+
+def si(value: float, unit: str) -> str:
+    """A number with a unit in powers of a thousand: `si(2.1e9, "FLOP")` → `"2.10 GFLOP"`."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{fmt(value / size)} {prefix}{unit}"
+    return f"{fmt(value)} {unit}"
+
+
+def _flat(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
+    """Heads, rows of texts, and which columns hold numbers (they are set flush right)."""
+    named_index = any(n is not None for n in frame.index.names)
+    flat = frame.reset_index() if named_index else frame
+    heads = [" ".join(str(p) for p in (c if isinstance(c, tuple) else (c,)) if p != "") for c in flat.columns]
+    rows = [[fmt(v) for v in row] for row in flat.itertuples(index=False, name=None)]
+    return heads, rows, [_numeric([row[i] for row in rows]) for i in range(len(heads))]
+
+
+def _numeric(texts: Sequence[str]) -> bool:
+    looks = [
+        re.fullmatch(r"[−+\-]?[\d,]*\.?\d+(e[−\-]?\d+)?( ?[×%])?", t) is not None for t in texts if t != EMPTY
+    ]
+    return bool(looks) and sum(looks) * 2 >= len(looks)
+
+
+def _html_text(text: str) -> str:
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
+    text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
+
+
+def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
+    """The table as HTML, in the colours of the page around it."""
+    heads, rows, numeric = _flat(frame)
+    align = ["right" if n else "left" for n in numeric]
+    head = "".join(
+        f'<th style="text-align:{a}">{_html_text(h)}</th>' for h, a in zip(heads, align, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td style="text-align:{a}">{_html_text(c)}</td>' for c, a in zip(r, align, strict=True))
+        + "</tr>"
+        for r in rows
+    )
+    top = (
+        f'<caption style="caption-side:top;text-align:left">{_html_text(caption)}</caption>'
+        if caption
+        else ""
+    )
+    foot = f"<p><small>{_html_text(note)}</small></p>" if note else ""
+    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
+
+
+def to_markdown(
+    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False
+) -> str:
+    """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
+
+    A table wider than the PDF's page is made smaller there. In HTML it scrolls, unless its cells may `wrap`.
+    """
+    heads, rows, numeric = _flat(frame)
+
+    def line(texts: Sequence[str]) -> str:
+        return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
+
+    rule = "| " + " | ".join("---:" if n else ":---" for n in numeric) + " |"
+    grid = "\n".join([line(heads), rule, *(line(r) for r in rows)])
+    latex = f"```{{tabularcolumns}} {''.join('r' if n else 'l' for n in numeric)}\n```\n\n"
+    label = f":name: {name}\n" if name else ""
+    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 9), "text" * wrap]))
+    table = f"{grid}\n"
+    if caption:
+        table = f":::{{table}} {caption}\n{label}:class: {kind}\n:align: center\n\n{grid}\n:::\n"
+    return latex + table + (f"\n*{note}*\n" if note else "")
+
+
+def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False) -> None:
+    """Displays a frame as a captioned table; a named index becomes its first columns.
+
+    Args:
+        frame: cells are numbers (shown with three significant digits) or texts, which may hold Markdown.
+        caption: one sentence, without the table's number.
+        name: the label, such as `tab-flash-forward`, unique in the book.
+        note: a line under the table.
+        wrap: whether long cells may break into lines in HTML.
+    """
+    from IPython.display import display
+
+    bundle = {
+        "text/html": to_html(frame, caption, note),
+        "text/markdown": to_markdown(frame, caption, name, note, wrap),
+        "text/plain": f"{caption}\n{frame.to_string()}",
+    }
+    display(bundle, raw=True)

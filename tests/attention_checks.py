@@ -1,0 +1,52 @@
+"""What the attention tests share: fresh inputs, the fp64 truth, and the bound that plain PyTorch sets."""
+
+from __future__ import annotations
+
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.attention.reference import exact_attention
+
+# What rounding the result alone may cost, relative to the norm of the whole: one unit in the last place.
+FLOOR = {torch.float64: 1e-14, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def fresh(*shape, dtype=torch.float32, device="cpu", requires_grad=True, scale=1.0):
+    """A new random tensor; the seed is the session's, so that every test meets other numbers."""
+    return (torch.randn(shape, device=device, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
+
+
+def run(impl, q, k, v, grad_o, is_causal):
+    """[O, dQ, dK, dV] of an implementation, with the gradients' memory poisoned beforehand."""
+    if q.is_cuda:
+        poison = [torch.full_like(x, float("nan")) for x in (q, k, v, grad_o)]
+        del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
+    o = attention(q, k, v, is_causal, impl)
+    return [o, *torch.autograd.grad(o, (q, k, v), grad_o)]
+
+
+def relative(x, exact, size):
+    """‖x − exact‖ / ‖exact‖. A gradient that is zero in exact arithmetic (one key: P = 1) is held against `size`, the
+    size of what it is the difference of."""
+    norm = exact.norm().item()
+    return ((x.double() - exact).norm() / (norm if norm > 1e-3 * size else size)).item()
+
+
+def check(impl, q, k, v, is_causal, grad_o=None, largest_score=0.0):
+    """O and the gradients are as close to fp64 as plain PyTorch in the same dtype, up to a factor of two and a rounding.
+
+    Scores of thousands add to that: P is recomputed as exp(S − L), and the fp32 rounding of L (2^−24 of it, a few
+    times over) becomes the relative error of P. A softmax, which subtracts the same rounded maximum, is spared it.
+    """
+    grad_o = fresh(*q.shape, dtype=q.dtype, device=q.device, requires_grad=False) if grad_o is None else grad_o
+    exact = exact_attention(q, k, v, grad_o, is_causal)
+    plain = run("reference", q, k, v, grad_o, is_causal)
+    ours = run(impl, q, k, v, grad_o, is_causal)
+    size = max(x.norm().item() for x in exact)
+    for name, x, y, z, like in zip(("O", "dQ", "dK", "dV"), ours, plain, exact, (q, q, k, v), strict=True):
+        assert x.shape == like.shape and x.dtype == like.dtype and x.device == like.device, name
+        assert torch.isfinite(x).all(), f"{name} has values that are not finite"
+        error, allowed = relative(x, z, size), relative(y, z, size)
+        bound = 2 * allowed + FLOOR[q.dtype] + 16 * 2**-24 * largest_score
+        assert error <= bound, f"{name}: error {error:.2e}, plain PyTorch's {allowed:.2e}, allowed {bound:.2e}"
+    return ours

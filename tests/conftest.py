@@ -1,0 +1,92 @@
+"""What all tests share: rows go to a temporary folder, tests that need a GPU are skipped without one."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = os.environ.get("CS336_RESULTS", str(ROOT / "results"))
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Without a GPU the kernels run in triton's interpreter, which is chosen when they are imported.
+if not _has_cuda():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-gpu-tests", action="store_true", help="write what the GPU tests said to results/<machine>/gpu_tests.csv"
+    )
+
+
+_OUTCOMES: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+_SECONDS: collections.Counter = collections.Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.split("::")[0].rsplit("/", 1)[-1]
+    _SECONDS[file] += report.duration
+    if report.when == "call" or report.outcome != "passed":
+        _OUTCOMES[file][report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--record-gpu-tests") or not _has_cuda():
+        return
+    from cs336_systems.experiments import gpu_tests
+    from cs336_systems.measure import machine, rows
+
+    provenance = {
+        "status": "ok",
+        "run": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-test",
+        "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "env": machine.environment_digest(),
+        "code": rows.code_digest(gpu_tests),
+    }
+    found = [
+        {"file": file, "seconds": _SECONDS[file]} | {k: n[k] for k in ("passed", "failed", "skipped")} | provenance
+        for file, n in _OUTCOMES.items()
+    ]
+    rows.write(gpu_tests, machine.machine_name(), found, Path(RESULTS))
+    rows.write_environment(machine.machine_name(), Path(RESULTS))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu and not _has_cuda():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def results_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A results folder of the test's own, without rows: no test reads or writes the checkout's."""
+    root = tmp_path_factory.mktemp("results")
+    (root / "reference.json").write_text(json.dumps({}))
+    monkeypatch.setenv("CS336_RESULTS", str(root))
+    for variable in ("CS336_BOOK_BUILD", "CS336_MACHINE"):
+        monkeypatch.delenv(variable, raising=False)
+    return root
+
+
+@pytest.fixture
+def project_root() -> Path:
+    """The checkout."""
+    return ROOT

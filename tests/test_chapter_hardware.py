@@ -1,0 +1,141 @@
+"""Chapter hardware: its grid, what its rows hold, and that it runs on any CPU."""
+
+import time
+
+import pytest
+
+from cs336_systems import experiments
+from cs336_systems.experiments import hardware
+from cs336_systems.measure import rows
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The rows of the smoke preset, measured once, and how long that took."""
+    root = tmp_path_factory.mktemp("results")
+    start = time.monotonic()
+    rows.measure(hardware, hardware.grid("smoke"), root=root)
+    took = time.monotonic() - start
+    [machine] = [p.name for p in root.iterdir()]
+    return rows.read(hardware, machine, root), took
+
+
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_grid_is_a_grid(preset):
+    cases = hardware.grid(preset)
+    assert len(set(cases)) == len(cases)
+    assert {case.kind for case in cases} <= set(hardware.KINDS)
+    for kind in {case.kind for case in cases}:
+        assert sum(case.kind == kind and case.repeat == 1 for case in cases) == 1  # one A/A pair each
+    for case in cases:
+        assert case.repeat == 0 or hardware.Case(case.kind, case.dtype, case.size, 0) in cases
+    assert all(hardware.estimate_s(group) > 0 for group in rows.groups(hardware, cases))
+
+
+def test_full_grid_has_every_dtype_and_kind():
+    cases = hardware.grid("full")
+    assert {case.kind for case in cases} == set(hardware.KINDS)
+    assert {case.dtype for case in cases if case.kind == "matmul"} == set(hardware.DTYPES)
+
+
+def test_smoke_fits_its_time_and_every_row_is_ok(smoke):
+    frame, took = smoke
+    assert set(frame["status"]) == {"ok"}
+    assert len(frame) == len(hardware.grid("smoke"))
+    assert took < 60  # 20 s is the promise; a loaded machine may take longer
+
+
+def test_each_kind_fills_its_own_columns(smoke):
+    frame, _ = smoke
+    rates = {"matmul": "tflops", "copy": "tb_per_s", "launch": "us_per_launch"}
+    for kind, rate in rates.items():
+        part = frame[frame["kind"] == kind]
+        assert part[rate].gt(0).all() and part["ms_p50"].gt(0).all()
+        assert part[[r for r in rates.values() if r != rate]].isna().all(axis=None)
+        assert (part["ms_p20"] <= part["ms_p50"]).all() and (part["ms_p50"] <= part["ms_p80"]).all()
+
+
+def test_rates_follow_from_the_median(smoke):
+    frame, _ = smoke
+    for r in frame.to_dict("records"):
+        if r["kind"] == "matmul":
+            assert r["tflops"] == pytest.approx(2 * r["size"] ** 3 / r["ms_p50"] / 1e9, rel=1e-4)
+        elif r["kind"] == "copy":
+            assert r["tb_per_s"] == pytest.approx(2 * r["size"] / r["ms_p50"] / 1e9, rel=1e-4)
+        else:
+            assert r["us_per_launch"] == pytest.approx(1e3 * r["ms_p50"] / r["size"], rel=1e-4)
+
+
+def test_products_carry_their_error(smoke):
+    frame, _ = smoke
+    error = frame[frame["kind"] == "matmul"].groupby("dtype")["error"].max()
+    assert 0 < error["fp32"] < 1e-5
+    assert 1e-4 < error["bf16"] < 1e-2  # rounding the result alone costs 2^-9 at most
+
+
+def test_a_pair_is_measured_in_one_run(smoke):
+    frame, _ = smoke
+    for _, pair in frame[frame.duplicated(["kind", "dtype", "size"], keep=False)].groupby("kind"):
+        assert list(pair["repeat"]) == [0, 1] and pair["run"].nunique() == 1
+
+
+@without_gpu
+def test_what_a_cpu_skips_says_what_it_needs():
+    for case in (
+        hardware.Case("matmul", "tf32", 1024, 0),
+        hardware.Case("matmul", "fp16", 1024, 0),
+        hardware.Case("matmul", "fp32", 16384, 0),
+        hardware.Case("copy", "bytes", 2**32, 0),
+        hardware.Case("launch_graph", "fp32", 10, 0),
+    ):
+        [metrics] = hardware.run_group([case])
+        assert set(metrics) == {"status"} and metrics["status"].startswith("skipped: needs a CUDA device")
+
+
+def test_out_of_memory_leaves_the_others_of_the_group(monkeypatch):
+    def full(case, device, metrics):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "randint", lambda *a, **k: full(None, None, None))
+    [metrics] = hardware.run_group([hardware.Case("copy", "bytes", 4096, 0)])
+    assert metrics == {"status": "oom"}
+    monkeypatch.undo()
+    prepare = hardware._matmul
+    monkeypatch.setattr(
+        hardware, "_matmul", lambda c, d, m: full(c, d, m) if c.dtype == "bf16" else prepare(c, d, m)
+    )
+    cases = [hardware.Case("matmul", dtype, 32, 0) for dtype in ("bf16", "fp32")]
+    first, second = hardware.run_group(cases)
+    assert first == {"status": "oom"} and second["tflops"] > 0 and "status" not in second
+
+
+def test_precision_is_left_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        list(hardware.run_group([hardware.Case("matmul", "fp32", 32, 0)]))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_unknown_values_are_named():
+    with pytest.raises(ValueError, match=r"'lunch'; allowed: matmul, copy, launch, launch_graph"):
+        hardware.run_group([hardware.Case("lunch", "fp32", 1, 0)])
+    with pytest.raises(ValueError, match=r"'fp8'; allowed: bf16, fp16, tf32, fp32, fp64"):
+        hardware.run_group([hardware.Case("matmul", "fp8", 32, 0)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu():
+    for case in (
+        hardware.Case("matmul", "tf32", 512, 0),
+        hardware.Case("copy", "bytes", 2**20, 0),
+        hardware.Case("launch_graph", "fp32", 10, 0),
+    ):
+        [metrics] = hardware.run_group([case])
+        assert metrics["ms_p50"] > 0

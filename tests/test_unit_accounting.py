@@ -1,0 +1,113 @@
+"""Closed forms, against counts that are made another way."""
+
+import itertools
+
+import pytest
+
+from cs336_systems.accounting import (
+    PARTS,
+    attention_bytes,
+    attention_exps,
+    attention_flops,
+    exps_ms,
+    matmul_flops,
+    peaks,
+    ridge_flops_per_byte,
+    roofline_ms,
+)
+
+
+def test_matmul_flops_count_every_product_and_sum():
+    m, n, k = 2, 3, 5
+    assert matmul_flops(m, n, k) == sum(2 for _ in itertools.product(range(m), range(n), range(k)))
+
+
+def test_attention_forward_is_two_products_and_backward_five():
+    batch_heads, queries, keys, d = 3, 7, 11, 13
+    product = batch_heads * matmul_flops(queries, keys, d)
+    assert attention_flops(batch_heads, queries, keys, d, False, "forward") == 2 * product
+    assert attention_flops(batch_heads, queries, keys, d, False, "backward") == 5 * product
+    assert attention_flops(batch_heads, queries, keys, d, True, "end_to_end") == 7 * product / 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_end_to_end_is_forward_plus_backward(is_causal):
+    for count in (
+        lambda part: attention_flops(2, 64, 32, 16, is_causal, part),
+        lambda part: attention_exps(2, 64, 32, is_causal, part),
+        lambda part: attention_bytes(2, 64, 32, 16, 2, part),
+    ):
+        assert count("forward") + count("backward") == count("end_to_end")
+
+
+def test_attention_bytes_are_those_of_the_tensors():
+    torch = pytest.importorskip("torch")
+    batch_heads, queries, keys, d = 3, 8, 5, 16
+    q = torch.empty(batch_heads, queries, d, dtype=torch.bfloat16)
+    k = torch.empty(batch_heads, keys, d, dtype=torch.bfloat16)
+    lse = torch.empty(batch_heads, queries)
+    forward = sum(t.nbytes for t in (q, k, k, q, lse))
+    backward = sum(t.nbytes for t in (q, k, k, q, q, lse, q, k, k))
+    assert attention_bytes(batch_heads, queries, keys, d, 2, "forward") == forward
+    assert attention_bytes(batch_heads, queries, keys, d, 2, "backward") == backward
+
+
+def test_exps_are_one_for_each_visible_pair_up_to_the_diagonal():
+    n = 100
+    visible = sum(key <= query for query, key in itertools.product(range(n), range(n)))
+    assert attention_exps(1, n, n, True, "forward") == pytest.approx(visible, rel=1.1 / n)
+    assert attention_exps(1, n, n, False, "end_to_end") == 2 * n * n
+
+
+def test_roofline_is_the_longer_of_the_two():
+    assert roofline_ms(1e12, 0, tflops=1, tb_per_s=1) == pytest.approx(1000)
+    assert roofline_ms(0, 1e12, tflops=1, tb_per_s=1) == pytest.approx(1000)
+    ridge = ridge_flops_per_byte(990, 3.35)
+    assert roofline_ms(ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(roofline_ms(0, 1e9, 990, 3.35))
+    assert roofline_ms(2 * ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(2 * roofline_ms(0, 1e9, 990, 3.35))
+
+
+def test_exps_ms_counts_clocks():
+    assert exps_ms(16 * 132 * 1_000_000, sms=132, sm_mhz=1000) == pytest.approx(1.0)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"'sideways'.*forward, backward, end_to_end"):
+        attention_flops(1, 1, 1, 1, False, "sideways")
+    with pytest.raises(ValueError, match="num_keys=0"):
+        attention_bytes(1, 1, 0, 1, 2, "forward")
+    with pytest.raises(ValueError, match="tflops=0"):
+        roofline_ms(1, 1, 0, 1)
+    assert PARTS == ("forward", "backward", "end_to_end")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "tb_per_s"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4, 3.35),
+        ("NVIDIA H100 PCIe", 756.0, 2.0),
+        ("NVIDIA H200", 989.4, 4.8),
+        ("NVIDIA A100-SXM4-40GB", 312.0, 1.555),
+        ("NVIDIA A100 80GB PCIe", 312.0, 1.935),
+        ("Tesla T4", None, 0.32),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1.008),
+    ],
+)
+def test_peaks_by_full_name(name, bf16, tb_per_s):
+    found = peaks(name)
+    assert found.tflops.get("bf16") == bf16
+    assert found.tb_per_s == tb_per_s
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100", "Z9000"],
+)
+def test_unlisted_hardware_gets_no_guess(name):
+    assert peaks(name) is None
+
+
+def test_roofline_of_peaks_needs_the_dtype():
+    t4 = peaks("Tesla T4")
+    assert t4.roofline_ms(65e9, 0, "fp16") == pytest.approx(1.0)
+    assert t4.roofline_ms(65e9, 0, "bf16") is None

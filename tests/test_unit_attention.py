@@ -1,0 +1,224 @@
+"""Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_checks import check, fresh, run
+
+from cs336_systems.attention import IMPLEMENTATIONS, attention, availability
+
+INTERPRETED = availability()["flash_triton"] is None and not torch.cuda.is_available()
+triton_on_cpu = pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter: triton installed, no GPU")
+OURS = [pytest.param("flash_triton", marks=triton_on_cpu), "flash_torch"]
+
+# (n_queries, n_keys, d): below, at and above the tiles of 32 × 16, and everything ragged
+SHAPES = [(64, 64, 16), (45, 70, 20), (70, 33, 80), (33, 47, 16), (16, 128, 64), (100, 16, 24), (1, 50, 16), (50, 1, 24)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("impl", OURS)
+def test_matches_fp64(impl, shape, is_causal):
+    num_queries, num_keys, d = shape
+    check(impl, fresh(2, num_queries, d), fresh(2, num_keys, d), fresh(2, num_keys, d), is_causal)
+
+
+@pytest.mark.parametrize("impl", OURS)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (1, 2, 1, 2)], ids=str)
+def test_any_leading_axes(impl, leading):
+    q, k, v = (fresh(*leading, n, 16) for n in (20, 36, 36))
+    check(impl, q, k, v, True)
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_half_precision(impl):
+    q, k, v = (fresh(2, 40, 32, dtype=torch.float16) for _ in range(3))
+    check(impl, q, k, v, True)
+
+
+def test_flash_torch_in_bf16():  # triton's interpreter has no bf16 products; the kernels meet bf16 on a GPU
+    q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
+    check("flash_torch", q, k, v, True)
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_strided_and_expanded_inputs(impl):
+    q = fresh(2, 40, 3, 32).transpose(1, 2)  # as a model has it: (batch, n, heads, d) seen as (batch, heads, n, d)
+    k = fresh(2, 1, 40, 64)[..., ::2].expand(2, 3, 40, 32)  # every second column; one head for all
+    v = fresh(2, 3, 32, 40).transpose(2, 3)
+    outputs = check(impl, q, k, v, True)
+    assert outputs[0].shape == q.shape
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 16), (37, 21, 24)], ids=["even", "ragged"])
+@pytest.mark.parametrize("impl", OURS)
+def test_expanded_gradients(impl, shape):
+    num_queries, num_keys, d = shape
+    q, k, v = fresh(2, num_queries, d), fresh(2, num_keys, d), fresh(2, num_keys, d)
+    number = torch.tensor(0.7).expand(q.shape)
+    column = fresh(2, num_queries, 1, requires_grad=False).expand(q.shape)
+    head = fresh(2, 1, 1, requires_grad=False).expand(q.shape)
+    row = fresh(2, 1, d, requires_grad=False).expand(q.shape)
+    for grad_o in (number, column, head, row):
+        assert 0 in grad_o.stride()
+        check(impl, q, k, v, True, grad_o)
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_large_scores(impl):
+    q, k, v = fresh(1, 48, 16, scale=30), fresh(1, 48, 16, scale=30), fresh(1, 48, 16)
+    check(impl, q, k, v, True, largest_score=(q @ k.transpose(-2, -1)).abs().max().item() / 4)
+    q, k = q.detach() * 0 + 1e15, k.detach() * 0 - 1e15  # equal scores of −4e30: the softmax is uniform
+    torch.testing.assert_close(attention(q, k, v, False, impl), v.mean(-2, keepdim=True).expand(v.shape))
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_saves_one_logsumexp(impl):
+    q, k, v = (fresh(3, 40, 16) for _ in range(3))
+    o = attention(q, k, v, True, impl)
+    saved = [t for t in o.grad_fn.saved_tensors if t.shape == (3, 40)]
+    assert len(saved) == 1
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf"))
+    torch.testing.assert_close(saved[0], torch.logsumexp(scores, -1))
+
+
+def test_compiled_backward_function():
+    q, k, v = (fresh(2, 32, 16) for _ in range(3))
+    check("flash_compiled_backward", q, k, v, True)
+
+
+def test_gradcheck():
+    from cs336_systems.attention.flash_torch import FlashAttentionTorch, tiled_backward, tiled_forward
+
+    q, k, v = (fresh(1, n, 16, dtype=torch.float64) for n in (4, 5, 5))
+    for is_causal in (False, True):
+        assert torch.autograd.gradcheck(lambda *x: FlashAttentionTorch.apply(*x, is_causal), (q, k, v))  # noqa: B023
+    # tiles that do not divide the lengths, against the function's own
+    q, k, v = (x.detach() for x in (q, k, v))
+    for small, large in zip(tiled_forward(q, k, v, True, 2, 3), tiled_forward(q, k, v, True), strict=True):
+        torch.testing.assert_close(small, large)
+    o, logsumexp = tiled_forward(q, k, v, True)
+    grad_o = torch.randn_like(o)
+    small = tiled_backward(q, k, v, o, logsumexp, grad_o, True, 2, 3)
+    for x, y in zip(small, tiled_backward(q, k, v, o, logsumexp, grad_o, True), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_sdpa_is_the_same_operation():
+    q, k, v = fresh(2, 3, 20, 16), fresh(2, 3, 30, 16), fresh(2, 3, 30, 16)
+    for is_causal in (False, True):
+        check("sdpa", q, k, v, is_causal)
+
+
+# ------------------------------------------------------------------------------------------------ operators
+@triton_on_cpu
+def test_operators_pass_opcheck():
+    import cs336_systems.attention.flash_triton  # noqa: F401
+
+    q = fresh(1, 2, 33, 16, requires_grad=False)
+    k, v = (fresh(1, 2, 21, 16, requires_grad=False).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))
+    tests = ("test_schema", "test_faketensor")
+    o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, True)
+    torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, True), test_utils=tests)
+    torch.library.opcheck(torch.ops.cs336.flash_backward, (q, k, v, o, logsumexp, o, True), test_utils=tests)
+
+
+@triton_on_cpu
+def test_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (fresh(2, n, 16) for n in (32, 48, 48))
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, False, "flash_triton").sum().backward()
+    assert counter.get_total_flops() == 7 * 2 * 2 * 32 * 48 * 16  # seven products of 2·n_q·n_k·d, two heads
+
+
+@triton_on_cpu
+def test_autocast():
+    q, k, v = (fresh(2, 32, 16) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.float16):
+        o = attention(q, k, v, True, "flash_triton")
+    assert o.dtype == torch.float16
+    o.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
+
+
+@triton_on_cpu
+def test_torch_compile_takes_it_whole():
+    q, k, v = (fresh(2, 32, 16) for _ in range(3))
+    grad_o = torch.randn_like(q)
+    compiled = torch.compile(lambda *x: attention(*x, True, "flash_triton") * 2, fullgraph=True, backend="aot_eager")
+    o = compiled(q, k, v)
+    expected = run("flash_triton", q, k, v, 2 * grad_o, True)
+    torch.testing.assert_close(o, 2 * expected[0])
+    for x, y in zip(torch.autograd.grad(o, (q, k, v), grad_o), expected[1:], strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize("impl", ["flash_torch", "reference", "sdpa", pytest.param("flash_triton", marks=triton_on_cpu)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k[:, :5], v), r"k has shape \(2, 5, 16\) but v has \(2, 8, 16\)"),
+        (lambda q, k, v: (q[:1], k, v), r"q has shape \(1, 8, 16\) but k has \(2, 8, 16\)"),
+        (lambda q, k, v: (q[0], k, v), r"q has shape \(8, 16\) but k has \(2, 8, 16\)"),
+        (lambda q, k, v: (q[..., :8], k, v), r"head dimension 8 but k has 16"),
+        (lambda q, k, v: (q.half(), k, v), r"q is torch.float16, k is torch.float32"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), r"q is torch.int32; allowed: .*float32"),
+        (lambda q, k, v: (q.to("meta"), k, v), r"q is on meta, k on cpu"),
+        (lambda q, k, v: (q[:, :0], k, v), r"q has shape \(2, 0, 16\).*at least 1"),
+        (lambda q, k, v: (q[0, 0], k, v), r"q has shape \(16,\); expected \(\.\.\., n_queries, d\)"),
+    ],
+    ids=["k-v", "batch", "axes", "d", "dtype", "integers", "device", "empty", "one-axis"],
+)
+def test_mismatches_are_named(impl, change, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*change(*(fresh(2, 8, 16, requires_grad=False) for _ in range(3))), impl=impl)
+
+
+@pytest.mark.parametrize("d", [8, 15, 257])
+@pytest.mark.parametrize("impl", OURS)
+def test_head_dimensions_that_kernels_do_not_serve(impl, d):
+    with pytest.raises(ValueError, match=f"the head dimension is {d}; allowed: 16 to 256"):
+        attention(*(fresh(1, 4, d, requires_grad=False) for _ in range(3)), impl=impl)
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match="'flash3'; allowed: auto, flash_triton, "):
+        attention(*(fresh(1, 4, 16, requires_grad=False) for _ in range(3)), impl="flash3")
+
+
+def test_auto_works_anywhere():
+    q = fresh(1, 4, 16, requires_grad=False)
+    torch.testing.assert_close(attention(q, q, q), attention(q, q, q, impl="reference"))
+
+
+def test_kernels_refuse_the_cpu_without_the_interpreter():
+    code = (
+        "import torch; from cs336_systems.attention import attention; x = torch.ones(1, 4, 16)\n"
+        "try: attention(x, x, x, impl='flash_triton')\n"
+        "except (RuntimeError, ValueError) as e: print(e)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_without_interpreter())
+    assert "cpu" in out.stdout.lower() or "triton is not installed" in out.stdout, out.stdout + out.stderr
+
+
+def _without_interpreter():
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def test_importing_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['triton'] = None\n"
+        "import importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n in ('torch', 'triton') else find(n, *a)\n"
+        "from cs336_systems.attention import availability; print(availability()['reference'])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "torch is not installed", out.stderr
+    assert set(availability()) == set(IMPLEMENTATIONS)

@@ -1,0 +1,312 @@
+"""The command line: right answers on stdout, wrong input refused with what is allowed, and no traceback."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cs336_systems import cli, experiments, notebooks
+from cs336_systems.measure import rows
+
+nbformat = pytest.importorskip("nbformat")
+runner = pytest.importorskip("typer.testing").CliRunner()
+
+
+def call(*arguments):
+    return runner.invoke(cli.app, list(arguments))
+
+
+def refused(*arguments, saying):
+    """The call ends with exit code 2, says so on stderr, and shows no traceback."""
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    assert saying in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.output and not done.stdout
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "results"))
+    return tmp_path / "results"
+
+
+# ------------------------------------------------------------------------------------ doctor
+def test_doctor_says_why():
+    done = call("doctor")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("machine: ")
+    for name in (
+        "python",
+        "torch",
+        "triton",
+        "flash_triton",
+        "sdpa",
+        "nsys",
+        "xelatex",
+        "jupyter-book",
+        "nccl",
+    ):
+        assert name in done.stdout
+
+
+def test_doctor_as_json():
+    told = json.loads(call("doctor", "--json").stdout)
+    assert set(told) == {"machine", "checks"}
+    assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
+
+
+def test_doctor_names_no_tool_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    tools = {c["name"]: c for c in json.loads(call("doctor", "--json").stdout)["checks"]}
+    assert not tools["nsys"]["available"] and "no nsys on the PATH" in tools["nsys"]["detail"]
+
+
+# ------------------------------------------------------------------------------------ bench
+def test_bench_measures_once_and_shows_a_table(root):
+    one = ("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1")
+    first, second = call(*one), call(*one)
+    assert first.exit_code == second.exit_code == 0
+    assert "1 of 1 groups to measure" in first.stderr and "all 1 groups are measured" in second.stderr
+    head, line = first.stdout.splitlines()
+    assert head.split() == [
+        "kind",
+        "dtype",
+        "size",
+        "repeat",
+        "ms_p20",
+        "ms_p50",
+        "ms_p80",
+        "us_per_launch",
+        "status",
+    ]
+    assert line.split()[0] == "launch" and line.split()[-1] == "ok"
+    assert first.stdout == second.stdout
+    assert len(list(root.glob("*/hardware.csv"))) == 1
+
+
+def test_bench_as_json(root, tmp_path):
+    one = ("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1", "--no-save", "--json")
+    [row] = json.loads(call(*one, "-").stdout)
+    assert (row["kind"], row["size"], row["status"], row["tflops"]) == ("launch", 1, "ok", None)
+    call(*one, str(tmp_path / "rows.json"))
+    [row] = json.loads((tmp_path / "rows.json").read_text())
+    assert row["us_per_launch"] > 0
+    assert not root.exists()
+
+
+def test_bench_refuses_what_the_grid_does_not_have(root):
+    on_grid = ("bench", "hardware", "--preset", "smoke")
+    refused(
+        *on_grid,
+        "--kind",
+        "lunch",
+        saying="kind=lunch is not in the smoke preset; allowed: all, matmul, copy",
+    )
+    refused(*on_grid, "--size", "many", saying="size=many: expected int")
+    refused(*on_grid, "--size", "77", saying="size=77 is not in the smoke preset; allowed: all, 256")
+    refused(*on_grid, "--kind", "copy", "--dtype", "fp32", saying="no case with kind=copy, dtype=fp32")
+    refused(
+        "bench", "hardware", "--preset", "tiny", saying="unknown preset 'tiny'; allowed: auto, full, smoke"
+    )
+    refused(*on_grid, "--refresh", "never", saying="unknown refresh 'never'; allowed: missing, stale, all")
+    assert not root.exists()
+
+
+def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, monkeypatch):
+    def broken(cases):
+        raise KeyError("broken")
+
+    monkeypatch.setattr(experiments.load("hardware"), "run_group", broken)
+    done = call("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1")
+    assert done.exit_code == 1
+    assert "error: KeyError" in done.stdout and "1 cases of hardware ended in an error" in done.stderr
+
+
+def test_choose_off_the_grid():
+    hardware = experiments.load("hardware")
+    given = {"kind": "matmul", "dtype": "fp32,bf16", "size": "300, 512"}
+    cases = cli.choose(hardware, "smoke", given, off_grid=True)
+    assert {(c.dtype, c.size, c.repeat) for c in cases} == {
+        (d, s, 0) for d in ("fp32", "bf16") for s in (300, 512)
+    }
+    on_grid = cli.choose(hardware, "smoke", given | {"size": "512"}, off_grid=True)
+    assert {c.repeat for c in on_grid} == {
+        0,
+        1,
+    }  # nothing is new: the grid's own cases, its A/A pair with them
+    with pytest.raises(
+        ValueError, match=r"heads cannot be chosen here; the cases have kind, dtype, size, repeat"
+    ):
+        cli.choose(hardware, "smoke", {"heads": "4"}, off_grid=True)
+
+
+def test_off_the_grid_words_must_be_known(root):
+    off_grid = ("bench", "flash", "--preset", "smoke", "--seq-len", "96")
+    refused(*off_grid, "--impl", "warp", saying="unknown impl 'warp'; allowed: flash_triton")
+    refused(*off_grid, "--dtype", "fp7", saying="unknown dtype 'fp7'; allowed: bf16")
+    refused(*off_grid, "--head-dim", "0", saying="head_dim=0; it must be positive")
+    refused(*off_grid, "--heads", "two", saying="heads=two: expected int")
+
+
+def test_flash_off_the_grid(root):
+    shape = ("--seq-len", "40", "--head-dim", "16", "--dtype", "fp32", "--heads", "2", "--impl", "sdpa")
+    done = call("bench", "flash", "--preset", "smoke", *shape)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1].split()[:6] == ["2", "40", "16", "fp32", "sdpa", "0"]
+
+
+def test_tune_asks_for_one_shape():
+    refused("bench", "flash", "--tune", saying="--tune needs one --dtype")
+    refused(
+        "bench",
+        "flash",
+        "--tune",
+        "--dtype",
+        "bf16",
+        saying="--tune needs one --head-dim, a whole number; got 'all'",
+    )
+    refused("bench", "flash", "--tune", "--dtype", "bf16", "--head-dim", "64,128", saying="got '64,128'")
+
+
+def test_tune_is_called_with_the_shape(monkeypatch):
+    seen = {}
+    fake = SimpleNamespace(tune=lambda **shape: seen.update(shape) or "the row to add")
+    monkeypatch.setitem(sys.modules, "cs336_systems.attention.tune", fake)
+    done = call("bench", "flash", "--tune", "--dtype", "bf16", "--head-dim", "80", "--seq-len", "4096")
+    assert done.stdout == "the row to add\n"
+    assert seen == {"head_dim": 80, "dtype": "bf16", "seq_len": 4096, "heads": 16}
+
+
+# ------------------------------------------------------------------------------------ results, book
+def test_results_merge(root, tmp_path, monkeypatch):
+    hardware = experiments.load("hardware")
+    monkeypatch.setattr(experiments, "CHAPTERS", ("hardware",))
+    row = {"kind": "launch", "dtype": "fp32", "size": 1, "repeat": 0, "status": "ok", "run": "r", "env": "e"}
+    row |= {"time_utc": "2026-01-01T00:00:00Z", "code": "c", "us_per_launch": 3.0}
+    rows.write(hardware, "h100-x1", [row], tmp_path / "other")
+    done = call("results", "merge", str(tmp_path / "other"))
+    assert done.stdout == "h100-x1: 1 rows of hardware\n"
+    assert list(rows.read(hardware, "h100-x1", root)["us_per_launch"]) == [3.0]
+    refused("results", "merge", str(tmp_path / "nowhere"), saying="nowhere is not a folder")
+
+
+def test_book_prints_what_it_built(monkeypatch, tmp_path):
+    build = pytest.importorskip("cs336_systems.report.build")
+    asked = {}
+    monkeypatch.setattr(build, "build", lambda **options: asked.update(options) or [tmp_path / "index.html"])
+    assert call("book", "--strict").stdout == f"{tmp_path / 'index.html'}\n"
+    assert asked == {"pdf": False, "strict": True}
+
+    def failing(**options):
+        raise build.BookError("needs XeLaTeX")
+
+    monkeypatch.setattr(build, "build", failing)
+    done = call("book", "--pdf")
+    assert done.exit_code == 1 and "Error: needs XeLaTeX" in done.stderr and "Traceback" not in done.output
+
+
+# ------------------------------------------------------------------------------------ run
+PARAMETERS = """\
+measure: str = "auto"  # when to measure
+preset: str = "auto"
+machine: str = "auto"
+refresh: str = "missing"
+count: int = 3
+share: float = 0.5
+deep: bool = False
+plain = 7
+"""
+
+
+def write_notebook(path, code):
+    cell = nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
+    notebook = nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_code_cell(code)])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path.parent.mkdir(exist_ok=True)
+    nbformat.write(notebook, path)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder that looks like the project, with two chapters: one that fails, one that doesn't."""
+    (tmp_path / "_toc.yml").write_text("")
+    write_notebook(tmp_path / "book" / "sour.ipynb", "raise KeyError('sour grapes')")
+    write_notebook(
+        tmp_path / "book" / "sweet.ipynb",
+        "import sys, pathlib\n"
+        "print('hello from the notebook')\n"
+        "seen = [sys.executable, preset, refresh, count, share, deep, plain]\n"
+        "pathlib.Path('seen.txt').write_text(repr(seen))",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "CHAPTERS", ("sour", "sweet"))
+    return tmp_path
+
+
+def test_run_goes_on_after_a_failure_with_this_interpreter(checkout, monkeypatch):
+    # a kernel of the same name in the user's folder, which must not be taken
+    kernel = checkout / "home" / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text(
+        json.dumps({"argv": ["/no/such/python"], "display_name": "other", "language": "python"})
+    )
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(checkout / "home"))
+    monkeypatch.delenv("JUPYTER_PATH", raising=False)
+    done = call(
+        "run", "--preset", "smoke", "-p", "count=4", "-p", "share=1e-3", "-p", "deep=true", "-p", "plain=8"
+    )
+    assert done.exit_code == 1
+    assert "sour grapes" in done.stderr and "1 of 2 chapters failed: sour" in done.stderr
+    seen = (checkout / "seen.txt").read_text()
+    assert seen == repr([sys.executable, "smoke", "missing", 4, 0.001, True, 8])
+    names = sorted(p.name for p in (checkout / "_build" / "notebooks").iterdir())
+    assert names == ["sour.ipynb", "sweet.ipynb"]  # both keep their outputs, the traceback among them
+    assert "sour grapes" in (checkout / "_build" / "notebooks" / "sour.ipynb").read_text()
+    assert "JUPYTER_PATH" not in __import__("os").environ
+
+
+def test_run_refuses_before_anything_runs(checkout):
+    refused("run", "bitter", saying="unknown chapter 'bitter'; allowed: sour, sweet")
+    refused(
+        "run",
+        "sweet",
+        "-p",
+        "colour=red",
+        saying="sweet has no parameter colour; its parameters are measure, preset",
+    )
+    refused("run", "sweet", "-p", "count=few", saying="count=few: expected an int")
+    refused("run", "sweet", "-p", "deep=perhaps", saying="deep=perhaps: expected one of true")
+    refused("run", "sweet", "-p", "count", saying="-p count: expected name=value")
+    refused("run", "--preset", "tiny", saying="unknown preset 'tiny'; allowed: auto, full, smoke")
+    refused("run", "--refresh", "never", saying="unknown refresh 'never'; allowed: missing, stale, all")
+    (checkout / "book" / "sour.ipynb").unlink()
+    refused("run", saying="sour.ipynb")
+    assert not (checkout / "_build").exists()
+
+
+def test_run_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("CS336_RESULTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    refused("run", "hardware", saying="inside a checkout")
+
+
+@pytest.mark.parametrize(("kind", "text", "value"), [("str", "1", "1"), ("int", "1", 1), ("None", "1", "1")])
+def test_convert_by_annotation_and_else_by_default(kind, text, value):
+    assert notebooks.convert("x", text, {"inferred_type_name": kind, "default": '"auto"'}) == value
+
+
+# ------------------------------------------------------------------------------------ the surface
+def test_help_of_every_command():
+    for command in ([], ["run"], ["book"], ["doctor"], ["bench"], ["bench", "hardware"], ["bench", "flash"]):
+        done = call(*command, "--help")
+        assert done.exit_code == 0 and "Usage" in done.stdout
+
+
+def test_module_is_the_command():
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "cs336_systems", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "Usage: cs336 " in done.stdout

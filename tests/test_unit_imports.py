@@ -1,0 +1,137 @@
+"""Imports run one way (which room may use which), and most rooms import neither torch nor triton."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cs336_systems
+
+PACKAGE = Path(cs336_systems.__file__).resolve().parent
+
+# Room → the rooms that it may import. A room is a module or a folder of the package.
+GROUND = {"accounting", "attention", "measure", "parallel", "sizes"}
+MAY = {
+    "sizes": set(),
+    "accounting": {"sizes"},
+    "attention": set(),
+    "parallel": set(),
+    "measure": set(),
+    "model": {"attention", "sizes"},
+    "training": {"model"} | GROUND,
+    "experiments": {"model", "training"} | GROUND,
+    # rows of the book: files only, and an experiment for its cases
+    "report": {"accounting", "experiments", "measure"},
+}
+EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
+
+NO_TORCH = ("accounting", "sizes", "report", "experiments", "cli", "doctor", "notebooks", "measure")
+
+
+def sources():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_name(path):
+    parts = ["cs336_systems", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported(tree, lazily=True):
+    """The dotted names that a source imports; without `lazily` only those that importing the source runs."""
+    todo = list(ast.iter_child_nodes(tree))
+    while todo:
+        node = todo.pop()
+        if is_type_checking(node) or (
+            not lazily and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name the whole path"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        todo += ast.iter_child_nodes(node)
+
+
+def turned_round(source, name):
+    """The imports of one source that its room may not make."""
+    rooms = {"__version__"} | MAY.get(name, set()) | {name}
+    own = [
+        dotted.split(".")[1] for dotted in imported(ast.parse(source)) if dotted.startswith("cs336_systems.")
+    ]
+    return [] if name in EVERYTHING or name == "__init__" else sorted(set(own) - rooms)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    assert room(path) in MAY.keys() | EVERYTHING | {"__init__"}, "a new room needs its place in this test"
+    assert turned_round(path.read_text(encoding="utf-8"), room(path)) == []
+
+
+def test_an_arrow_that_turns_round_is_seen():
+    assert turned_round("def f():\n    from cs336_systems.experiments import hardware", "measure") == [
+        "experiments"
+    ]
+    assert turned_round("from cs336_systems import report", "experiments") == ["report"]
+    assert turned_round("import cs336_systems.cli as c", "report") == ["cli"]
+    assert turned_round("from cs336_systems.measure import rows", "attention") == ["measure"]
+    assert turned_round("from cs336_systems import experiments", "cli") == []
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_rooms_that_do_not_import_torch(name):
+    for path in sources():
+        if room(path) == name:
+            now = {
+                dotted.split(".")[0] for dotted in imported(ast.parse(path.read_text("utf-8")), lazily=False)
+            }
+            assert not now & {"torch", "triton", "pynvml", "papermill"}, path
+
+
+def test_everything_imports_without_torch_and_triton():
+    """In a process where neither can be imported: all rooms but those whose modules are made of torch."""
+    modules = [
+        module_name(p) for p in sources() if room(p) in NO_TORCH and p.stem not in ("__main__", "sphinx_ext")
+    ]
+    script = (
+        "import sys, importlib\n"
+        "sys.modules |= {'torch': None, 'triton': None, 'pynvml': None}\n"
+        f"for name in {['cs336_systems', 'cs336_systems.attention', *modules]}:\n"
+        "    importlib.import_module(name)\n"
+        "from cs336_systems import attention, doctor, experiments\n"
+        "from cs336_systems.measure import machine, rows\n"
+        "assert machine.machine_name().startswith('cpu-')\n"
+        "assert all(reason for reason in attention.availability().values())\n"
+        "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"
+        "for chapter in experiments.CHAPTERS:\n"
+        "    experiment = experiments.load(chapter)\n"
+        "    assert experiments.cases(experiment, 'full') and rows.code_digest(experiment)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("blocked", ["torch", "triton"])
+def test_the_rest_does_not_hang_on_the_other(blocked):
+    """`doctor` tells what is missing when only one of the two is there."""
+    script = f"import sys\nsys.modules[{blocked!r}] = None\nfrom cs336_systems import doctor\n" + (
+        f"[check] = [c for c in doctor.checks() if c.name == {blocked!r}]\n"
+        "assert not check.available and 'not installed' in check.detail, check\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stderr

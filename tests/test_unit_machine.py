@@ -1,0 +1,70 @@
+"""The machine's name and environment, without depending on what this machine is."""
+
+import json
+
+import pytest
+
+from cs336_systems.measure import machine
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("GPU", "gpu"),
+    ],
+)
+def test_gpu_slug(name, slug):
+    assert machine.gpu_slug(name) == slug
+
+
+@pytest.fixture
+def uncached():
+    machine.machine_name.cache_clear()
+    yield
+    machine.machine_name.cache_clear()
+
+
+def test_machine_is_named_by_its_hardware(monkeypatch, uncached):
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"] * 4)
+    assert machine.machine_name() == "h200-x4"
+    machine.machine_name.cache_clear()
+    monkeypatch.setattr(machine, "gpu_names", list)
+    monkeypatch.setattr(machine, "cpu_cores", lambda: 6)
+    assert machine.machine_name() == "cpu-6"
+
+
+def test_environment_is_json_and_names_no_host():
+    env = machine.environment()
+    text = json.dumps(env)
+    import platform
+
+    assert {"cpu", "cores", "python", "torch", "triton"} <= set(env)
+    assert len(platform.node()) < 3 or platform.node() not in text
+
+
+def test_digest_follows_the_content_and_not_the_order():
+    a = machine.environment_digest({"torch": "2.11", "cores": 2})
+    assert a == machine.environment_digest({"cores": 2, "torch": "2.11"})
+    assert a != machine.environment_digest({"cores": 2, "torch": "2.13"})
+    assert len(a) == 8 and int(a, 16) >= 0
+
+
+def test_what_is_not_installed():
+    assert machine.package_version("no-such-package-anywhere") is None
+    assert not machine.has_module("no_such_module_anywhere")
+    assert machine.has_module("json")
+
+
+def test_no_driver_is_said_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert machine._driver_version() == "unknown (FileNotFoundError)"

@@ -1,0 +1,268 @@
+"""The report room: parameters checked, rows joined with the grid, numbers as words, tables and figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from cs336_systems import experiments, report
+from cs336_systems.measure import rows as store
+from cs336_systems.report import coverage, figures, hardware, tables
+from cs336_systems.report.roofs import Roofs, roofs
+
+EXPERIMENT = experiments.load("hardware")
+
+
+def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics=None):
+    """Rows of the smoke preset: 0.5 TFLOP/s, 0.02 TB/s, 2 µs a launch."""
+    code = store.code_digest(EXPERIMENT) if code is None else code
+    numbers = {"tflops": 0.5, "tb_per_s": 0.02, "us_per_launch": 2.0, "ms_p50": 4.0}
+    rows = [
+        dataclasses.asdict(case)
+        | {"status": "ok", "run": f"{case.kind}-{case.size}", "time_utc": "2025-03-04T05:06:07Z"}
+        | {"env": "abcd", "code": code}
+        | numbers
+        | (metrics(case) if metrics else {})
+        for case in EXPERIMENT.grid("smoke")
+        if keep(case)
+    ]
+    store.write(EXPERIMENT, machine, rows, root)
+    env = {"abcd": {"cpu": "a CPU", "cores": 9, "torch": "2.13.0", "triton": "3.7.1"}}
+    store.write_environment(machine, root, env)
+    (root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
+
+
+def chapter(**options):
+    return report.Chapter("hardware", **{"measure": "no", **options})
+
+
+# --------------------------------------------------------------------------------- parameters
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"measure": "maybe"}, "auto, yes, no"),
+        ({"preset": "tiny"}, "auto, full, smoke"),
+        ({"refresh": "some"}, "missing, stale, all"),
+        ({"machine": "h9000"}, "auto, this, cpu-9"),
+        ({"dtype": "fp7"}, "all, bf16"),
+        ({"colour": "red"}, "kind, dtype, size"),
+    ],
+)
+def test_bad_parameters_are_named_with_the_allowed_ones(results_root, options, names):
+    write_rows(results_root)
+    with pytest.raises(ValueError, match=names):
+        chapter(**options)
+
+
+@pytest.mark.parametrize("value", ["false", "False", False, "no"])
+def test_measure_takes_what_papermill_makes_of_false(results_root, value):
+    assert not report.Chapter("hardware", measure=value).measuring
+
+
+def test_an_unknown_chapter_is_refused():
+    with pytest.raises(ValueError, match="hardware"):
+        report.Chapter("harware")
+
+
+def test_a_misspelled_injected_parameter_is_refused(results_root):
+    injected = "# Parameters\ndatatype = 'bf16'\n"
+    names = {
+        "measure": "no",
+        "dtype": "all",
+        "datatype": "bf16",
+        "In": ["", "# Parameters\nx: int = 1", injected],
+    }
+    with pytest.raises(ValueError, match=r"datatype; allowed: .*dtype"):
+        report.Chapter.from_parameters("hardware", names)
+    good = {
+        "measure": "no",
+        "dtype": "bf16",
+        "scratch": 3,
+        "In": ["# Parameters\ndtype: str = 'bf16'", "scratch = 3"],
+    }
+    assert report.Chapter.from_parameters("hardware", good).filters == {"dtype": "bf16"}
+
+
+def test_while_the_book_is_built_nothing_measures(results_root, monkeypatch):
+    write_rows(results_root)
+    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
+    found = report.Chapter("hardware", measure="auto")
+    assert found.machines == ["cpu-9"]
+    assert not found.measuring
+
+
+def test_another_machine_is_never_measured(results_root, monkeypatch):
+    write_rows(results_root)
+    assert not report.Chapter("hardware", machine="cpu-9").measuring
+    with pytest.raises(ValueError, match="cpu-9"):
+        report.Chapter("hardware", machine="cpu-9", measure="yes")
+
+
+def test_the_machine_variable_replaces_the_reference_machines(results_root, monkeypatch):
+    write_rows(results_root)
+    monkeypatch.setenv("CS336_MACHINE", "cpu-7")
+    assert chapter().machines == ["cpu-7"]
+
+
+# --------------------------------------------------------------------------------- rows
+def test_cases_without_rows_read_not_measured(results_root):
+    write_rows(results_root, keep=lambda case: case.kind == "copy")
+    frame = chapter().rows()
+    assert len(frame) == len(EXPERIMENT.grid("smoke"))
+    assert set(frame[frame["kind"] == "copy"]["status"]) == {"ok"}
+    assert set(frame[frame["kind"] != "copy"]["status"]) == {report.NOT_MEASURED}
+
+
+def test_a_chapter_without_any_machine_has_the_full_grid(results_root):
+    found = chapter()
+    assert len(found.rows()) == len(EXPERIMENT.grid("full"))
+    assert report.NOT_MEASURED in found.provenance()
+    assert found.value("tflops", kind="matmul", dtype="bf16", size=8192, repeat=0) == report.NOT_MEASURED
+
+
+def test_filters_choose_rows_and_unknown_fields_are_refused(results_root):
+    write_rows(results_root)
+    assert set(chapter(kind="copy").rows()["kind"]) == {"copy"}
+    assert len(chapter().rows(kind=["copy", "matmul"])) == len(chapter(kind="copy,matmul").rows())
+    with pytest.raises(ValueError, match="machine, kind"):
+        chapter().rows(sort="copy")
+
+
+def test_numbers_in_prose(results_root):
+    def metrics(case):
+        return {"status": "oom", "tb_per_s": None} if case.kind == "copy" and case.size == 2**20 else {}
+
+    write_rows(results_root, metrics=metrics)
+    found = chapter()
+    one = {"kind": "matmul", "dtype": "fp32", "size": 512}
+    assert found.value("tflops", "TFLOP/s", **one, repeat=0) == "0.500 TFLOP/s"
+    assert found.value("tb_per_s", kind="copy", size=2**20) == "out of memory"
+    assert found.number("tflops", kind="matmul", dtype="fp32", size=4096) is None
+    assert found.ratio("ms_p50", {**one, "repeat": 0}, {**one, "repeat": 1}) == 1
+    elsewhere = {"kind": "matmul", "dtype": "fp32", "size": 256}
+    assert found.ratio("ms_p50", {**one, "repeat": 0}, elsewhere) is None  # another run
+    with pytest.raises(ValueError, match="not one row"):
+        found.number("tflops", kind="matmul")
+    with pytest.raises(ValueError, match="tflops"):
+        found.value("teraflops", **one)
+
+
+def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root):
+    write_rows(results_root)
+    assert chapter().note() == ""
+    assert chapter().problems() == []
+    write_rows(results_root, code="00000000")
+    assert "earlier code" in chapter().note()
+    assert "earlier code" in chapter().provenance()
+    assert any("earlier code" in p for p in chapter().problems())
+
+
+# --------------------------------------------------------------------------------- words and tables
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.0468, "1.05"),
+        (9.996, "10.0"),
+        (41.53, "41.5"),
+        (712.4, "712"),
+        (4096, "4096"),
+        (123456.7, "123,000"),
+        (0.000123, "0.000123"),
+        (2.41e-7, "2.41e−7"),
+        (-0.5, "−0.500"),
+        (0.0, "0"),
+        (math.nan, "–"),
+        (None, "–"),
+        ("oom", "oom"),
+        (True, "True"),
+    ],
+)
+def test_fmt(value, text):
+    assert tables.fmt(value) == text
+
+
+def test_tables_have_both_renderings():
+    frame = pd.DataFrame({"impl": ["a|b", "`c`"], "ms": [1.0468, None]})
+    text = tables.to_markdown(frame, "Times.", "tab-x", note="a note")
+    assert ":::{table} Times." in text
+    assert ":name: tab-x" in text
+    assert "tabularcolumns} lr" in text
+    assert r"| a\|b | 1.05 |" in text
+    assert "*a note*" in text
+    page = tables.to_html(frame, "Times & <more>")
+    assert "Times &amp; &lt;more&gt;" in page
+    assert "<code>c</code>" in page
+    assert "color" not in page  # the page's own colours, light or dark
+
+
+def test_si():
+    assert tables.si(2.1e9, "FLOP") == "2.10 GFLOP"
+    assert tables.si(3.0, "FLOP") == "3.00 FLOP"
+
+
+# --------------------------------------------------------------------------------- figures and pages
+@pytest.mark.parametrize("measured", [True, False])
+def test_every_part_of_the_hardware_page_works_with_and_without_rows(results_root, measured):
+    if measured:
+        write_rows(results_root)
+    found = chapter()
+    name = (found.machines or [""])[0]
+    assert len(hardware.roof_table(found)) == (3 if measured else 6)
+    assert len(hardware.ridge_table(found)) == (2 if measured else 0)
+    assert len(hardware.launch_table(found)) > 0
+    assert len(hardware.spread_table(found)) == (3 if measured else 0)
+    assert hardware.roof_figure(found, name).axes
+    assert ("not measured" in hardware.summary(found)) is not measured
+
+
+def test_roofs_of_a_machine(results_root):
+    write_rows(results_root)
+    found = roofs("cpu-9")
+    assert found.tflops == {"bf16": 0.5, "fp32": 0.5}
+    assert (found.tb_per_s, found.launch_us, found.graph_us, found.sheet) == (0.02, 2.0, None, None)
+    assert roofs("") == Roofs()
+
+
+def test_figures_say_what_is_not_there():
+    _, axes = figures.panels(columns=2)
+    empty = pd.DataFrame({"x": [1, 2], "y": [None, None], "s": ["a", "b"]})
+    figures.lines(axes[0, 0], empty, "x", "y", "s")
+    figures.bars(axes[0, 1], {"a": None})
+    assert all(ax.texts[0].get_text() == "not measured" for ax in axes[0])
+
+
+def test_short_sizes():
+    assert [figures.short(n) for n in (128, 1024, 16384, 2**26, 2**30)] == ["128", "1k", "16k", "64M", "1G"]
+
+
+def test_the_room_never_imports_torch():
+    code = (
+        "import sys; from cs336_systems import report;"
+        "from cs336_systems.report import build, coverage, flash, hardware, headline, readme, sphinx_ext;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --------------------------------------------------------------------------------- coverage
+def test_coverage_lists_every_problem_once(project_root, monkeypatch):
+    monkeypatch.chdir(project_root)
+    assert len({p.id for p in coverage.PROBLEMS}) == len(coverage.PROBLEMS)
+    table = coverage.table()
+    assert len(table) == len(coverage.PROBLEMS)
+    assert set(table["status"]) <= {"open", "in the book, not measured"}  # no rows in a test's results folder
+
+
+def test_files_named_in_the_coverage_table_exist(project_root, monkeypatch):
+    monkeypatch.chdir(project_root)
+    toc = coverage.chapters_in_toc()
+    for problem in coverage.PROBLEMS:
+        if problem.chapter in toc:
+            for folder, name in (("cs336_systems", problem.code), ("tests", problem.tests)):
+                assert not name or list((project_root / folder).glob(name)), f"{problem.id}: {folder}/{name}"

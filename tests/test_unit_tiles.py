@@ -1,0 +1,68 @@
+"""Every frozen tile configuration compiles for its target without a GPU, without spilling, within its shared memory."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from cs336_systems.attention import aot, tiles  # noqa: E402
+
+MAX_REGISTERS = 255  # a thread's
+RAGGED_SPILL_BYTES = 128  # masked tiles may spill this much: they are the exception, and only some of their steps
+
+
+def check(kernel, capability, head_dim, dtype, **variant):
+    chosen = tiles.tiles(kernel, capability, head_dim, aot.PRECISIONS[dtype])
+    compiled = aot.compile_kernel(kernel, capability, head_dim, dtype, chosen, **variant)
+    where = f"{kernel} sm_{capability} d={head_dim} {dtype} {chosen} {variant}"
+    limit = tiles.SHARED_MEMORY_KIB[capability] * 1024
+    allowed = 0 if variant.get("even", True) else RAGGED_SPILL_BYTES
+    assert compiled.spill_bytes <= allowed, f"{where} spills {compiled.spill_bytes} bytes"
+    assert compiled.shared_bytes <= limit, f"{where} takes {compiled.shared_bytes} bytes of shared memory, {limit} allowed"
+    assert compiled.registers <= MAX_REGISTERS
+    assert compiled.registers * compiled.num_threads <= 65536, f"{where}: no block fits a multiprocessor's registers"
+    return compiled
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_kernels_compile_for_their_targets(kernel, capability, head_dim):
+    compiled = check(kernel, capability, head_dim, "bf16")
+    if capability == 90:
+        assert "wgmma.mma_async" in compiled.ptx, "on Hopper the products should be warp-group instructions"
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_fp32_kernels_compile_on_hopper(kernel):
+    check(kernel, 90, 64, "fp32")
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_ragged_and_padded_kernels_fit_too(kernel):
+    check(kernel, 90, 80, "bf16", even=False)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("dtype", ["bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("head_dim", tiles.HEAD_DIMS)
+@pytest.mark.parametrize("capability", sorted(tiles.TABLE))
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_whole_table(kernel, capability, head_dim, dtype):
+    if capability == 75:
+        dtype = {"bf16": "fp16", "tf32": "fp32"}.get(dtype, dtype)  # Turing has neither bf16 nor TF32 tensor cores
+    check(kernel, capability, head_dim, dtype)
+
+
+def test_every_generation_has_every_row():
+    for kernels in tiles.TABLE.values():
+        for kernel in tiles.KERNELS:
+            for precision in tiles.PRECISIONS:
+                assert len(kernels[kernel][precision]) == len(tiles.HEAD_DIMS)
+
+
+def test_a_gpu_between_generations_takes_the_older_rows():
+    assert tiles.generation(89) == 86
+    assert tiles.generation(103) == 100
+    assert tiles.tiles("forward", 90, 80, "half") == tiles.TABLE[90]["forward"]["half"][3]
+    with pytest.raises(ValueError, match="7.0 is too old.*7.5"):
+        tiles.generation(70)
