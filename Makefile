@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(torch)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
-.PHONY: help report book test lint course-tests clean
+.PHONY: help report book test test-table lint course-tests clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -31,6 +31,9 @@ book: $(INSTALLED) ## the writeup from the rows there are: HTML, and the PDF if 
 
 test: $(INSTALLED) ## all tests that this machine can run
 	$(BIN)/python -m pytest -q -n 2
+
+test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)
+	$(BIN)/python -m pytest -q -n 2 -m table
 
 lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's numbers
 	$(BIN)/ruff check .

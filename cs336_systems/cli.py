@@ -148,7 +148,9 @@ def merge(
     from cs336_systems.measure import rows
 
     with _wrong_input():
-        merged = rows.merge([experiments.load(name) for name in experiments.CHAPTERS + experiments.RECORDS], folder)
+        merged = rows.merge(
+            [experiments.load(name) for name in experiments.CHAPTERS + experiments.RECORDS], folder
+        )
     for machine, chapter, count in merged:
         typer.echo(f"{machine}: {count} rows of {chapter}")
 

@@ -35,7 +35,9 @@ class NotBuiltYet(RuntimeError):
 
 
 def _not_built(part: str) -> Any:
-    raise NotBuiltYet(f"{part} is not part of this version of cs336_systems yet; the book's coverage table says what is")
+    raise NotBuiltYet(
+        f"{part} is not part of this version of cs336_systems yet; the book's coverage table says what is"
+    )
 
 
 def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
@@ -43,7 +45,9 @@ def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
     return _not_built("data parallel training (per parameter)")
 
 
-def ddp_individual_parameters_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def ddp_individual_parameters_on_after_backward(
+    ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Spring 2025: called after backward, before the optimizer step."""
     return _not_built("data parallel training (per parameter)")
 

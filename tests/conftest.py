@@ -32,7 +32,9 @@ if not _has_cuda():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record-gpu-tests", action="store_true", help="write what the GPU tests said to results/<machine>/gpu_tests.csv"
+        "--record-gpu-tests",
+        action="store_true",
+        help="write what the GPU tests said to results/<machine>/gpu_tests.csv",
     )
 
 
@@ -61,7 +63,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "code": rows.code_digest(gpu_tests),
     }
     found = [
-        {"file": file, "seconds": _SECONDS[file]} | {k: n[k] for k in ("passed", "failed", "skipped")} | provenance
+        {"file": file, "seconds": _SECONDS[file]}
+        | {k: n[k] for k in ("passed", "failed", "skipped")}
+        | provenance
         for file, n in _OUTCOMES.items()
     ]
     rows.write(gpu_tests, machine.machine_name(), found, Path(RESULTS))

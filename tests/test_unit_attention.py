@@ -10,11 +10,22 @@ from attention_checks import check, fresh, run
 from cs336_systems.attention import IMPLEMENTATIONS, attention, availability
 
 INTERPRETED = availability()["flash_triton"] is None and not torch.cuda.is_available()
-triton_on_cpu = pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter: triton installed, no GPU")
+triton_on_cpu = pytest.mark.skipif(
+    not INTERPRETED, reason="needs triton's interpreter: triton installed, no GPU"
+)
 OURS = [pytest.param("flash_triton", marks=triton_on_cpu), "flash_torch"]
 
 # (n_queries, n_keys, d): below, at and above the tiles of 32 × 16, and everything ragged
-SHAPES = [(64, 64, 16), (45, 70, 20), (70, 33, 80), (33, 47, 16), (16, 128, 64), (100, 16, 24), (1, 50, 16), (50, 1, 24)]
+SHAPES = [
+    (64, 64, 16),
+    (45, 70, 20),
+    (70, 33, 80),
+    (33, 47, 16),
+    (16, 128, 64),
+    (100, 16, 24),
+    (1, 50, 16),
+    (50, 1, 24),
+]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -45,7 +56,9 @@ def test_flash_torch_in_bf16():  # triton's interpreter has no bf16 products; th
 
 @pytest.mark.parametrize("impl", OURS)
 def test_strided_and_expanded_inputs(impl):
-    q = fresh(2, 40, 3, 32).transpose(1, 2)  # as a model has it: (batch, n, heads, d) seen as (batch, heads, n, d)
+    q = fresh(2, 40, 3, 32).transpose(
+        1, 2
+    )  # as a model has it: (batch, n, heads, d) seen as (batch, heads, n, d)
     k = fresh(2, 1, 40, 64)[..., ::2].expand(2, 3, 40, 32)  # every second column; one head for all
     v = fresh(2, 3, 32, 40).transpose(2, 3)
     outputs = check(impl, q, k, v, True)
@@ -80,7 +93,9 @@ def test_saves_one_logsumexp(impl):
     o = attention(q, k, v, True, impl)
     saved = [t for t in o.grad_fn.saved_tensors if t.shape == (3, 40)]
     assert len(saved) == 1
-    scores = (q @ k.transpose(1, 2) / 4).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf"))
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(
+        ~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf")
+    )
     torch.testing.assert_close(saved[0], torch.logsumexp(scores, -1))
 
 
@@ -106,6 +121,13 @@ def test_gradcheck():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("impl", [*OURS, "flash_compiled_backward"])
+def test_second_order_gradients_are_refused(impl):
+    q, k, v = (fresh(1, 8, 16) for _ in range(3))
+    with pytest.raises(RuntimeError, match="no second-order gradients"):
+        torch.autograd.grad(attention(q, k, v, impl=impl).sum(), q, create_graph=True)
+
+
 def test_sdpa_is_the_same_operation():
     q, k, v = fresh(2, 3, 20, 16), fresh(2, 3, 30, 16), fresh(2, 3, 30, 16)
     for is_causal in (False, True):
@@ -118,7 +140,10 @@ def test_operators_pass_opcheck():
     import cs336_systems.attention.flash_triton  # noqa: F401
 
     q = fresh(1, 2, 33, 16, requires_grad=False)
-    k, v = (fresh(1, 2, 21, 16, requires_grad=False).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))
+    k, v = (
+        fresh(1, 2, 21, 16, requires_grad=False).transpose(1, 2).contiguous().transpose(1, 2)
+        for _ in range(2)
+    )
     tests = ("test_schema", "test_faketensor")
     o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, True)
     torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, True), test_utils=tests)
@@ -149,7 +174,9 @@ def test_autocast():
 def test_torch_compile_takes_it_whole():
     q, k, v = (fresh(2, 32, 16) for _ in range(3))
     grad_o = torch.randn_like(q)
-    compiled = torch.compile(lambda *x: attention(*x, True, "flash_triton") * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *x: attention(*x, True, "flash_triton") * 2, fullgraph=True, backend="aot_eager"
+    )
     o = compiled(q, k, v)
     expected = run("flash_triton", q, k, v, 2 * grad_o, True)
     torch.testing.assert_close(o, 2 * expected[0])
@@ -158,7 +185,9 @@ def test_torch_compile_takes_it_whole():
 
 
 # ------------------------------------------------------------------------------------------------ errors
-@pytest.mark.parametrize("impl", ["flash_torch", "reference", "sdpa", pytest.param("flash_triton", marks=triton_on_cpu)])
+@pytest.mark.parametrize(
+    "impl", ["flash_torch", "reference", "sdpa", pytest.param("flash_triton", marks=triton_on_cpu)]
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -202,7 +231,9 @@ def test_kernels_refuse_the_cpu_without_the_interpreter():
         "try: attention(x, x, x, impl='flash_triton')\n"
         "except (RuntimeError, ValueError) as e: print(e)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_without_interpreter())
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=_without_interpreter()
+    )
     assert "cpu" in out.stdout.lower() or "triton is not installed" in out.stdout, out.stdout + out.stderr
 
 

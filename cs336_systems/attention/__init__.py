@@ -52,13 +52,14 @@ def attention(
 ) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(d)) v over any leading axes, differentiable.
 
-    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i, both
-    counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and follow
-    autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not copied.
+    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
+    both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
+    follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
+    copied. Gradients of the Triton kernels are deterministic, with and without torch's flag for it.
 
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the plain
-    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both; ValueError for
-    an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
+    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both; ValueError
+    for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
     """
     if impl == "auto":
         impl = "flash_triton" if q.is_cuda and _triton_usable() and 16 <= q.shape[-1] <= 256 else "reference"
@@ -88,7 +89,9 @@ def attention(
         q, k, v = autocast_inputs(q, k, v)
         check_inputs(q, k, v, head_dims=(1, 2**31))
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    raise ValueError(f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}")
+    raise ValueError(
+        f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
+    )
 
 
 _usable: bool | None = None

@@ -24,7 +24,12 @@ KERNEL_FUNCTIONS = {
     "backward_queries": flash_triton.backward_queries_kernel,
     "backward_keys": flash_triton.backward_keys_kernel,
 }
-PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}  # dtype → column of the tile table
+PRECISIONS = {
+    "bf16": "half",
+    "fp16": "half",
+    "fp32": "fp32",
+    "tf32": "tf32",
+}  # dtype → column of the tile table
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
 
 
@@ -56,7 +61,6 @@ def compile_kernel(
     )  # fmt: skip
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    import os
     constants |= {name: 1 for name in names if name.endswith("_col")}
     signature, attributes = {}, {}
     for i, name in enumerate(names):

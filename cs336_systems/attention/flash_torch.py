@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from cs336_systems.attention.inputs import autocast_inputs, check_inputs
+from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only
 from cs336_systems.attention.reference import causal_mask
 
 QUERY_TILE, KEY_TILE = 64, 64  # rows; the handout asks for at least 16 × 16
@@ -24,7 +24,9 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _tile_scores(q_i: torch.Tensor, k_j: torch.Tensor, i: int, j: int, scale: float, is_causal: bool) -> torch.Tensor:
+def _tile_scores(
+    q_i: torch.Tensor, k_j: torch.Tensor, i: int, j: int, scale: float, is_causal: bool
+) -> torch.Tensor:
     """S_ij (..., rows, keys) of the tiles that begin at query i and key j, −∞ where the causal mask hides a key."""
     s = (q_i @ k_j.transpose(-2, -1)) * scale
     if is_causal and j + k_j.shape[-2] - 1 > i:
@@ -140,6 +142,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o):
+        first_order_only("FlashAttentionTorch")
         with torch.autocast(grad_o.device.type, enabled=False):
             return *tiled_backward(*ctx.saved_tensors, grad_o, ctx.is_causal), None
 
@@ -149,5 +152,6 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
 
     @staticmethod
     def backward(ctx, grad_o):
+        first_order_only("FlashAttentionCompiledBackward")
         with torch.autocast(grad_o.device.type, enabled=False):
             return *compiled_backward(*ctx.saved_tensors, grad_o, ctx.is_causal), None

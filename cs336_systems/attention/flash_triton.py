@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.inputs import autocast_inputs, check_inputs, to_four_axes
+from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
 from cs336_systems.attention.tiles import Tiles, tiles_for
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -200,7 +200,9 @@ def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr
                             EVEN_N: tl.constexpr, EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """D and dQ of one tile of queries of one head. Grid: (query tiles · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
-    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads  # heaviest first, as in forward
+    tile = (
+        tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
+    )  # heaviest first, as in forward
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
     statistics = tl.cast(index, tl.int64) * num_queries + queries
@@ -331,7 +333,9 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
 def _strides(**tensors: torch.Tensor) -> dict[str, int]:
     names = ("batch", "head", "row", "col")
-    return {f"{t}_{n}": s for t, tensor in tensors.items() for n, s in zip(names, tensor.stride(), strict=True)}
+    return {
+        f"{t}_{n}": s for t, tensor in tensors.items() for n, s in zip(names, tensor.stride(), strict=True)
+    }
 
 
 def _shared_arguments(q: torch.Tensor, k: torch.Tensor, is_causal: bool, tiles: Tiles) -> dict[str, Any]:
@@ -493,6 +497,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o):
+        first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp = ctx.saved_tensors
         four = [to_four_axes(x) for x in (q, k, v, o)]
         grads = torch.ops.cs336.flash_backward(

@@ -18,7 +18,9 @@ def check_inputs(
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} but v has {tuple(v.shape)}; they must be equal")
     if k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"q has shape {tuple(q.shape)} but k has {tuple(k.shape)}; their leading axes must be equal")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} but k has {tuple(k.shape)}; their leading axes must be equal"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head dimension {q.shape[-1]} but k has {k.shape[-1]}; they must be equal")
     if not q.dtype == k.dtype == v.dtype:
@@ -49,3 +51,14 @@ def to_four_axes(x: torch.Tensor) -> torch.Tensor:
     if x.ndim < 4:
         return x[(None,) * (4 - x.ndim)]
     return x.flatten(0, -4)
+
+
+def first_order_only(name: str) -> None:
+    """Called by a backward pass that cannot be differentiated itself; without this its gradients would be wrong.
+
+    RuntimeError where autograd is recording the backward pass (`create_graph=True`).
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{name} has no second-order gradients (create_graph=True); use impl='reference' for them"
+        )

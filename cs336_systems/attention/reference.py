@@ -30,13 +30,18 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(d)) v in plain PyTorch, in the inputs' dtype (fp64 included).
 
-    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). Stores (..., n_queries, n_keys) several times.
-    NVTX ranges: `attention scores`, `attention softmax`, `attention output`. Errors: ValueError that names the mismatch.
+    q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). Stores (..., n_queries, n_keys)
+    several times. NVTX ranges: `attention scores`, `attention softmax`, `attention output`.
+    Errors: ValueError that names the mismatch.
     """
-    check_inputs(q, k, v, dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16), head_dims=(1, 2**31))
+    check_inputs(
+        q, k, v, dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16), head_dims=(1, 2**31)
+    )
     with _Range("attention scores", q.device):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if is_causal:
@@ -51,7 +56,7 @@ def exact_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o: torch.Tensor, is_causal: bool = False,
     max_scores: int = 2**26,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: what the errors are measured against.
+    """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: the truth for errors.
 
     q: (..., n_queries, d); k, v: (..., n_keys, d); grad_o: as q. Memory linear in the sequence, for any length.
     """

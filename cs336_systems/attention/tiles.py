@@ -1,10 +1,10 @@
-"""The one table of frozen tile configurations: by GPU generation, kernel, head dimension and element size.
+"""The one table of frozen tile configurations: by GPU generation, kernel, head dimension and precision.
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add here.
 
-The rows of `sm_90` were chosen by measurement on an H100. The other generations hold the largest of the same shapes that
-their shared memory and registers take without spilling, which the compile tests check against the limits below.
+The rows of `sm_90` were chosen by measurement on an H100. The other generations hold shapes that their shared memory
+and registers take without spilling, which the compile tests check against the limits below; on such a GPU, tune.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KERNELS = ("forward", "backward_queries", "backward_keys")
 HEAD_DIMS = (16, 32, 64, 128, 256)  # the powers of two that a head dimension is rounded up to
 
-# Shared memory that one block may use, KiB (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+# Shared memory that one block may use, KiB (CUDA C++ Programming Guide, table of compute capabilities).
 SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 
 
@@ -33,31 +33,33 @@ class Tiles:
     num_stages: int
 
 
-PRECISIONS = ("half", "tf32", "fp32")  # 16-bit tiles; fp32 tiles with TF32 products; fp32 tiles with fp32 accuracy
+# 16-bit tiles; fp32 tiles with TF32 products; fp32 tiles with fp32 accuracy
+PRECISIONS = ("half", "tf32", "fp32")
 
-# generation → kernel → precision → rows for d up to 16, 32, 64, 128, 256
+# generation → kernel → precision → rows for d up to 16, 32, 64, 128, 256; None: not even the smallest tiles fit
 _T = Tiles
+# fmt: off
 _SMALL_FP32 = {
     "forward": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1)),
     "backward_queries": (_T(32, 16, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
     "backward_keys": (_T(16, 32, 4, 1), _T(16, 32, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 }
-TABLE: dict[int, dict[str, dict[str, tuple[Tiles, ...]]]] = {
-    75: {
+TABLE: dict[int, dict[str, dict[str, tuple[Tiles | None, ...]]]] = {
+    75: {  # no tensor-core products from triton here, so these are for completeness
         "forward": {
-            "half": (_T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(32, 32, 4, 1), _T(16, 32, 4, 1)),
+            "half": (_T(64, 32, 8, 1), _T(64, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 16, 8, 1)),
             "tf32": _SMALL_FP32["forward"],
             "fp32": _SMALL_FP32["forward"],
         },
         "backward_queries": {
-            "half": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 16, 4, 1), _T(16, 16, 4, 1)),
+            "half": (_T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
             "tf32": _SMALL_FP32["backward_queries"],
             "fp32": _SMALL_FP32["backward_queries"],
         },
         "backward_keys": {
-            "half": (_T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(32, 32, 4, 1), _T(16, 32, 4, 1), _T(16, 16, 4, 1)),
-            "tf32": _SMALL_FP32["backward_keys"],
-            "fp32": _SMALL_FP32["backward_keys"],
+            "half": (_T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+            "tf32": (*_SMALL_FP32["backward_keys"][:4], None),
+            "fp32": (*_SMALL_FP32["backward_keys"][:4], None),
         },
     },
     80: {
@@ -80,18 +82,18 @@ TABLE: dict[int, dict[str, dict[str, tuple[Tiles, ...]]]] = {
     90: {
         "forward": {
             "half": (_T(64, 128, 4, 3), _T(64, 128, 4, 3), _T(128, 64, 8, 3), _T(128, 128, 8, 3), _T(128, 64, 8, 2)),
-            "tf32": (_T(128, 32, 8, 2), _T(128, 32, 8, 2), _T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
-            "fp32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(128, 32, 8, 2), _T(32, 32, 8, 2), _T(16, 16, 8, 1)),
+            "tf32": (_T(128, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 64, 8, 2), _T(32, 16, 8, 1)),
+            "fp32": (_T(128, 64, 8, 1), _T(128, 64, 8, 1), _T(128, 64, 8, 1), _T(32, 32, 4, 1), _T(16, 16, 8, 1)),
         },
         "backward_queries": {
             "half": (_T(64, 64, 4, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 3)),
-            "tf32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
-            "fp32": (_T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 4, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+            "tf32": (_T(128, 64, 8, 2), _T(128, 64, 8, 2), _T(128, 64, 8, 2), _T(128, 32, 8, 2), _T(16, 16, 8, 1)),
+            "fp32": (_T(128, 64, 8, 2), _T(128, 64, 8, 2), _T(128, 64, 8, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
         },
         "backward_keys": {
             "half": (_T(128, 64, 4, 3), _T(128, 64, 4, 3), _T(128, 128, 8, 3), _T(64, 128, 8, 3), _T(64, 32, 8, 3)),
-            "tf32": (_T(32, 64, 4, 2), _T(32, 64, 4, 2), _T(32, 32, 8, 2), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
-            "fp32": (_T(32, 32, 4, 2), _T(32, 32, 4, 2), _T(32, 32, 8, 2), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
+            "tf32": (_T(64, 128, 8, 2), _T(64, 128, 8, 2), _T(32, 128, 8, 2), _T(32, 128, 8, 1), _T(16, 16, 8, 1)),
+            "fp32": (_T(32, 32, 4, 2), _T(32, 32, 4, 2), _T(64, 32, 8, 2), _T(64, 16, 8, 1), _T(16, 16, 8, 1)),
         },
     },
 }
@@ -101,6 +103,7 @@ TABLE[86] = TABLE[80] | {
 }
 TABLE[100] = TABLE[80]
 TABLE[120] = TABLE[86]
+# fmt: on
 
 OLDEST = min(TABLE)
 _INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test meets every branch
@@ -109,14 +112,25 @@ _INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test
 def generation(capability: int) -> int:
     """The generation whose rows a GPU of this compute capability (10 · major + minor) uses: the nearest older one."""
     if capability < OLDEST:
-        raise ValueError(f"compute capability {capability / 10} is too old for the Triton kernels; oldest: {OLDEST / 10}")
+        raise ValueError(
+            f"compute capability {capability / 10} is too old for the Triton kernels; oldest: {OLDEST / 10}"
+        )
     return max(g for g in TABLE if g <= capability)
 
 
 def tiles(kernel: str, capability: int, head_dim: int, precision: str) -> Tiles:
-    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS."""
+    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS.
+
+    ValueError where the GPU is too old, or where no configuration fits its shared memory.
+    """
     column = next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
-    return TABLE[generation(capability)][kernel][precision][column]
+    found = TABLE[generation(capability)][kernel][precision][column]
+    if found is None:
+        raise ValueError(
+            f"head dimension {head_dim} in fp32 does not fit a GPU of compute capability {capability / 10}; "
+            f"allowed there: up to {HEAD_DIMS[column - 1]}, or 16-bit inputs"
+        )
+    return found
 
 
 @functools.cache

@@ -60,7 +60,9 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
     return lambda: flash_triton.launch_backward_keys(q, k, v, logsumexp, delta, do, True, tiles)
 
 
-def tune(head_dim: int, dtype: str, seq_len: int = 8192, heads: int = 16, log: Callable[[str], None] = print) -> str:
+def tune(
+    head_dim: int, dtype: str, seq_len: int = 8192, heads: int = 16, log: Callable[[str], None] = print
+) -> str:
     """Times each kernel's candidates at one causal shape and returns the lines to put into `tiles.TABLE`.
 
     Errors: ValueError for an unknown dtype, RuntimeError without a CUDA device.
@@ -75,11 +77,15 @@ def tune(head_dim: int, dtype: str, seq_len: int = 8192, heads: int = 16, log: C
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, heads, seq_len, head_dim)
     tensors = [torch.randn(shape, generator=generator, device="cuda", dtype=DTYPES[dtype]) for _ in range(4)]
-    lines = [f"# compute capability {major}.{minor}, head dimension {head_dim}, {dtype}, {heads} heads of {seq_len}"]
+    lines = [
+        f"# compute capability {major}.{minor}, head dimension {head_dim}, {dtype}, {heads} heads of {seq_len}"
+    ]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         for kernel in KERNELS:
             jobs = [(kernel, capability, head_dim, dtype, tiles) for tiles in candidates(dtype)]
-            good = [job[-1] for job, reason in zip(jobs, pool.map(_fits, jobs), strict=True) if reason is None]
+            good = [
+                job[-1] for job, reason in zip(jobs, pool.map(_fits, jobs), strict=True) if reason is None
+            ]
             timed = []
             for tiles in good:
                 ms = do_bench(_call(kernel, tensors, tiles), warmup=10, rep=40, return_mode="median")

@@ -6,7 +6,7 @@
 The handout's grid (batch 1, causal, one head) and a second one with 16 heads, the shape of the course's leaderboard,
 which fills a GPU at every length. Forward, backward and end-to-end are timed with `triton.testing.do_bench`, all
 implementations of a shape in turns in one process; one of them twice (the A/A row), so that the spread of the method
-itself is seen. `tf32` means fp32 tensors whose products torch may round to TF32 (`set_float32_matmul_precision("high")`).
+itself is seen. `tf32` means fp32 tensors whose products torch may round to TF32: its matrix-product precision "high".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _INTERLEAVED_SCORES = 2**28  # up to this many scores the quadratic ones run in 
 
 @dataclass(frozen=True)
 class Case:
-    """One causal attention of batch 1: `heads` × (seq_len, head_dim). `repeat` 1 is the second run of the same thing."""
+    """One causal attention of batch 1, `heads` × (seq_len, head_dim); `repeat` 1 measures the same thing again."""
 
     heads: int
     seq_len: int
@@ -73,12 +73,20 @@ def grid(preset: str) -> list[Case]:
     many_heads = ("flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled")
     shapes = [
         (1, 2**n, head_dim, dtype, one_head)
-        for dtype, head_dims in (("bf16", (16, 32, 64, 128)), ("fp32", (16, 32, 64, 128)), ("tf32", (64, 128)))
+        for dtype, head_dims in (
+            ("bf16", (16, 32, 64, 128)),
+            ("fp32", (16, 32, 64, 128)),
+            ("tf32", (64, 128)),
+        )
         for head_dim in head_dims
         for n in range(7, 17)
     ]
     shapes += [(16, 2**n, head_dim, "bf16", many_heads) for head_dim in (64, 128) for n in range(10, 16)]
-    return [Case(*shape, impl, repeat) for *shape, impls in shapes for impl, repeat in _twice(impls, "flash_triton")]
+    return [
+        Case(*shape, impl, repeat)
+        for *shape, impls in shapes
+        for impl, repeat in _twice(impls, "flash_triton")
+    ]
 
 
 def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:
@@ -125,7 +133,9 @@ def _forward(impl: str, case: Case, device: str) -> tuple[Callable[..., Any], st
         return functools.partial(attention, is_causal=True, impl=impl), impl
     if impl == "reference_compiled":
         torch._dynamo.reset()  # past eight shapes Dynamo would fall back to eager without a word
-        return torch.compile(functools.partial(attention, is_causal=True, impl="reference"), dynamic=False), "inductor"
+        return torch.compile(
+            functools.partial(attention, is_causal=True, impl="reference"), dynamic=False
+        ), "inductor"
     if impl == "flex_compiled":
         return _flex(case, device), "inductor"
     if impl == "sdpa":
@@ -216,7 +226,10 @@ class _Candidate:
         self.forget()
         o = self.forward()
         o.backward(self.grad_o)
-        found = [(x.double() - y).norm() / y.norm() for x, y in zip((o, *(x.grad for x in self.inputs)), exact, strict=True)]
+        found = [
+            (x.double() - y).norm() / y.norm()
+            for x, y in zip((o, *(x.grad for x in self.inputs)), exact, strict=True)
+        ]
         self.metrics |= {"error_out": found[0].item(), "error_grads": max(e.item() for e in found[1:])}
         self.forget()
 

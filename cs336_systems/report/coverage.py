@@ -41,7 +41,7 @@ PROBLEMS = (
     Problem("flash_forward", 15, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_backward", 5, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_benchmarking", 5, "1.3", "flash_bench",
-            _FLASH + "flash_triton.py", "test_chapter_flash_bench.py"),
+            _FLASH + "flash_triton.py", "test_unit_attention*.py"),
     Problem("leaderboard", None, "1.3.3", "leaderboard", _FLASH),
     Problem("flash_backward_triton", None, "1.3.4", "flash_bench",
             _FLASH + "flash_triton.py", "test_unit_attention*.py"),

@@ -256,6 +256,17 @@ def backends_sentence(chapter: Chapter) -> str:
     return "The kernels that PyTorch's attention ran: " + "; ".join(words) + "."
 
 
+def published_sentence(chapter: Chapter) -> str:
+    """What others have published for the shape of the headline (`results/published.csv`), as Markdown."""
+    path = chapter.root / "published.csv"
+    if not path.is_file():
+        return ""
+    rows = pd.read_csv(path).query("chapter == @chapter.name")
+    words = [f"{r.what}, {r.hardware}: {r.value:g} ms ([source]({r.source}))" for r in rows.itertuples()]
+    setting = f" ({rows.iloc[0]['setting']})" if len(rows) else ""
+    return f"Published by others, not measured here{setting}: " + "; ".join(words) + "." if words else ""
+
+
 # ------------------------------------------------------------------------------------------------ figures
 def speed_figure(chapter: Chapter, roofs: Roofs, what: str, **where: Any) -> Figure:
     """Three panels over the sequence length: `what` is `"ms"` (with the 20 % to 80 % band) or `"tflops"`

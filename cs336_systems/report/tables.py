@@ -110,7 +110,7 @@ def to_markdown(
     grid = "\n".join([line(heads), rule, *(line(r) for r in rows)])
     latex = f"```{{tabularcolumns}} {''.join('r' if n else 'l' for n in numeric)}\n```\n\n"
     label = f":name: {name}\n" if name else ""
-    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 9), "text" * wrap]))
+    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap]))
     table = f"{grid}\n"
     if caption:
         table = f":::{{table}} {caption}\n{label}:class: {kind}\n:align: center\n\n{grid}\n:::\n"
