@@ -50,7 +50,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not session.config.getoption("--record-gpu-tests") or not _has_cuda():
+    worker = hasattr(session.config, "workerinput")  # one of pytest-xdist: its reports reach the main process
+    if worker or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
         return
     from cs336_systems.experiments import gpu_tests
     from cs336_systems.measure import machine, rows

@@ -115,8 +115,8 @@ def test_tf32_products_follow_the_setting():
     torch.set_float32_matmul_precision("high")
     rounded = relative(run("flash_triton", *x, grad_o, True)[0], exact[0], 1)
     assert accurate < 2e-6 < 5e-5 < rounded < 2e-3
-    # a tensor core drops the bits that TF32 lacks; cuBLAS rounds them first, which is up to three times as accurate
-    check("flash_triton", *x, True, grad_o, factor=4)
+    # a tensor core drops the bits that TF32 lacks, all in one direction; cuBLAS rounds them to the nearest first
+    check("flash_triton", *x, True, grad_o, factor=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

@@ -57,9 +57,9 @@ def attention(
     follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
     copied. Gradients of the Triton kernels are deterministic, with and without torch's flag for it.
 
-    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the plain
-    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both; ValueError
-    for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
+    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the
+    plain PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;
+    ValueError for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
     """
     if impl == "auto":
         impl = "flash_triton" if q.is_cuda and _triton_usable() and 16 <= q.shape[-1] <= 256 else "reference"

@@ -19,11 +19,6 @@ from triton.compiler import ASTSource
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.tiles import Tiles
 
-KERNEL_FUNCTIONS = {
-    "forward": flash_triton.forward_kernel,
-    "backward_queries": flash_triton.backward_queries_kernel,
-    "backward_keys": flash_triton.backward_keys_kernel,
-}
 PRECISIONS = {
     "bf16": "half",
     "fp16": "half",
@@ -48,12 +43,12 @@ def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
     expanded: int = 0,
 ) -> Compiled:  # fmt: skip
-    """Compiles `kernel` (a key of KERNEL_FUNCTIONS) for compute capability 10·major + minor.
+    """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
 
     `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles.
     Raises triton's own errors where the kernel does not compile for the target.
     """
-    function = KERNEL_FUNCTIONS[kernel]
+    function = flash_triton.KERNELS[kernel]
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, EXPANDED=expanded,

@@ -20,7 +20,6 @@ gives a program a tile of queries (D and dQ), the second a tile of keys (dK and 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ import triton.language as tl
 from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
 from cs336_systems.attention.tiles import Tiles, tiles_for
 
+# TRITON_INTERPRET=1 at the time of import: kernels run on the CPU
+INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -331,42 +332,80 @@ def _precision(dtype: torch.dtype) -> str:
 INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
 
-def _strides(**tensors: torch.Tensor) -> dict[str, int]:
-    names = ("batch", "head", "row", "col")
-    return {
-        f"{t}_{n}": s for t, tensor in tensors.items() for n, s in zip(names, tensor.stride(), strict=True)
-    }
-
-
-def _shared_arguments(q: torch.Tensor, k: torch.Tensor, is_causal: bool, tiles: Tiles) -> dict[str, Any]:
-    _, heads, num_queries, head_dim = q.shape
-    return dict(
-        batch_heads=q.shape[0] * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2],
-        scale=1 / math.sqrt(head_dim),
+def _arguments(
+    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles
+) -> dict[str, Any]:
+    """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants."""
+    q, k = tensors["q"], tensors["k"]
+    batch, heads, num_queries, head_dim = q.shape
+    arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
+    for name, x in tensors.items():
+        if x.ndim == 4:  # L and D are contiguous and have no strides among the arguments
+            axes = ("batch", "head", "row", "col")
+            arguments |= {f"{name}_{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+    arguments |= dict(
+        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], scale=head_dim**-0.5,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=num_queries % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
-        PRECISION=INPUT_PRECISION[_precision(q.dtype)], num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    if "do" in tensors:
+        do = tensors["do"]
+        # 0: an ordinary dO; 1: its columns are one (stride 0); 2: a whole head is one number
+        arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
+    arguments["PRECISION"] = INPUT_PRECISION[_precision(q.dtype)]
+    assert tuple(arguments) == tuple(KERNELS[kernel].arg_names), (
+        "a remembered kernel takes arguments by position"
+    )
+    return arguments
+
+
+KERNELS = {
+    "forward": forward_kernel,
+    "backward_queries": backward_queries_kernel,
+    "backward_keys": backward_keys_kernel,
+}
+
+# Working out some forty arguments, and triton's binding of them, takes longer than a small kernel runs. A launch is
+# therefore remembered by the layouts it depends on: (the compiled kernel, its grid, its arguments after the pointers).
+_ready: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], tuple[Any, ...]]] = {}
+_MAX_READY = 10_000  # the lengths are part of the key, and a program may meet any number of them
+
+
+def _launch(kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None) -> None:
+    """Launches one of KERNELS on the current stream of the tensors' device."""
+    q, k = tensors["q"], tensors["k"]
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return _launch(kernel, tensors, is_causal, tiles)
+    precision = _precision(q.dtype)
+    layouts = [
+        (x.stride(), x.data_ptr() % 16) for x in tensors.values()
+    ]  # triton compiles for alignments apart
+    key = (kernel, q.dtype, precision, is_causal, tiles, q.device.index, q.shape, k.shape, *layouts)
+    ready = _ready.get(key)
+    if ready is not None:
+        compiled, grid, rest = ready
+        compiled[grid](*tensors.values(), *rest)
+        return
+    tiles = tiles or tiles_for(kernel, q, precision)
+    arguments = _arguments(kernel, tensors, is_causal, tiles)
+    rows, block = (k.shape[2], tiles.block_n) if kernel == "backward_keys" else (q.shape[2], tiles.block_m)
+    grid = (triton.cdiv(rows, block) * arguments["batch_heads"], 1, 1)
+    compiled = KERNELS[kernel][grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    if not INTERPRETED:
+        if len(_ready) >= _MAX_READY:
+            _ready.clear()
+        _ready[key] = (compiled, grid, tuple(arguments.values())[len(tensors) :])
 
 
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the current stream."""
-    tiles = tiles or tiles_for("forward", q, _precision(q.dtype))
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    arguments = _shared_arguments(q, k, is_causal, tiles)
-    grid = (triton.cdiv(q.shape[2], tiles.block_m) * arguments["batch_heads"],)
-    forward_kernel[grid](
-        q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, l_ptr=logsumexp, **_strides(q=q, k=k, v=v, o=o), **arguments
-    )
+    _launch("forward", dict(q=q, k=k, v=v, o=o, l=logsumexp), is_causal, tiles)
     return o, logsumexp
-
-
-def _expansion(do: torch.Tensor) -> int:
-    """0 for an ordinary dO, 1 where its columns are one (stride 0), 2 where a whole head is one number."""
-    return 0 if do.stride(3) else 1 if do.stride(2) else 2
 
 
 def launch_backward_queries(
@@ -374,14 +413,9 @@ def launch_backward_queries(
     is_causal: bool, tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ in q's layout and D (batch, heads, n_q) fp32. `do` may be expanded; it is not copied."""
-    tiles = tiles or tiles_for("backward_queries", q, _precision(q.dtype))
     dq, delta = torch.empty_like(q), torch.empty_like(logsumexp)
-    arguments = _shared_arguments(q, k, is_causal, tiles)
-    grid = (triton.cdiv(q.shape[2], tiles.block_m) * arguments["batch_heads"],)
-    backward_queries_kernel[grid](
-        q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, do_ptr=do, l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq,
-        **_strides(q=q, k=k, v=v, o=o, do=do, dq=dq), EXPANDED=_expansion(do), **arguments,
-    )  # fmt: skip
+    tensors = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq)
+    _launch("backward_queries", tensors, is_causal, tiles)
     return dq, delta
 
 
@@ -390,14 +424,10 @@ def launch_backward_keys(
     is_causal: bool, tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """dK and dV in the layouts of k and v, from the D that `launch_backward_queries` left."""
-    tiles = tiles or tiles_for("backward_keys", q, _precision(q.dtype))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    arguments = _shared_arguments(q, k, is_causal, tiles)
-    grid = (triton.cdiv(k.shape[2], tiles.block_n) * arguments["batch_heads"],)
-    backward_keys_kernel[grid](
-        q_ptr=q, k_ptr=k, v_ptr=v, do_ptr=do, l_ptr=logsumexp, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv,
-        **_strides(q=q, k=k, v=v, do=do, dk=dk, dv=dv), EXPANDED=_expansion(do), **arguments,
-    )  # fmt: skip
+    _launch(
+        "backward_keys", dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv), is_causal, tiles
+    )
     return dk, dv
 
 
@@ -419,7 +449,6 @@ _library.define(
     "flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor grad_o, bool is_causal)"
     " -> (Tensor, Tensor, Tensor)"
 )
-INTERPRETED = triton.knobs.runtime.interpret
 
 
 def _launch_forward_on_cpu(q, k, v, is_causal):

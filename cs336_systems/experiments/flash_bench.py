@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.attention import availability
-from cs336_systems.measure.rows import Skip, oom_is_a_row
+from cs336_systems.measure.rows import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
@@ -196,10 +196,12 @@ class _Candidate:
 
         from cs336_systems.measure.timing import peak_gib
 
-        with oom_is_a_row(self.metrics):
+        with failure_is_a_row(self.metrics):
             self.apply, backend = _forward(self.case.impl, self.case, self.device)
             self.metrics["backend"] = _sdpa_backend(*self.inputs) if backend == "auto" else backend
-            self.end_to_end()
+            self.backward()
+            self.backward()  # the timed backward pass keeps its graph: does this one allow it?
+            self.forget()
             self.metrics["peak_gib"] = peak_gib(self.end_to_end)
         self.forget()
         if self.device != "cpu" and not self.ok:
@@ -238,6 +240,7 @@ class _Candidate:
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one shape and dtype in turns; see the package's docstring for the contract."""
     import torch
+    import torch._functorch.config
 
     if cases[0].dtype not in DTYPES:
         raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
@@ -248,7 +251,9 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     q, k, v, grad_o = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    with _matmul_precision(cases[0].dtype) as precision:
+    # the timed backward passes keep their graphs, which donated buffers do not allow
+    keep_graphs = torch._functorch.config.patch(donated_buffer=False)
+    with _matmul_precision(cases[0].dtype) as precision, keep_graphs:
         candidates = [_Candidate(case, inputs, grad_o, device) for case in cases]
         for candidate in candidates:
             candidate.metrics["matmul_precision"] = precision
@@ -260,7 +265,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 
             exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o, is_causal=True)
             for candidate in ready:
-                with oom_is_a_row(candidate.metrics):
+                with failure_is_a_row(candidate.metrics):
                     candidate.errors(exact)
     return [candidate.metrics for candidate in candidates]
 

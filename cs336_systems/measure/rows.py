@@ -295,6 +295,26 @@ def oom_is_a_row(metrics: dict[str, Any]) -> Iterator[None]:
         metrics["status"] = "oom"
 
 
+@contextmanager
+def failure_is_a_row(metrics: dict[str, Any]) -> Iterator[None]:
+    """As `oom_is_a_row`, and an error (its traceback printed) becomes the status of one case, so that the others of its
+    group are measured. A lost CUDA context comes through: nothing more can be measured in this process.
+    """
+    try:
+        with oom_is_a_row(metrics):
+            yield
+    except Exception as error:
+        if _context_lost(error):
+            raise
+        traceback.print_exc(file=sys.stderr)
+        metrics["status"] = _error_status(error)
+
+
+def _error_status(error: Exception) -> str:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"error: {type(error).__name__}: {first_line}"[:300]
+
+
 def groups(experiment: ModuleType, cases: Sequence[Any]) -> list[list[Any]]:
     """The cases put together by the fields that the experiment names in `GROUP`, in their order."""
     out: dict[tuple[Any, ...], list[Any]] = {}
@@ -400,9 +420,7 @@ def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]]
             results.append(metrics)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        status = f"error: {type(error).__name__}: {first_line}"[:300]
-        results += [{"status": status} for _ in group[len(results) :]]
+        results += [{"status": _error_status(error)} for _ in group[len(results) :]]
         context_lost = _context_lost(error)
     assert len(results) == len(group), f"run_group gave {len(results)} results for {len(group)} cases"
     for metrics in results:
