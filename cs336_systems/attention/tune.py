@@ -54,10 +54,14 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
     if kernel == "forward":
         return lambda: flash_triton.launch_forward(q, k, v, True, tiles)
     o, logsumexp = flash_triton.launch_forward(q, k, v, True)
+    tensors = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=torch.zeros_like(logsumexp))
     if kernel == "backward_queries":
-        return lambda: flash_triton.launch_backward_queries(q, k, v, o, logsumexp, do, True, tiles)
-    delta = torch.zeros_like(logsumexp)
-    return lambda: flash_triton.launch_backward_keys(q, k, v, logsumexp, delta, do, True, tiles)
+        tensors |= dict(dq=torch.empty_like(q))
+    else:
+        del tensors["o"]
+        tensors |= dict(dk=torch.empty_like(k), dv=torch.empty_like(v))
+    ((compiled, grid, rest),) = flash_triton.first_launch(kernel, tensors, True, tiles)
+    return lambda: compiled[grid](*tensors.values(), *rest)
 
 
 def tune(
