@@ -201,6 +201,14 @@ def test_tables_have_both_renderings():
     assert "color" not in page  # the page's own colours, light or dark
 
 
+def test_only_long_texts_of_short_words_break_in_the_pdf():
+    frame = pd.DataFrame(
+        {"a": ["an_identifier_that_is_longer_than_a_column"], "b": ["several words " * 3], "c": ["d"]}
+    )
+    assert "tabularcolumns} lLl" in tables.to_markdown(frame, wrap=True)
+    assert "tabularcolumns} lll" in tables.to_markdown(frame)
+
+
 def test_si():
     assert tables.si(2.1e9, "FLOP") == "2.10 GFLOP"
     assert tables.si(3.0, "FLOP") == "3.00 FLOP"
@@ -244,7 +252,8 @@ def test_short_sizes():
 def test_the_room_never_imports_torch():
     code = (
         "import sys; from cs336_systems import report;"
-        "from cs336_systems.report import build, coverage, flash, hardware, headline, readme, sphinx_ext;"
+        "from cs336_systems.report import build, coverage, flash, flash_words, gpu_tests, hardware;"
+        "from cs336_systems.report import headline, readme, sphinx_ext;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

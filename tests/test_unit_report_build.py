@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pandas as pd
 import pytest
 
-from cs336_systems.report import build, headline, readme, sphinx_ext
+from cs336_systems import experiments
+from cs336_systems.measure import rows as store
+from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext
 from cs336_systems.report.coverage import project_root as find_root
 
 
@@ -57,3 +60,59 @@ def test_readme_is_rewritten_between_its_markers_only(tmp_path):
 def test_headline_without_rows(results_root):
     assert headline.table().empty
     assert "not been measured" in headline.sentence()
+
+
+def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(headline, "_drawn", lambda root=None: (some_rows(), 600.0))
+    assert not readme.figure_is_current(tmp_path)
+    readme.draw(tmp_path)
+    path = tmp_path / readme.FIGURE
+    assert readme.figure_is_current(tmp_path)
+    path.write_text(
+        path.read_text().replace("<path", "<path ")
+    )  # what another version of matplotlib might do
+    assert readme.figure_is_current(tmp_path)
+    monkeypatch.setattr(headline, "_drawn", lambda root=None: (some_rows(faster=1.1), 600.0))
+    assert not readme.figure_is_current(tmp_path)
+    readme.draw(tmp_path)
+    assert readme.figure_is_current(tmp_path)
+    monkeypatch.setattr(headline, "_drawn", lambda root=None: (pd.DataFrame(), None))
+    assert not readme.figure_is_current(tmp_path)  # a figure of rows that are no longer there
+    readme.draw(tmp_path)
+    assert not path.exists()
+    assert readme.figure_is_current(tmp_path)
+
+
+def some_rows(faster=1.0):
+    return pd.DataFrame(
+        [
+            {
+                "machine": "h100-x1",
+                "head_dim": d,
+                "seq_len": n,
+                "impl": impl,
+                "end_to_end_tflops": faster * n / 100,
+            }
+            for d in (64, 128)
+            for n in (1024, 2048)
+            for impl in ("flash_triton", "sdpa_flash")
+        ]
+    )
+
+
+def test_what_the_gpu_tests_said(results_root):
+    assert gpu_tests.sentence() == "Tests of the kernels on a GPU: not measured."
+    experiment = experiments.load("gpu_tests")
+    now = {"status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e"}
+    now["code"] = store.code_digest(experiment)
+    first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0} | now
+    second = {"file": "test_b.py", "passed": 4, "failed": 0, "skipped": 0, "seconds": 1.0} | now
+    store.write(experiment, "h100-x1", [first, second], results_root)
+    (results_root / "reference.json").write_text(json.dumps({"flash_bench": ["h100-x1"]}))
+    said = gpu_tests.sentence()
+    assert "on `h100-x1` 84 tests passed, none failed, 2 were skipped" in said
+    assert "of the code as it stands" in said
+    assert "earlier" not in said
+    later = now | {"time_utc": "2025-03-05T05:06:07Z"}
+    store.write(experiment, "h100-x1", [second | later | {"failed": 1, "code": "00000000"}], results_root)
+    assert "**1 failed** (2025-03-05, **of earlier code**)" in gpu_tests.sentence()

@@ -41,7 +41,7 @@ PROBLEMS = (
     Problem("flash_forward", 15, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_backward", 5, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_benchmarking", 5, "1.3", "flash_bench",
-            _FLASH + "flash_triton.py", "test_unit_attention*.py"),
+            "experiments/flash_bench.py", "test_chapter_flash_bench.py"),
     Problem("leaderboard", None, "1.3.3", "leaderboard", _FLASH),
     Problem("flash_backward_triton", None, "1.3.4", "flash_bench",
             _FLASH + "flash_triton.py", "test_unit_attention*.py"),
@@ -92,7 +92,7 @@ def chapters_in_toc(root: Path | None = None) -> list[str]:
 
 
 def status(problem: Problem, toc: list[str]) -> str:
-    """`open` (no chapter), `in the book, not measured`, `measured with gaps: n cases`, or `answered`."""
+    """`open` (no chapter), `in the book, not measured`, `n rows missing`, or `answered`."""
     if problem.chapter not in toc:
         return "open"
     if problem.chapter not in experiments.CHAPTERS:  # derivations: a page without rows
@@ -103,7 +103,7 @@ def status(problem: Problem, toc: list[str]) -> str:
     missing = int((rows["status"] == "not measured").sum())
     if missing == len(rows):
         return "in the book, not measured"
-    return f"answered; {missing} cases not measured" if missing else "answered"
+    return f"{missing} rows missing" if missing else "answered"
 
 
 def table(year: int | None = None) -> pd.DataFrame:
@@ -127,3 +127,14 @@ def table(year: int | None = None) -> pd.DataFrame:
         }
         out.append(row)
     return pd.DataFrame(out)
+
+
+def later(year: int) -> str:
+    """The problems that a later edition added, and how many of them are answered, as Markdown."""
+    frame = table(year)
+    done = int(frame["status"].str.startswith("answered").sum())
+    names = ", ".join(f"`{name}`" for name in frame["problem"])
+    return (
+        f"The {year} edition of the course added {len(frame)} problems, of which {done or 'none'} "
+        f"{'is' if done == 1 else 'are'} answered here so far: {names}."
+    )

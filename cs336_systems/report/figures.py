@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.report.tables import EMPTY, fmt
 
@@ -23,12 +24,12 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "flash_triton": ("ours, Triton", "#0072B2", "o"),
     "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
     "reference": ("plain PyTorch", "#6b6b6b", "s"),
-    "reference_compiled": ("plain PyTorch, compiled", "#D55E00", "D"),
+    "reference_compiled": ("compiled PyTorch", "#D55E00", "D"),
     "sdpa": ("PyTorch SDPA", "#009E73", "^"),
-    "sdpa_flash": ("SDPA, flash backend", "#009E73", "^"),
-    "sdpa_cudnn": ("SDPA, cuDNN backend", "#CC79A7", "v"),
-    "sdpa_efficient": ("SDPA, efficient backend", "#8c6d31", "<"),
-    "flex_compiled": ("FlexAttention, compiled", "#E69F00", "P"),
+    "sdpa_flash": ("SDPA (flash)", "#009E73", "^"),
+    "sdpa_cudnn": ("SDPA (cuDNN)", "#CC79A7", "v"),
+    "sdpa_efficient": ("SDPA (efficient)", "#8c6d31", "<"),
+    "flex_compiled": ("FlexAttention", "#E69F00", "P"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),
     "tf32": ("TF32", "#D55E00", "D"),
@@ -144,6 +145,11 @@ def lines(
         ax.minorticks_off()
     if log_y:
         ax.set_yscale("log")
+        low_y, high_y = ax.get_ylim()
+        if high_y / low_y < 100:  # few powers of ten: plain numbers between them
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt(value, 1)))
+            ax.yaxis.set_minor_formatter(NullFormatter())
     else:
         ax.set_ylim(bottom=0)
 

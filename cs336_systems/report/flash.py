@@ -12,26 +12,25 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
-from cs336_systems.report import figures
+from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import EMPTY, fmt
 
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
-_HEADS = {"forward": "F", "backward": "B", "end_to_end": "F+B"}
 _SHORT = {
     "flash_triton": "ours",
     "flash_torch": "tiled",
     "reference": "plain",
-    "reference_compiled": "compiled",
+    "reference_compiled": "comp.",
     "sdpa": "SDPA",
     "sdpa_flash": "flash",
     "sdpa_cudnn": "cuDNN",
     "sdpa_efficient": "eff.",
     "flex_compiled": "Flex",
 }
-_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 SHAPE = ["machine", "dtype", "heads", "head_dim", "seq_len"]
 
 
@@ -50,28 +49,32 @@ def _word(status: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ tables
+def ms_text(value: float) -> str:
+    """Milliseconds with three digits, at most four of them decimals: CUDA events do not resolve more."""
+    return fmt(value) if value >= 0.1 else f"{value:.4f}"
+
+
 def time_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
-    """Median ms of one dtype, head dimension and number of heads: a row for each sequence length, a column
-    for each pass (F, B, F+B) and implementation.
+    """Median ms of one dtype, head dimension and number of heads: a row for each sequence length, and for
+    each implementation three columns: forward (F), backward (B), both (F+B).
     """
     rows = chapter.rows(**where, repeat=0)
     impls = implementations(chapter, **where)
+    heads = ["n"]
+    for impl in impls:
+        heads += [f"{_SHORT.get(impl, impl)} F", "B", "F+B"]
     out = []
     for seq_len, part in rows.groupby("seq_len"):
-        line: dict[str, Any] = {"n": int(seq_len)}
         by_impl = part.set_index("impl")
-        for key, head in _HEADS.items():
-            for impl in impls:
-                row = by_impl.loc[impl] if impl in by_impl.index else None
-                ok = row is not None and row["status"] == "ok"
-                text = (
-                    fmt(row[f"{key}_ms_p50"])
-                    if ok
-                    else _word(row["status"] if row is not None else NOT_MEASURED)
-                )
-                line[f"{head} {_SHORT.get(impl, impl)}"] = text
+        line: list[Any] = [int(seq_len)]
+        for impl in impls:
+            row = by_impl.loc[impl] if impl in by_impl.index else None
+            if row is not None and row["status"] == "ok":
+                line += [ms_text(row[f"{key}_ms_p50"]) for key in PARTS]
+            else:
+                line += [_word(NOT_MEASURED if row is None else row["status"])] * len(PARTS)
         out.append(line)
-    return pd.DataFrame(out)
+    return pd.DataFrame(out, columns=heads)
 
 
 def out_of_memory(chapter: Chapter) -> pd.DataFrame:
@@ -89,9 +92,9 @@ def out_of_memory(chapter: Chapter) -> pd.DataFrame:
         fine = rows[(rows["status"] == "ok") & (rows["head_dim"] == first["head_dim"])].sort_values("seq_len")
         last = fine.iloc[-1] if len(fine) else None
         out.append({
-            "machine": machine, "implementation": figures.label(impl), "dtype": dtype, "heads": heads,
-            "out of memory from n": int(first["seq_len"]), "at d": int(first["head_dim"]),
-            "longest that ran": EMPTY if last is None else int(last["seq_len"]),
+            "machine": machine, "implementation": figures.label(impl), "dtype": figures.label(dtype), "heads": heads,
+            "OOM from n": int(first["seq_len"]), "at d": int(first["head_dim"]),
+            "longest that fits": EMPTY if last is None else int(last["seq_len"]),
             "its peak, GiB": EMPTY if last is None else fmt(last["peak_gib"]),
         })  # fmt: skip
     return pd.DataFrame(out)
@@ -108,41 +111,93 @@ def errors(chapter: Chapter, heads: int) -> pd.DataFrame:
     worst = rows.groupby([*keys, "impl"], sort=False)[["error_out", "error_grads"]].max().unstack("impl")
     impls = [i for i in implementations(chapter, heads=heads) if i in worst["error_out"]]
     out = worst.index.to_frame(index=False).rename(columns={"head_dim": "d"})
-    for metric, head in (("error_out", "O"), ("error_grads", "grads")):
+    out["dtype"] = [figures.label(t) for t in out["dtype"]]
+    for metric, head in (("error_out", "O"), ("error_grads", "g")):
         for impl in impls:
             out[f"{head} {_SHORT.get(impl, impl)}"] = [fmt(v, 2) for v in worst[metric][impl]]
     return out.sort_values(["machine", "dtype", "d"]).reset_index(drop=True)
 
 
 def floors(chapter: Chapter, roofs: Roofs, part: str, **where: Any) -> pd.DataFrame:
-    """FLOPs, bytes and exponentials of one pass with the least times they imply at the machine's roofs,
-    beside ours.
+    """FLOPs, bytes and exponentials of one pass with the least times they imply, beside ours.
 
-    `where` must leave one machine, dtype, number of heads and head dimension.
+    Products are held against the machine's best product and against its data sheet, bytes against its best
+    copy. `where` must leave one machine, dtype and number of heads. Columns end with the share of the floor
+    that ours reaches: with what was measured of the machine, and with its data sheet.
     """
     out = []
-    for _, row in chapter.rows(**where, impl=OURS, repeat=0).iterrows():
+    chosen = chapter.rows(**where, impl=OURS, repeat=0).sort_values(["head_dim", "seq_len"])
+    for _, row in chosen.iterrows():
         n, d, heads, dtype = int(row["seq_len"]), int(row["head_dim"]), int(row["heads"]), row["dtype"]
         flops = accounting.attention_flops(heads, n, n, d, True, part)
-        moved = accounting.attention_bytes(heads, n, n, d, _BYTES[dtype], part)
+        moved = accounting.attention_bytes(heads, n, n, d, BYTES[dtype], part)
         compute = flops / (roofs.tflops[dtype] * 1e9) if dtype in roofs.tflops else math.nan
         memory = moved / (roofs.tb_per_s * 1e9) if roofs.tb_per_s else math.nan
+        promised = roofs.sheet.tflops.get(dtype) if roofs.sheet else None
+        sheet = flops / (promised * 1e9) if promised else math.nan
+        best = roofs.sheet.roofline_ms(flops, moved, dtype) if roofs.sheet else None
         exps = math.nan
         if roofs.sms and pd.notna(row["sm_mhz"]):
-            exps = accounting.exps_ms(
-                accounting.attention_exps(heads, n, n, True, part), roofs.sms, row["sm_mhz"]
-            )
+            pairs = accounting.attention_exps(heads, n, n, True, part)
+            exps = accounting.exps_ms(pairs, roofs.sms, row["sm_mhz"])
         ok = row["status"] == "ok"
         measured = row[f"{part}_ms_p50"] if ok else math.nan
-        floor = np.nanmax([compute, memory]) if not (math.isnan(compute) and math.isnan(memory)) else math.nan
+        floor = math.nan if math.isnan(compute) and math.isnan(memory) else np.nanmax([compute, memory])
         out.append({
-            "machine": row["machine"], "n": n, "GFLOP": flops / 1e9, "MB": moved / 1e6,
-            "FLOP/byte": flops / moved,
-            "products, µs": 1e3 * compute, "bytes, µs": 1e3 * memory, "exps, µs": 1e3 * exps,
+            "d": d, "n": n, "GFLOP": flops / 1e9, "MB": moved / 1e6, "FLOP/B": flops / moved,
+            "products, µs": 1e3 * compute, "sheet, µs": 1e3 * sheet, "bytes, µs": 1e3 * memory,
+            "exps, µs": 1e3 * exps,
             "ours, µs": fmt(1e3 * measured) if ok else _word(row["status"]),
-            "of floor": EMPTY if math.isnan(measured + floor) else f"{fmt(100 * floor / measured, 2)} %",
+            "of floor": _share(floor, measured), "of sheet": _share(best, measured),
         })  # fmt: skip
     return pd.DataFrame(out)
+
+
+def _share(floor: float | None, measured: float) -> str:
+    return EMPTY if floor is None or math.isnan(floor + measured) else f"{fmt(100 * floor / measured, 2)} %"
+
+
+def leaderboard(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
+    """The work of the course's leaderboard: what was measured, then what others have published for it.
+
+    Shares are those of both passes together, of the best product measured and of the data sheet.
+    """
+    rows = chapter.rows(**{k: v for k, v in headline.CASE.items()}, machine=machine)
+    dtype = headline.CASE["dtype"]
+    roof, sheet = roofs.tflops.get(dtype), roofs.sheet.tflops.get(dtype) if roofs.sheet else None
+    out = []
+    for _, row in rows.iterrows():
+        ok = row["status"] == "ok"
+        rate = row["end_to_end_tflops"] if ok else math.nan
+        same = {**headline.CASE, "machine": machine}
+        ratio = chapter.ratio("end_to_end_ms_p50", {**same, "impl": row["impl"]}, {**same, "impl": OURS})
+        out.append({
+            "implementation": figures.label(row["impl"]),
+            **{f"{word}, ms": fmt(row[f"{part}_ms_p50"]) if ok else EMPTY
+               for part, word in (("forward", "forward"), ("backward", "backward"), ("end_to_end", "both"))},
+            "TFLOP/s": fmt(rate),
+            "of roof": EMPTY if not roof or not ok else f"{fmt(100 * rate / roof, 2)} %",
+            "of sheet": EMPTY if not sheet or not ok else f"{fmt(100 * rate / sheet, 2)} %",
+            "over ours": EMPTY if ratio is None else f"{fmt(ratio)} ×",
+            "source": "measured here" if ok else _word(row["status"]) if row["status"] == "oom" else row["status"],
+        })  # fmt: skip
+    shape = {k: v for k, v in headline.CASE.items() if k != "dtype"} | {"part": "end_to_end"}
+    flops = accounting.attention_flops(
+        shape["heads"], shape["seq_len"], shape["seq_len"], shape["head_dim"], True, shape["part"]
+    )
+    for one in published(chapter):
+        out.append({
+            "implementation": one["what"].split(" of the ")[0], "forward, ms": EMPTY, "backward, ms": EMPTY,
+            "both, ms": fmt(float(one["value"])), "TFLOP/s": fmt(flops / float(one["value"]) / 1e9),
+            "of roof": EMPTY, "of sheet": EMPTY, "over ours": EMPTY, "source": f"[published]({one['source']})",
+        })  # fmt: skip
+    return pd.DataFrame(out)
+
+
+def published(chapter: Chapter) -> list[dict[str, Any]]:
+    """What others have published for the chapter (`results/published.csv`)."""
+    path = chapter.root / "published.csv"
+    return pd.read_csv(path).query("chapter == @chapter.name").to_dict("records") if path.is_file() else []
 
 
 # ------------------------------------------------------------------------------------------------ comparisons
@@ -177,6 +232,39 @@ def ratios(chapter: Chapter, peer: str, part: str, **where: Any) -> pd.DataFrame
     return both[[*SHAPE, "ratio", "noise"]]
 
 
+def verdict(ratio: float, noise: float) -> str:
+    """`faster`, `even` or `slower`: a peer's time over ours, where less than `noise` apart says nothing."""
+    noise = 0.0 if math.isnan(noise) else noise
+    return "faster" if ratio > 1 + noise else "slower" if 1 / ratio > 1 + noise else "even"
+
+
+def courses(chapter: Chapter, **where: Any) -> pd.DataFrame:
+    """Against each peer and head dimension, for each pass: at what lengths ours is slower, even, faster."""
+    out = []
+    for peer in implementations(chapter, **where):
+        for d in values(chapter, "head_dim", **where, impl=peer) if peer != OURS else ():
+            line = {"peer": figures.label(peer), "d": d}
+            for part, name in PARTS.items():
+                found = stretches(ratios(chapter, peer, part, **where, head_dim=d))
+                if found:
+                    line[name] = ", ".join(f"{word} at {lengths}" for word, lengths in found)
+            if len(line) > 2:
+                out.append(line)
+    return pd.DataFrame(out)
+
+
+def stretches(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """Verdicts by length, neighbours put together: `[("slower", "1k"), ("even", "2k–4k")]`."""
+    found: list[tuple[str, list[int]]] = []
+    for row in table.sort_values("seq_len").itertuples():
+        word = verdict(row.ratio, row.noise)
+        if not found or found[-1][0] != word:
+            found.append((word, []))
+        found[-1][1].append(row.seq_len)
+    short = figures.short
+    return [(w, short(ns[0]) + (f"–{short(ns[-1])}" if len(ns) > 1 else "")) for w, ns in found]
+
+
 def verdicts(chapter: Chapter, part: str = "end_to_end") -> pd.DataFrame:
     """For each peer and dtype: in how many shapes ours is faster, even (within the A/A spread) or slower,
     and how much.
@@ -190,8 +278,7 @@ def verdicts(chapter: Chapter, part: str = "end_to_end") -> pd.DataFrame:
                 table = ratios(chapter, peer, part, heads=heads, dtype=dtype)
                 if table.empty:
                     continue
-                faster = table["ratio"] > 1 + table["noise"].fillna(0)
-                slower = 1 / table["ratio"] > 1 + table["noise"].fillna(0)
+                said = [verdict(r.ratio, r.noise) for r in table.itertuples()]
                 low, high = table.loc[table["ratio"].idxmin()], table.loc[table["ratio"].idxmax()]
                 ends = [
                     f"{fmt(r['ratio'])} × ({figures.short(r['seq_len'])}, {r['head_dim']})"
@@ -199,72 +286,10 @@ def verdicts(chapter: Chapter, part: str = "end_to_end") -> pd.DataFrame:
                 ]
                 out.append({
                     "peer": figures.label(peer), "heads": heads, "dtype": dtype, "shapes": len(table),
-                    "faster": int(faster.sum()), "even": int((~faster & ~slower).sum()),
-                    "slower": int(slower.sum()),
+                    **{word: said.count(word) for word in ("faster", "even", "slower")},
                     "median": f"{fmt(table['ratio'].median())} ×", "least": ends[0], "most": ends[1],
                 })  # fmt: skip
     return pd.DataFrame(out)
-
-
-def verdict_sentences(chapter: Chapter, part: str = "end_to_end") -> str:
-    """The longest bf16 shape that both ran, against each peer, as a Markdown list."""
-    out = []
-    for heads in values(chapter, "heads"):
-        for peer in implementations(chapter, heads=heads):
-            table = ratios(chapter, peer, part, heads=heads, dtype="bf16") if peer != OURS else pd.DataFrame()
-            if table.empty:
-                continue
-            row = table.sort_values(["seq_len", "head_dim"]).iloc[-1]
-            noise = 0.0 if pd.isna(row["noise"]) else row["noise"]
-            if row["ratio"] > 1 + noise:
-                words = f"is {fmt(row['ratio'])} times as fast as"
-            elif 1 / row["ratio"] > 1 + noise:
-                words = f"takes {fmt(1 / row['ratio'])} times as long as"
-            else:
-                words = "is even with"
-            out.append(
-                f"- {figures.short(row['seq_len'])} tokens, heads: {heads}, $d = {row['head_dim']}$, bf16: "
-                f"ours {words} {figures.label(peer)}."
-            )
-    return "\n".join(out) or f"The longest shapes: {NOT_MEASURED}."
-
-
-def spread_sentence(chapter: Chapter) -> str:
-    """What the A/A rows say, as Markdown."""
-    again = spread(chapter)
-    if again.empty:
-        return f"The repetition of the same case (A/A): {NOT_MEASURED}."
-    words = [
-        f"{PARTS[p]} {fmt(100 * again[p].median(), 2)} % (largest {fmt(100 * again[p].max(), 2)} %)"
-        for p in PARTS
-    ]
-    return (
-        "The same function on the same tensors, measured twice in one run, differs by a median of "
-        f"{', '.join(words)} over {len(again)} runs. A difference smaller than that of its own run, or than "
-        "this median, is called *even*."
-    )
-
-
-def backends_sentence(chapter: Chapter) -> str:
-    """Which of its kernels PyTorch's attention really ran, as Markdown."""
-    rows = chapter.measured(repeat=0)
-    rows = rows[rows["impl"].str.startswith("sdpa") & rows["backend"].notna()]
-    if rows.empty:
-        return f"Which backend PyTorch's attention chose: {NOT_MEASURED}."
-    found = rows.groupby(["impl", "dtype"], sort=False)["backend"].agg(lambda b: ", ".join(sorted(set(b))))
-    words = [f"{figures.label(impl)} in {dtype}: {backend}" for (impl, dtype), backend in found.items()]
-    return "The kernels that PyTorch's attention ran: " + "; ".join(words) + "."
-
-
-def published_sentence(chapter: Chapter) -> str:
-    """What others have published for the shape of the headline (`results/published.csv`), as Markdown."""
-    path = chapter.root / "published.csv"
-    if not path.is_file():
-        return ""
-    rows = pd.read_csv(path).query("chapter == @chapter.name")
-    words = [f"{r.what}, {r.hardware}: {r.value:g} ms ([source]({r.source}))" for r in rows.itertuples()]
-    setting = f" ({rows.iloc[0]['setting']})" if len(rows) else ""
-    return f"Published by others, not measured here{setting}: " + "; ".join(words) + "." if words else ""
 
 
 # ------------------------------------------------------------------------------------------------ figures

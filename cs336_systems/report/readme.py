@@ -1,25 +1,39 @@
-"""Writes the README's numbers from the reference rows: `python -m cs336_systems.report.readme [--check]`.
+"""Writes the README's numbers and its figure from the reference rows:
 
-Only what stands between the two markers is written. With `--check` nothing is written, and the exit status
-is 1 when the README is not what the rows say."""
+    python -m cs336_systems.report.readme [--check]
+
+Only what stands between the two markers is written, and `book/_static/attention.svg`. With `--check` nothing is
+written, and the exit status is 1 when the README or its figure is not what the rows say. The figure carries a
+digest of the rows it was drawn from: that is what is compared, since its bytes depend on matplotlib's version."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+
+import matplotlib.pyplot as plt
 
 from cs336_systems.report import headline
 from cs336_systems.report.coverage import project_root
 
 BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
+FIGURE = Path("book") / "_static" / "attention.svg"
 
 
 def block(root: Path) -> str:
     """The Markdown that belongs between the markers."""
-    frame = headline.table(root / "results")
+    results = root / "results"
+    frame = headline.table(results)
     if frame.empty:
-        return f"*{headline.sentence(root / 'results')}*"
-    return f"{headline.CAPTION}:\n\n{frame.to_markdown(index=False)}\n\n{headline.sentence(root / 'results')}"
+        return f"*{headline.sentence(results)}*"
+    numeric = [name.endswith(("ms", "TFLOP/s", "ours")) for name in frame.columns]
+    align = ["right" if n else "left" for n in numeric]
+    table = frame.to_markdown(index=False, disable_numparse=True, colalign=align)  # numbers are texts already
+    parts = [f"{headline.CAPTION}:", table, headline.sentence(results)]
+    if headline.figure_digest(results):
+        parts.insert(0, f"![{headline.FIGURE_CAPTION}.]({FIGURE.as_posix()})")
+    return "\n\n".join(parts)
 
 
 def rewritten(text: str, root: Path) -> str:
@@ -30,22 +44,52 @@ def rewritten(text: str, root: Path) -> str:
     return f"{before}{BEGIN}\n{block(root)}\n{END}{rest.split(END)[1]}"
 
 
+def figure_is_current(root: Path) -> bool:
+    """Whether the figure was drawn from the rows as they are; with nothing to draw there must be no figure."""
+    path, digest = root / FIGURE, headline.figure_digest(root / "results")
+    if not path.is_file() or not digest:
+        return not path.is_file() and not digest
+    found = re.search(r"drawn from rows ([0-9a-f]{8})", path.read_text(encoding="utf-8"))
+    return found is not None and found[1] == digest
+
+
+def draw(root: Path) -> None:
+    """Writes the figure, or removes it where there is nothing to draw; a current one is left as it is."""
+    path, digest = root / FIGURE, headline.figure_digest(root / "results")
+    if figure_is_current(root):
+        return
+    if not digest:
+        path.unlink()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({"svg.hashsalt": digest}):  # the same rows give the same file
+        figure = headline.figure(root / "results")
+        metadata = {
+            "Date": None,
+            "Title": headline.FIGURE_CAPTION,
+            "Description": f"drawn from rows {digest}",
+        }
+        figure.savefig(path, metadata=metadata)
+    plt.close(figure)
+
+
 def main(arguments: list[str]) -> int:
     """Writes or checks the README of the checkout; the exit status."""
     if arguments not in ([], ["--check"]):
         raise ValueError(f"unknown arguments {arguments}; allowed: --check, or none")
     root = project_root()
     path = root / "README.md"
-    old = path.read_text()
+    old = path.read_text(encoding="utf-8")
     new = rewritten(old, root)
-    if arguments and new != old:
-        print(
-            "README.md is not what the rows say; run: python -m cs336_systems.report.readme", file=sys.stderr
-        )
-        return 1
     if not arguments:
-        path.write_text(new)
-    return 0
+        path.write_text(new, encoding="utf-8")
+        draw(root)
+        return 0
+    wrong = [path.name] * (new != old) + [FIGURE.as_posix()] * (not figure_is_current(root))
+    if wrong:
+        command = "python -m cs336_systems.report.readme"
+        print(f"not what the rows say: {', '.join(wrong)}; run: {command}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,12 @@ def _numeric(texts: Sequence[str]) -> bool:
     return bool(looks) and sum(looks) * 2 >= len(looks)
 
 
+def _wraps(texts: Sequence[str]) -> bool:
+    """Whether a column of the PDF is to break into lines: long texts, made of words that fit a narrow column."""
+    longest_word = max((len(word) for text in texts for word in text.split()), default=0)
+    return max(map(len, texts), default=0) > 24 and longest_word <= 20
+
+
 def _html_text(text: str) -> str:
     text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
     text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
@@ -99,7 +105,7 @@ def to_markdown(
 ) -> str:
     """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
 
-    A table wider than the PDF's page is made smaller there. In HTML it scrolls, unless its cells may `wrap`.
+    A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
     heads, rows, numeric = _flat(frame)
 
@@ -108,7 +114,12 @@ def to_markdown(
 
     rule = "| " + " | ".join("---:" if n else ":---" for n in numeric) + " |"
     grid = "\n".join([line(heads), rule, *(line(r) for r in rows)])
-    latex = f"```{{tabularcolumns}} {''.join('r' if n else 'l' for n in numeric)}\n```\n\n"
+    columns = [[row[i] for row in rows] for i in range(len(heads))]
+    kinds = "".join(
+        "r" if n else "L" if wrap and _wraps(column) else "l"
+        for n, column in zip(numeric, columns, strict=True)
+    )
+    latex = f"```{{tabularcolumns}} {kinds}\n```\n\n"
     label = f":name: {name}\n" if name else ""
     kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap]))
     table = f"{grid}\n"
