@@ -12,7 +12,7 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.b
 
 
 def fresh(*shape, dtype=torch.float32, device="cpu", requires_grad=True, scale=1.0):
-    """A new random tensor; the seed is the session's, so that every test meets other numbers."""
+    """A new random tensor; conftest seeds every test afresh."""
     return (
         (torch.randn(shape, device=device, dtype=torch.float64) * scale)
         .to(dtype)

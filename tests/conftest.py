@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -78,6 +79,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_gpu and not _has_cuda():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers(request: pytest.FixtureRequest) -> None:
+    """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
+    torch.manual_seed(seed)
+    request.node.add_report_section("setup", "seed", f"CS336_TEST_SEED={seed}")
 
 
 @pytest.fixture(autouse=True)
