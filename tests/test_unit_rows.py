@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from cs336_systems.measure import rows
+from cs336_systems.measure import code, rows
 
 FAKE = """
 from dataclasses import dataclass
@@ -379,22 +379,22 @@ class Kéy:
 )
 def test_digest_sees_code_and_not_comments(old, new, same):
     assert old in CODE
-    assert (rows._bare_source(CODE.replace(old, new, 1)) == rows._bare_source(CODE)) is same
+    assert (code.bare_source(CODE.replace(old, new, 1)) == code.bare_source(CODE)) is same
 
 
 def test_bare_source():
-    assert rows._bare_source(CODE) == (
+    assert code.bare_source(CODE) == (
         'class Kéy:\n    def f(self, x="# no comment"):\n        return f"{x!r:>{10}}"'
     )
-    assert rows._bare_source('x = """a\n# b\n"""  # c\n') == 'x = """a\n# b\n"""'
-    assert rows._bare_source("x = 1\f# c\ny = 2\n") == "x = 1\ny = 2"  # a form feed ends no line
+    assert code.bare_source('x = """a\n# b\n"""  # c\n') == 'x = """a\n# b\n"""'
+    assert code.bare_source("x = 1\f# c\ny = 2\n") == "x = 1\ny = 2"  # a form feed ends no line
 
 
 def test_code_digest_covers_the_measured_modules_and_the_experiment(fake, tmp_path, monkeypatch):
     digests = [rows.code_digest(fake)]
     package = tmp_path / "project" / "pack"
     package.mkdir(parents=True)
-    monkeypatch.setattr(rows, "_PACKAGE", package)
+    monkeypatch.setattr(code, "_PACKAGE", package)
     monkeypatch.setattr(fake, "MEASURES", ("pack",))
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "y = 1")):
         (package / name).write_text(text)

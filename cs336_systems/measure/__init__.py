@@ -1,1 +1,1 @@
-"""Measuring: what machine this is (`machine`), how long things take (`timing`), what is kept (`rows`)."""
+"""Measuring: the machine (`machine`), times (`timing`), what is kept (`rows`), and of which code (`code`)."""

@@ -13,17 +13,13 @@ A file is replaced whole after every group: a killed run loses one group, and th
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import hashlib
-import io
 import json
 import os
 import secrets
 import sys
 import time
-import tokenize
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,11 +31,11 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.machine import environment, environment_digest, machine_name
 
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 REFRESH = ("missing", "stale", "all")
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Skip(Exception):
@@ -83,48 +79,6 @@ def case_fields(experiment: ModuleType) -> list[str]:
 def columns(experiment: ModuleType) -> list[str]:
     """The fixed columns of a chapter's CSV."""
     return [*case_fields(experiment), *experiment.METRICS, *PROVENANCE]
-
-
-# ----------------------------------------------------------------------------------------- digest of the code
-def _bare_source(text: str) -> str:
-    """Python source without comments, docstrings, blank lines, trailing blanks; alike on every Python."""
-    lines = text.split("\n")  # splitlines would also split at form feeds, where tokenize and ast don't
-    drop: list[tuple[int, int, int, int]] = []  # first line, first byte, last line, byte after the last
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:  # tokenize counts columns in characters, ast in bytes
-            row, left = token.start[0], len(lines[token.start[0] - 1][: token.start[1]].encode())
-            drop.append((row, left, row, left + len(token.string.encode())))
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for doc in node.body[:1]:
-            value = doc.value if isinstance(doc, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                drop.append((doc.lineno, doc.col_offset, doc.end_lineno, doc.end_col_offset))
-    encoded = [line.encode() for line in lines]
-    for top, left, bottom, right in sorted(drop, reverse=True):
-        encoded[top - 1] = encoded[top - 1][:left] + encoded[bottom - 1][right:]
-        for i in range(top, bottom):
-            encoded[i] = b""
-    return "\n".join(line.decode().rstrip() for line in encoded if line.strip())
-
-
-def module_files(module: str) -> list[Path]:
-    """The source files of a module or package of this project, found without importing it."""
-    path = _PACKAGE.parent / Path(*module.split("."))
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    if not files or not all(f.is_file() for f in files):
-        raise FileNotFoundError(f"no source for module {module!r} under {_PACKAGE.parent}")
-    return files
-
-
-def code_digest(experiment: ModuleType) -> str:
-    """Eight hexadecimal digits of the sources that the experiment's numbers depend on, itself included."""
-    files = {file for module in experiment.MEASURES for file in module_files(module)}
-    digest = hashlib.sha256()
-    for file in sorted(files | {Path(experiment.__file__).resolve()}):
-        digest.update(_bare_source(file.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()[:8]
 
 
 # ---------------------------------------------------------------------------------------- reading and writing
