@@ -102,11 +102,10 @@ def exps_ms(exps: float, sms: int, sm_mhz: float, per_clock: int = 16) -> float:
 class Peaks:
     """What a data sheet promises of one GPU.
 
-    tb_per_s:         memory bandwidth. nvlink_gb_per_s:  all links of the GPU, both directions added; None
-    without NVLink. tflops:           dtype (`bf16`, `fp16`, `tf32`, `fp32`, `fp64`) → dense TFLOP/s with fp32
-    accumulation, on
-                      tensor cores where they take this dtype; what is missing is unsupported or not known for
-                      sure.
+    tb_per_s: memory bandwidth, TB/s (10^12 bytes).
+    nvlink_gb_per_s: all links of the GPU, both directions added; None without NVLink.
+    tflops: dtype (`bf16`, `fp16`, `tf32`, `fp32`, `fp64`) → dense TFLOP/s with fp32 accumulation, on tensor cores
+        where they take this dtype; what is missing is unsupported or not known for sure.
     """
 
     tb_per_s: float

@@ -1,5 +1,6 @@
 """Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
 
+import os
 import subprocess
 import sys
 
@@ -238,8 +239,6 @@ def test_kernels_refuse_the_cpu_without_the_interpreter():
 
 
 def _without_interpreter():
-    import os
-
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
