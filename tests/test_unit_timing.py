@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.measure import timing
 from cs336_systems.measure.rows import Skip
-from cs336_systems.measure.timing import Timing, Watch, gpu_graph_ms, interleaved, peak_gib
+from cs336_systems.measure.timing import Timing, Watch, captured, host_us, interleaved, peak_gib
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -82,7 +82,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"'tpu'; allowed: cpu, cuda"):
         interleaved({"a": int}, device="tpu")
     with pytest.raises(ValueError, match="calls=0"):
-        gpu_graph_ms(int, calls=0)
+        captured(int, calls=0)
 
 
 def test_what_a_function_raises_comes_through():
@@ -95,7 +95,7 @@ def test_without_a_gpu():
     with pytest.raises(Skip, match="needs a CUDA device"):
         interleaved({"a": int}, device="cuda")
     with pytest.raises(Skip, match="needs a CUDA device"):
-        gpu_graph_ms(int)
+        captured(int)
     assert peak_gib(lambda: 1 / 0) is None  # not called
     with Watch() as watch, watch:
         pass
@@ -169,5 +169,9 @@ def test_on_a_gpu():
         out = interleaved({"mm": square}, device="cuda", rounds=2, rep_ms=5, warmup_ms=1)
     assert len(out["mm"].samples_ms) >= 2 and out["mm"].p20 > 0
     assert watch.why is None or watch.sm_mhz is None
-    assert gpu_graph_ms(square, calls=3, replays=4).p50 > 0
+    result = torch.zeros((), device="cuda")
+    captured(lambda: result.add_(1), calls=5)()
+    torch.cuda.synchronize()
+    assert result.item() == 3 + 5  # before capture, and in the replay
+    assert host_us(square, calls=5) > 0
     assert peak_gib(square) >= 2 * 512 * 512 * 4 / 2**30

@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.attention import flash_triton
 from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.triton_kernels import KERNELS
+from cs336_systems.attention.triton_launch import INPUT_PRECISION
 
 PRECISIONS = {
     "bf16": "half",
@@ -48,11 +49,11 @@ def compile_kernel(
     `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles.
     Raises triton's own errors where the kernel does not compile for the target.
     """
-    function = flash_triton.KERNELS[kernel]
+    function = KERNELS[kernel]
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, EXPANDED=expanded,
-        PRECISION=flash_triton.INPUT_PRECISION[PRECISIONS[dtype]],
+        PRECISION=INPUT_PRECISION[PRECISIONS[dtype]],
     )  # fmt: skip
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}

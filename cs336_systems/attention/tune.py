@@ -16,8 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from triton.testing import do_bench
 
-from cs336_systems.attention import aot, flash_triton
+from cs336_systems.attention import aot
 from cs336_systems.attention.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
+from cs336_systems.attention.triton_launch import first_launch, launch_again, launch_forward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _REGISTERS = 65536  # of one multiprocessor
@@ -52,16 +53,17 @@ def _fits(job: tuple[str, int, int, str, Tiles]) -> str | None:
 def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[], object]:
     q, k, v, do = tensors
     if kernel == "forward":
-        return lambda: flash_triton.launch_forward(q, k, v, True, tiles)
-    o, logsumexp = flash_triton.launch_forward(q, k, v, True)
+        return lambda: launch_forward(q, k, v, True, tiles)
+    o, logsumexp = launch_forward(q, k, v, True)
     tensors = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=torch.zeros_like(logsumexp))
     if kernel == "backward_queries":
         tensors |= dict(dq=torch.empty_like(q))
     else:
         del tensors["o"]
         tensors |= dict(dk=torch.empty_like(k), dv=torch.empty_like(v))
-    ((compiled, grid, rest),) = flash_triton.first_launch(kernel, tensors, True, tiles)
-    return lambda: compiled[grid](*tensors.values(), *rest)
+    (launch,) = first_launch(kernel, tensors, True, tiles)
+    pointers = [x.data_ptr() for x in tensors.values()]
+    return lambda: launch_again(launch, q.get_device(), *pointers)
 
 
 def tune(

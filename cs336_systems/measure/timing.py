@@ -222,38 +222,59 @@ class _CudaClock(_CpuClock):
 
 
 # ------------------------------------------------------------------------------------------- without launches
-def gpu_graph_ms(fn: Callable[[], Any], *, calls: int = 20, replays: int = 20) -> Timing:
-    """GPU time of one call of `fn` without launch overhead: calls captured in a CUDA graph, and replayed.
+def captured(fn: Callable[[], Any], calls: int = 20) -> Callable[[], None]:
+    """`calls` calls of `fn` captured in a CUDA graph: a function that replays them, with next to no launch overhead.
 
-    A sample is the time of one replay divided by `calls`. The calls follow each other at once, so their
-    operands stay in the L2 cache where they fit. `fn` must be capturable: no synchronization, no new shapes,
-    no compilation after its first three calls, which are made before capture. Raises `rows.Skip` without a
-    CUDA device, ValueError for counts below 1.
+    The calls follow each other at once, so their operands stay in the L2 cache where they fit. `fn` must be
+    capturable: no synchronization, no new shapes, no compilation after its first three calls, which are made before
+    capture and on the capturing stream (where autograd's nodes must come from, too). Raises `rows.Skip` without a CUDA
+    device, ValueError for `calls` below 1.
     """
     import torch
 
-    if calls < 1 or replays < 1:
-        raise ValueError(f"calls={calls}, replays={replays}; both must be at least 1")
+    if calls < 1:
+        raise ValueError(f"calls={calls}; it must be at least 1")
     if not torch.cuda.is_available():
         raise Skip("needs a CUDA device")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         for _ in range(3):
             fn()
+        torch.cuda.synchronize()
+        graph.capture_begin()  # torch.cuda.graph() would collect garbage first, which takes longer than all the rest
+        try:
+            for _ in range(calls):
+                fn()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            fn()
-    graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
+    return graph.replay
+
+
+def host_us(fn: Callable[[], Any], *, calls: int = 20, grad_to_none: Sequence[torch.Tensor] = ()) -> float:
+    """The median time in µs after which a call of `fn` returns to the host, the GPU's work not awaited.
+
+    The GPU's queue is empty at first and takes `calls` calls without making the host wait. `grad_to_none` as for
+    `interleaved`. Raises `rows.Skip` without a CUDA device, ValueError for `calls` below 1.
+    """
+    import torch
+
+    if calls < 1:
+        raise ValueError(f"calls={calls}; it must be at least 1")
+    if not torch.cuda.is_available():
+        raise Skip("needs a CUDA device")
+    fn()
     torch.cuda.synchronize()
-    return Timing(tuple(start.elapsed_time(end) / calls for start, end in events))
+    times = []
+    for _ in range(calls):
+        _drop_grads(grad_to_none)
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 # ----------------------------------------------------------------------------------------------------- memory

@@ -53,7 +53,7 @@ PROBLEMS = (
     Problem("ddp_overlap_individual_parameters_benchmarking", 1, "2", "ddp", _DDP),
     Problem("ddp_overlap_bucketed", 8, "2", "ddp", _DDP),
     Problem("ddp_bucketed_benchmarking", 3, "2", "ddp", _DDP),
-    Problem("communication_accounting", 10, "2", "communication_accounting", "accounting.py"),
+    Problem("communication_accounting", 10, "2", "communication_accounting", "accounting/"),
     Problem("optimizer_state_sharding", 15, "3", "zero", "parallel/zero.py"),
     Problem("optimizer_state_sharding_accounting", 5, "3", "zero", "parallel/zero.py"),
     Problem("gradient_checkpointing", None, "", "gradient_checkpointing", year=2026),

@@ -1,0 +1,69 @@
+"""What single operations must compute and move, at the least.
+
+FLOPs count matrix products only (a multiplication and an addition are two); bytes are the fewest that reach
+memory: each input read once, each output written once.
+"""
+
+from __future__ import annotations
+
+PARTS = ("forward", "backward", "end_to_end")
+_FP32_BYTES = 4
+
+
+def check_sizes(part: str = "forward", **sizes: float) -> None:
+    if part not in PARTS:
+        raise ValueError(f"unknown part {part!r}; allowed: {', '.join(PARTS)}")
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"{name}={size}; it must be positive")
+
+
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """FLOPs of (m, k) @ (k, n)."""
+    check_sizes(m=m, n=n, k=k)
+    return 2 * m * n * k
+
+
+def attention_flops(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, part: str
+) -> float:
+    """FLOPs of attention's matrix products, over all batch elements and heads.
+
+    The forward pass has two products (QK^T and PV), 4·Nq·Nk·d; the backward pass five (QK^T again, dO V^T,
+    P^T dO, dS K, dS^T Q), 2.5 times as many. A causal mask counts half, as is usual, although the diagonal
+    makes it a little more. Source: the FlashAttention-2 paper (arXiv 2307.08691), section 4.1. ValueError for
+    an unknown `part` or a size that is not positive.
+    """
+    check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim)
+    products = {"forward": 2, "backward": 5, "end_to_end": 7}[part]
+    return products * 2.0 * batch_heads * num_queries * num_keys * head_dim * (0.5 if is_causal else 1.0)
+
+
+def attention_exps(batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, part: str) -> float:
+    """Exponentials of the softmax: one for each pair of query and key, and one more in backward.
+
+    They matter beside the products, and backward recomputes them: a streaming multiprocessor of Ampere or
+    Hopper takes 16 a clock, against thousands of multiplications and additions on its tensor cores (see
+    `exps_ms`).
+    """
+    check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys)
+    passes = {"forward": 1, "backward": 1, "end_to_end": 2}[part]
+    return passes * float(batch_heads) * num_queries * num_keys * (0.5 if is_causal else 1.0)
+
+
+def attention_bytes(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int, part: str
+) -> int:
+    """The fewest bytes that attention moves to and from memory when no score is ever written there.
+
+    Forward reads Q, K, V and writes O and the logsumexp L (fp32, one a query). Backward reads Q, K, V, O, dO
+    and L and writes dQ, dK, dV. `bytes_per_element` is that of all these tensors but L.
+    """
+    check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim,
+           bytes_per_element=bytes_per_element)  # fmt: skip
+    query_like = batch_heads * num_queries * head_dim * bytes_per_element  # Q, O, dO, dQ
+    key_like = batch_heads * num_keys * head_dim * bytes_per_element  # K, V, dK, dV
+    logsumexp = batch_heads * num_queries * _FP32_BYTES
+    forward = 2 * query_like + 2 * key_like + logsumexp
+    backward = 4 * query_like + 4 * key_like + logsumexp
+    return {"forward": forward, "backward": backward, "end_to_end": forward + backward}[part]
