@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -294,6 +294,8 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def _time(ready: list[_Candidate], device: str) -> None:
+    import torch
+
     scores = ready[0].case.heads * ready[0].case.seq_len ** 2 if ready else 0
     if scores <= _INTERLEAVED_SCORES:
         turns = [ready]
@@ -301,8 +303,14 @@ def _time(ready: list[_Candidate], device: str) -> None:
         turns = [[c for c in ready if c.case.impl not in _QUADRATIC]]
         turns += [[c] for c in ready if c.case.impl in _QUADRATIC]
     for group in filter(None, turns):
-        for part in PARTS:
-            _time_part(group, part, device)
+        for candidate in group:
+            candidate.forget()
+        if device != "cpu":
+            torch.cuda.empty_cache()  # memory in pieces of the wrong size is no memory for the largest cases
+        # what runs alone fails alone; in turns with others every function has run before, with memory to spare
+        with failure_is_a_row(group[0].metrics) if len(group) == 1 else nullcontext():
+            for part in PARTS:
+                _time_part(group, part, device)
         for candidate in group:
             candidate.forget()
 
