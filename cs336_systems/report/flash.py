@@ -232,6 +232,29 @@ def ratios(chapter: Chapter, peer: str, part: str, **where: Any) -> pd.DataFrame
     return both[[*SHAPE, "ratio", "noise"]]
 
 
+def gpu_and_host(chapter: Chapter, longest: int, **where: Any) -> pd.DataFrame:
+    """Of short calls, up to `longest` tokens: the GPU's time (by a CUDA graph), `do_bench`'s, and the host's."""
+    rows = chapter.measured(**where, repeat=0)
+    rows = rows[rows["seq_len"] <= longest].sort_values(["head_dim", "seq_len"], kind="stable")
+    out = []
+    for row in rows.to_dict("records"):
+        line: dict[str, Any] = {
+            "d": row["head_dim"],
+            "n": row["seq_len"],
+            "kernel": figures.label(row["impl"]),
+        }
+        for part, letter in (("forward", "F"), ("backward", "B")):
+            line[f"{letter}: GPU µs"] = _microseconds(1e3 * row[f"{part}_gpu_ms"])
+            line[f"{letter}: `do_bench` µs"] = _microseconds(1e3 * row[f"{part}_ms_p50"])
+            line[f"{letter}: host µs"] = _microseconds(row[f"{part}_host_us"])
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def _microseconds(value: float) -> str:
+    return EMPTY if math.isnan(value) else f"{value:.0f}"
+
+
 def verdict(ratio: float, noise: float) -> str:
     """`faster`, `even` or `slower`: a peer's time over ours, where less than `noise` apart says nothing."""
     noise = 0.0 if math.isnan(noise) else noise

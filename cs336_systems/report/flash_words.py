@@ -155,6 +155,34 @@ def short(chapter: Chapter, roofs: Roofs, **where: Any) -> str:
     return text
 
 
+def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> str:
+    """Ours against a peer by the GPU's time alone, and where `do_bench` tells something else."""
+    rows = chapter.measured(**where, repeat=0)
+    ours, other = rows[rows["impl"] == OURS], rows[rows["impl"] == peer]
+    both = ours.merge(other, on=[*flash.SHAPE, "run"], suffixes=("", "_peer")).sort_values("seq_len")
+    found = []
+    reversed_by_host = []
+    for part in ("forward", "backward"):
+        gpu = (both[f"{part}_gpu_ms"] / both[f"{part}_gpu_ms_peer"]).dropna()
+        if gpu.empty:
+            return f"GPU time without the host: {NOT_MEASURED}."
+        found.append(f"{part} {gpu.min():.2f} to {gpu.max():.2f} ({len(gpu)} shapes)")
+        seen = both[f"{part}_ms_p50"] / both[f"{part}_ms_p50_peer"]
+        for i in gpu.index[(gpu < 1) & (seen[gpu.index] > 1)]:
+            row = both.loc[i]
+            reversed_by_host.append(
+                f"{part} at {row['seq_len']} tokens, $d = {row['head_dim']}$: the GPU needs "
+                f"{1e3 * row[f'{part}_gpu_ms']:.0f} µs for ours and {1e3 * row[f'{part}_gpu_ms_peer']:.0f} µs for "
+                f"the peer, the host {row[f'{part}_host_us']:.0f} and {row[f'{part}_host_us_peer']:.0f} µs, "
+                f"and `do_bench` reads {1e3 * row[f'{part}_ms_p50']:.0f} and "
+                f"{1e3 * row[f'{part}_ms_p50_peer']:.0f} µs"
+            )
+    text = f"Over {figures.label(peer)}'s, our GPU time is: {'; '.join(found)}."
+    if reversed_by_host:
+        return f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}: it times the host."
+    return f"{text} `do_bench` agrees on who is faster in each of them."
+
+
 def memory(chapter: Chapter, **where: Any) -> str:
     """Peak memory at the longest length against what must be kept; `where` leaves one shape but for the length."""
     rows = chapter.measured(**where, repeat=0).dropna(subset="peak_gib")
