@@ -169,6 +169,9 @@ def metrics_of(case):
         ms = seconds(case, part) * (1.01 if case.repeat else 1.0)
         out |= {f"{part}_ms_p20": ms * 0.99, f"{part}_ms_p50": ms, f"{part}_ms_p80": ms * 1.01}
         out[f"{part}_tflops"] = 1 / ms
+        if part != "end_to_end" and ms <= 10:
+            host_ms = seconds(dataclasses.replace(case, heads=0), part)
+            out |= {f"{part}_gpu_ms": ms - host_ms, f"{part}_host_us": 2e3 * host_ms}
     return out
 
 
@@ -295,3 +298,25 @@ def test_the_leaderboard_table_holds_what_others_published(results_root):
     assert float(table.iloc[-1]["TFLOP/s"]) == pytest.approx(flops / 5e9, rel=1e-2)
     assert table.iloc[0]["over ours"] == "1.00 ×"
     assert "[source](https://example.org)" in flash_words.leaderboard(chapter, "h100-x1")
+
+
+def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
+    of_case = metrics_of
+    slow_host = flash_bench.Case(16, 1024, 64, "bf16", "flash_triton")
+
+    def with_a_slow_host(case):
+        return of_case(case) | (
+            {"backward_ms_p50": 0.7, "backward_host_us": 800.0} if case == slow_host else {}
+        )
+
+    monkeypatch.setitem(globals(), "metrics_of", with_a_slow_host)
+    write_rows(results_root)
+    chapter = report.Chapter("flash_bench", measure="no")
+    many = {"machine": "h100-x1", "heads": 16, "dtype": "bf16"}
+    text = flash_words.without_host(chapter, **many)
+    assert "forward 0.67 to 0.67" in text  # the peer's kernels take 1.5 times ours
+    assert "backward at 1024 tokens, $d = 64$" in text and "800" in text and "700" in text
+    assert text.count("tokens") == 1
+    table = flash.gpu_and_host(chapter, 2048, **many)
+    assert len(table) == 2 * 2 * 4
+    assert table.iloc[0]["B: host µs"] == "800"

@@ -179,7 +179,10 @@ def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> st
             )
     text = f"Over {figures.label(peer)}'s, our GPU time is: {'; '.join(found)}."
     if reversed_by_host:
-        return f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}: it times the host."
+        return (
+            f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}. There it does not time "
+            "the kernels, but what emptying the cache leaves to be seen of the host's work."
+        )
     return f"{text} `do_bench` agrees on who is faster in each of them."
 
 
