@@ -1,0 +1,69 @@
+"""What a Transformer is made of, in numbers: `ModelConfig`, and the sizes that the handout names. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The hyperparameters of one Transformer language model.
+
+    d_model: width of the residual stream; d_ff: inner width of the SwiGLU; num_layers: blocks; num_heads: attention
+    heads of one block, each d_model / num_heads wide; vocab_size: tokens; context_length: the longest sequence, in
+    tokens; rope_theta: base of the rotary frequencies.
+
+    `dataclasses.replace(config, context_length=...)` gives a changed copy, checked again. Errors: ValueError that names
+    the value and what is allowed, for sizes that are no positive integers, heads that do not divide d_model, an odd
+    head dimension (rotary positions turn pairs), or a rope_theta that is not positive and finite.
+    """
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 10_000
+    context_length: int = 512
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}; it must be a positive integer")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise ValueError(f"rope_theta={self.rope_theta!r}; it must be positive and finite")
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model={self.d_model} must be a multiple of num_heads={self.num_heads}")
+        if self.d_head % 2:
+            raise ValueError(
+                f"d_model={self.d_model} and num_heads={self.num_heads} give head dimension {self.d_head}; "
+                "it must be even, because rotary positions turn pairs"
+            )
+
+    @property
+    def d_head(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.num_heads
+
+
+HANDOUT_SIZES = ("small", "medium", "large", "xl", "2.7B")
+"""The sizes of the handout's table (section 1.1.2), smallest first; vocabulary 10,000."""
+
+SIZES = {
+    # ours, not the handout's: for tests and laptops. Its head dimension is the narrowest that all kernels take.
+    "tiny": ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=4),
+    "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": ModelConfig(d_model=2560, d_ff=10_240, num_layers=32, num_heads=32),
+}
+
+
+def size(name: str) -> ModelConfig:
+    """The configuration with this name. ValueError for an unknown one, naming the known ones."""
+    if name not in SIZES:
+        raise ValueError(f"unknown model size {name!r}; allowed: {', '.join(SIZES)}")
+    return SIZES[name]

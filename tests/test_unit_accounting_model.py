@@ -1,0 +1,368 @@
+"""Closed forms for the whole model, against the model: its parameters, torch's FLOP counter, and the tensors alive."""
+
+import contextlib
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.accounting import (
+    MEMORY_MODES,
+    autocast_copy_bytes,
+    forward_matmul_flops,
+    memory_moments,
+    mfu,
+    model_flops,
+    num_parameters,
+    parameter_counts,
+    peak_bytes,
+    residual_bytes,
+    saved_activation_bytes,
+    saved_layer_bytes,
+)
+from cs336_systems.attention import availability
+from cs336_systems.model import build
+from cs336_systems.sizes import SIZES, ModelConfig
+
+CONFIG = ModelConfig(d_model=48, d_ff=80, num_layers=3, num_heads=3, vocab_size=61, context_length=64)
+IMPLS = {"reference": "reference", "flash": "flash_triton"}
+
+
+def draw(config, batch, sequence, device="cpu"):
+    """Token ids and targets."""
+    return torch.randint(0, config.vocab_size, (2, batch, sequence), device=device).unbind()
+
+
+def loss_of(model, ids, targets):
+    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+@pytest.fixture
+def cuda_autocast_rule(monkeypatch):
+    """Autocast on the CPU leaves the softmax in bf16; with this it computes in fp32, as on CUDA."""
+    softmax = torch.softmax
+
+    def wide(x, dim):
+        return softmax(x, dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else None)
+
+    monkeypatch.setattr(torch, "softmax", wide)
+
+
+def skip_without(attention):
+    if reason := availability()[IMPLS[attention]]:
+        pytest.skip(reason)
+
+
+# ---------------------------------------------------------------------------------------- parameters, FLOPs
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_those_of_the_model(name):
+    model = build(SIZES[name], device="meta")
+    counted = dict.fromkeys(parameter_counts(SIZES[name]), 0)
+    for parameter_name, parameter in model.named_parameters():
+        for component, part in {
+            "embedding": "token_embeddings", "attention": ".attn.", "ffn": ".ffn.", "norms": "ln", "head": "lm_head",
+        }.items():  # fmt: skip
+            counted[component] += parameter.numel() if part in parameter_name else 0
+    assert parameter_counts(SIZES[name]) == counted
+    assert num_parameters(SIZES[name]) == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_are_those_that_torch_counts():
+    model, (ids, targets) = build(CONFIG, "reference"), draw(CONFIG, 2, 17)
+    expected = forward_matmul_flops(CONFIG, 2, 17)
+    with FlopCounterMode(display=False) as forward:
+        loss = loss_of(model, ids, targets)
+    counts = {
+        module.removeprefix("TransformerLM."): sum(by_operator.values())
+        for module, by_operator in forward.get_flop_counts().items()
+    }
+    layers = range(CONFIG.num_layers)
+
+    def counted(*parts):
+        return sum(counts[f"layers.{n}.{part}"] for n in layers for part in parts)
+
+    assert counts["lm_head"] == expected["head"]
+    assert counted("ffn") == expected["ffn"]
+    assert counted("attn.q_proj", "attn.k_proj", "attn.v_proj") == expected["qkv"]
+    assert counted("attn.output_proj") == expected["output_projection"]
+    products = counted("attn") - expected["qkv"] - expected["output_projection"]
+    assert products == expected["attention_scores"] + expected["attention_output"]
+    assert expected["attention_scores"] == expected["attention_output"]
+    assert forward.get_total_flops() == sum(expected.values())
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+
+
+def test_model_flops_are_two_a_parameter_and_token_and_half_of_attention():
+    batch, sequence, config = 3, 128, SIZES["small"]
+    counts = parameter_counts(config)
+    in_products = counts["attention"] + counts["ffn"] + counts["head"]
+    pairs = config.num_layers * config.num_heads * batch * sequence**2 // 2
+    forward = 2 * batch * sequence * in_products + pairs * 4 * config.d_head
+    assert model_flops(config, batch, sequence, "forward") == forward
+    assert model_flops(config, batch, sequence, "forward_backward") == 3 * forward
+    assert model_flops(config, batch, sequence, "train_step") == 3 * forward
+
+
+def test_mfu_is_one_at_the_peak():
+    ms = model_flops(CONFIG, 2, 16, "train_step") / 200e12 * 1e3
+    assert mfu(CONFIG, 2, 16, "train_step", ms=ms, tflops=200) == pytest.approx(1)
+    assert mfu(CONFIG, 2, 16, "train_step", ms=4 * ms, tflops=100) == pytest.approx(0.5)
+
+
+def test_residual_stream_of_the_largest_size():
+    x = torch.empty(4, 512, 2560, device="meta")
+    assert residual_bytes(SIZES["2.7B"], 4, 512) == x.nbytes == 20 * 2**20
+    assert residual_bytes(SIZES["2.7B"], 4, 512, 2) == x.bfloat16().nbytes
+
+
+# ------------------------------------------------------------------------------------- saved for backward
+def saved_bytes(model, ids, targets, autocast):
+    """Bytes of all storages that autograd saves in a forward pass with its loss, parameters and tables left out."""
+    known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if id(storage) not in known:
+            saved[id(storage)] = storage  # held, so that no other gets its id
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast),
+    ):
+        loss_of(model, ids, targets)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def check_saved(config, batch, sequence, dtype, attention, device, run_on):
+    model = build(config, IMPLS[attention], device=run_on)
+    ids, targets = (x.clone() for x in draw(config, batch, sequence, run_on))
+    counted = saved_bytes(model, ids, targets, autocast=dtype == "bf16")
+    expected = sum(saved_activation_bytes(config, batch, sequence, dtype, attention, device).values())
+    assert counted == expected + (autocast_copy_bytes(config) if dtype == "bf16" else 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (3, 21)], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("attention", IMPLS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saved_tensors_are_counted_to_the_byte(dtype, attention, shape):
+    skip_without(attention)
+    if attention == "flash" and torch.cuda.is_available():
+        pytest.skip("the kernels run on the CPU only where there is no GPU")
+    check_saved(CONFIG, *shape, dtype, attention, "cpu", "cpu")
+
+
+def test_saved_tensors_with_the_softmax_in_fp32(cuda_autocast_rule):
+    check_saved(CONFIG, 2, 16, "bf16", "reference", "cuda", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", IMPLS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saved_tensors_on_a_gpu(dtype, attention):
+    skip_without(attention)
+    check_saved(CONFIG, 3, 21, dtype, attention, "cuda", "cuda")
+
+
+def test_saved_in_one_layer_is_the_difference_of_two_depths():
+    deeper = dataclasses.replace(CONFIG, num_layers=CONFIG.num_layers + 1)
+    for choice in (("fp32", "reference"), ("bf16", "reference"), ("bf16", "flash")):
+        one = sum(saved_layer_bytes(CONFIG, 2, 16, *choice).values())
+        shallow, deep = (sum(saved_activation_bytes(c, 2, 16, *choice).values()) for c in (CONFIG, deeper))
+        assert one == deep - shallow > 0
+
+
+def test_plain_attention_grows_with_the_square_and_flash_does_not():
+    def kept(sequence, attention):
+        return saved_layer_bytes(CONFIG, 1, sequence, "bf16", attention)["attention"]
+
+    assert kept(64, "reference") == 4 * kept(32, "reference")
+    assert kept(64, "flash") == 2 * kept(32, "flash")
+
+
+# ----------------------------------------------------------------------------------------------------- peak
+class AliveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages made under it that are still alive, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.peak = set(), 0, 0
+
+    def freed(self, key, num_bytes):
+        self.known.remove(key)
+        self.now -= num_bytes
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.now += num_bytes
+                weakref.finalize(storage, self.freed, key, num_bytes)
+        self.peak = max(self.peak, self.now)
+        return made
+
+
+def step(model, optimizer, ids, targets, mode, autocast):
+    """One step of a mode, as `memory_moments` describes it."""
+    context = torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast)
+    if mode in ("forward", "forward_graph"):
+        with torch.no_grad() if mode == "forward" else contextlib.nullcontext(), context:
+            model(ids)
+        return
+    model.zero_grad(set_to_none=True)
+    with context:
+        loss = loss_of(model, ids, targets)
+    loss.backward()
+    if optimizer:
+        optimizer.step()
+
+
+def alive_peak(config, batch, sequence, mode, dtype, attention, optimizer="foreach"):
+    """The peak of a step's tensors, counted on tensors that have shapes but no memory."""
+    with FakeTensorMode(), AliveBytes() as alive:
+        model = build(config, IMPLS[attention])
+        ids, targets = torch.randint(0, config.vocab_size, (2, batch, sequence)).unbind()
+        adamw = None
+        if mode == "train_step":
+            adamw = torch.optim.AdamW(model.parameters(), **{optimizer: True})
+            step(model, adamw, ids, targets, mode, dtype == "bf16")  # makes the optimizer's state
+        alive.peak = 0
+        step(model, adamw, ids, targets, mode, dtype == "bf16")
+    tables = 2 * 4 * config.context_length * config.d_head
+    # What the graph saves of ids and targets belongs to the closed form; the rest of them is the caller's.
+    callers = {"forward": 2, "forward_graph": 1}.get(mode, 0) * ids.nbytes
+    return alive.peak - tables - callers
+
+
+@pytest.fixture
+def weights_not_drawn(monkeypatch):
+    """Drawing them reads values, which tensors without memory have not."""
+    monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda weight, **kwargs: weight)
+
+
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", IMPLS)
+@pytest.mark.usefixtures("cuda_autocast_rule", "weights_not_drawn")
+def test_peak_is_that_of_the_tensors_alive(attention, dtype, mode):
+    skip_without(attention)
+    config = dataclasses.replace(SIZES["small"], num_layers=3)
+    for batch, sequence in ((4, 128), (2, 512)):
+        counted = alive_peak(config, batch, sequence, mode, dtype, attention)
+        expected = sum(peak_bytes(config, batch, sequence, mode, dtype, attention).values())
+        assert expected == pytest.approx(counted, rel=1e-3)
+
+
+# Each moment is the peak of one of these: d_model, d_ff, layers, heads, vocabulary; batch, sequence, dtype, attention
+PEAKS = [
+    ("softmax, last block", "forward", (256, 1024, 2, 8, 100), 4, 512, "bf16", "reference"),
+    ("attention output, last block", "forward", (128, 256, 1, 4, 100), 4, 128, "fp32", "reference"),
+    ("swiglu, last block", "forward", (256, 1024, 2, 4, 10), 4, 512, "bf16", "flash"),
+    ("logits", "forward", (128, 512, 2, 4, 10_000), 2, 256, "bf16", "reference"),
+    ("softmax, last block", "forward_graph", (64, 128, 2, 4, 10), 2, 512, "bf16", "reference"),
+    ("attention output, last block", "forward_graph", (64, 128, 1, 4, 10), 4, 256, "fp32", "reference"),
+    ("logits", "forward_graph", (64, 128, 2, 4, 10_000), 1, 256, "bf16", "flash"),
+    ("loss, backward", "forward_backward", (64, 256, 2, 4, 10_000), 2, 256, "bf16", "reference"),
+    ("final norm, backward", "forward_backward", (128, 256, 1, 2, 10), 4, 512, "bf16", "flash"),
+    ("swiglu, backward, last block", "forward_backward", (384, 3072, 2, 12, 10), 1, 512, "fp32", "flash"),
+    (
+        "attention, backward, last block",
+        "forward_backward",
+        (128, 256, 2, 8, 100),
+        2,
+        512,
+        "bf16",
+        "reference",
+    ),
+    ("swiglu, backward, first block", "forward_backward", (256, 2048, 2, 8, 100), 2, 64, "fp32", "flash"),
+    (
+        "attention, backward, first block",
+        "forward_backward",
+        (768, 3072, 2, 12, 100),
+        1,
+        256,
+        "fp32",
+        "reference",
+    ),
+    ("embedding, backward", "forward_backward", (128, 512, 1, 4, 10_000), 1, 16, "bf16", "flash"),
+    ("optimizer step", "train_step", (768, 3072, 2, 12, 1000), 1, 16, "bf16", "reference"),
+]
+
+
+@pytest.mark.parametrize(
+    ("moment", "mode", "sizes", "batch", "sequence", "dtype", "attention"),
+    PEAKS,
+    ids=[f"{mode}: {moment}" for moment, mode, *_ in PEAKS],
+)
+@pytest.mark.usefixtures("cuda_autocast_rule", "weights_not_drawn")
+def test_each_moment_where_it_is_the_peak(moment, mode, sizes, batch, sequence, dtype, attention):
+    skip_without(attention)
+    *sizes, vocab_size = sizes
+    config = ModelConfig(*sizes, vocab_size=vocab_size)
+    moments = memory_moments(config, batch, sequence, mode, dtype, attention)
+    total = {name: sum(items.values()) for name, items in moments.items()}
+    assert max(total, key=total.get) == moment
+    assert total[moment] == pytest.approx(
+        alive_peak(config, batch, sequence, mode, dtype, attention), rel=5e-3
+    )
+
+
+@pytest.mark.usefixtures("weights_not_drawn")
+def test_fused_adamw_needs_no_temporary():
+    config, sizes = SIZES["tiny"], (1, 16, "train_step", "fp32", "reference")
+    fused, foreach = (peak_bytes(config, *sizes, optimizer=optimizer) for optimizer in ("fused", "foreach"))
+    assert sum(fused.values()) == pytest.approx(alive_peak(config, *sizes, optimizer="fused"), rel=5e-3)
+    assert sum(foreach.values()) == pytest.approx(alive_peak(config, *sizes, optimizer="foreach"), rel=5e-3)
+    assert foreach["temporaries"] == 4 * num_parameters(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", IMPLS)
+def test_peak_on_a_gpu(attention, dtype, mode):
+    """The allocator's own count: blocks are rounded up, and the libraries' workspaces are among them."""
+    skip_without(attention)
+    config = dataclasses.replace(SIZES["small"], num_layers=4)
+    model, (ids, targets) = build(config, IMPLS[attention], device="cuda"), draw(config, 4, 512, "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True) if mode == "train_step" else None
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        step(model, optimizer, ids, targets, mode, dtype == "bf16")
+    expected = sum(peak_bytes(config, 4, 512, mode, dtype, attention).values())
+    assert 0 <= torch.cuda.max_memory_allocated() - expected < 0.02 * expected + 100 * 2**20
+
+
+def test_choices_that_do_not_exist_are_named():
+    with pytest.raises(ValueError, match=r"mode 'backward'; allowed: forward, forward_backward, train_step"):
+        model_flops(CONFIG, 1, 8, "backward")
+    with pytest.raises(ValueError, match=r"mode 'step'; allowed: forward, forward_graph, forward_backward"):
+        peak_bytes(CONFIG, 1, 8, "step")
+    with pytest.raises(ValueError, match=r"dtype 'fp16'; allowed: fp32, bf16"):
+        saved_activation_bytes(CONFIG, 1, 8, "fp16")
+    with pytest.raises(ValueError, match=r"attention 'sdpa'; allowed: reference, flash"):
+        saved_layer_bytes(CONFIG, 1, 8, "bf16", "sdpa")
+    with pytest.raises(ValueError, match=r"device 'tpu'; allowed: cuda, cpu"):
+        saved_layer_bytes(CONFIG, 1, 8, "bf16", "flash", "tpu")
+    with pytest.raises(ValueError, match=r"optimizer 'sgd'; allowed: foreach, fused"):
+        peak_bytes(CONFIG, 1, 8, "train_step", optimizer="sgd")
+    with pytest.raises(ValueError, match="sequence=0"):
+        forward_matmul_flops(CONFIG, 1, 0)
+    with pytest.raises(ValueError, match="batch=0"):
+        saved_activation_bytes(CONFIG, 0, 8)
+    with pytest.raises(ValueError, match="tflops=0"):
+        mfu(CONFIG, 1, 8, "forward", ms=1, tflops=0)

@@ -1,0 +1,378 @@
+"""The Transformer: against a second implementation in fp64, and what it promises about names, dtypes and errors."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cs336_systems.attention import IMPLEMENTATIONS, availability
+from cs336_systems.model import (
+    RMSNorm,
+    RotaryTables,
+    TransformerLM,
+    build,
+    load_class,
+    rotate,
+    staff_state_dict,
+)
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES, ModelConfig, size
+
+CONFIG = ModelConfig(d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61, context_length=40)
+
+
+def draw_ids(config=CONFIG, batch=2, sequence=23):
+    return torch.randint(0, config.vocab_size, (batch, sequence))
+
+
+def perturbed(model):
+    """Weights of the norms start at 1, where a missing or misplaced one would not show."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".ln" in name or name.startswith("ln"):
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+    return model
+
+
+def expected_logits(weights, ids, config):
+    """The same model once more, head by head, with rotary positions as products of complex numbers."""
+
+    def norm(x, weight):
+        return x / torch.sqrt((x * x).sum(-1, keepdim=True) / config.d_model + 1e-5) * weight
+
+    def turn(x):  # (B, S, d)
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], config.d_head // 2, 2))
+        i = torch.arange(config.d_head // 2, dtype=torch.float64)
+        position = torch.arange(x.shape[-2], dtype=torch.float64)
+        angle = position[:, None] * config.rope_theta ** (-2 * i / config.d_head)
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
+
+    x = weights["token_embeddings.weight"][ids]
+    hidden = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+    for n in range(config.num_layers):
+        w = {name.removeprefix(f"layers.{n}."): tensor for name, tensor in weights.items()}
+        h = norm(x, w["ln1.weight"])
+        outputs = []
+        for head in range(config.num_heads):
+            rows = slice(head * config.d_head, (head + 1) * config.d_head)
+            q, k, v = (h @ w[f"attn.{name}_proj.weight"][rows].T for name in "qkv")
+            scores = turn(q) @ turn(k).mT / math.sqrt(config.d_head)
+            outputs.append(torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v)
+        x = x + torch.cat(outputs, -1) @ w["attn.output_proj.weight"].T
+        h = norm(x, w["ln2.weight"])
+        gate = h @ w["ffn.w1.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * (h @ w["ffn.w3.weight"].T)) @ w["ffn.w2.weight"].T
+    return norm(x, weights["ln_final.weight"]) @ weights["lm_head.weight"].T
+
+
+# ------------------------------------------------------------------------------------------- what it computes
+def test_logits_and_gradients_are_those_of_the_second_implementation_in_fp64():
+    model, ids = perturbed(build(CONFIG, "reference", dtype=torch.float64)), draw_ids()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected = expected_logits(weights, ids, CONFIG)
+    logits = model(ids)
+    assert logits.shape == (2, 23, CONFIG.vocab_size)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    out_grad = torch.randn_like(logits)
+    logits.backward(out_grad)
+    expected.backward(out_grad)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"]
+)
+def test_logits_in_lower_precision_stay_near_fp64(dtype, error):
+    model, ids = perturbed(build(CONFIG, dtype=dtype)), draw_ids()
+    expected = expected_logits({n: p.detach().double() for n, p in model.named_parameters()}, ids, CONFIG)
+    logits = model(ids)
+    assert logits.dtype == dtype
+    assert (logits.double() - expected).norm() < error * expected.norm()
+
+
+def test_no_token_sees_a_later_one():
+    model, ids = build(CONFIG), draw_ids()
+    changed = ids.clone()
+    changed[:, 11] = (ids[:, 11] + 1) % CONFIG.vocab_size
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :11], after[:, :11])
+    assert (before[:, 11:] != after[:, 11:]).any(-1).all(), "each later token sees it"
+
+
+@pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "reference"])
+def test_all_implementations_of_attention_agree(impl):
+    if reason := availability()[impl]:
+        pytest.skip(reason)
+    # where there is a GPU, the kernels run on it and not in triton's interpreter
+    device = "cuda" if impl == "flash_triton" and torch.cuda.is_available() else "cpu"
+    ids, out_grad = draw_ids().to(device), torch.randn(2, 23, CONFIG.vocab_size, device=device)
+    plain = build(CONFIG, "reference", device=device)
+    other = build(CONFIG, impl, device=device)
+    other.load_state_dict(plain.state_dict())
+    logits = other(ids)
+    torch.testing.assert_close(logits, plain(ids), rtol=1e-4, atol=1e-5)
+    assert logits.grad_fn is not None
+    if impl != "flash_compiled_backward":  # its backward pass needs a C++ compiler, and a minute
+        logits.backward(out_grad)
+        plain(ids).backward(out_grad)
+        for (name, p), expected in zip(other.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_the_implementation_is_the_one_that_was_named(monkeypatch):
+    import cs336_systems.model as module
+
+    asked = []
+    monkeypatch.setattr(
+        module, "attention", lambda q, k, v, is_causal, impl: asked.append((is_causal, impl)) or q
+    )
+    build(CONFIG, "sdpa")(draw_ids())
+    build(CONFIG)(draw_ids())
+    assert asked == [(True, "sdpa")] * 2 + [(True, "auto")] * 2
+
+
+# ---------------------------------------------------------------------------------------------- rotary, norm
+def test_scores_depend_on_relative_positions_only():
+    length, d, shift = 50, 16, 9
+    cos, sin = RotaryTables(d, length, 10_000.0).double()(length)
+    q, k = torch.randn(2, 1, d, dtype=torch.float64)
+    scores = rotate(q.expand(length, d), cos, sin) @ rotate(k.expand(length, d), cos, sin).T
+    torch.testing.assert_close(scores[shift:, shift:], scores[:-shift, :-shift], rtol=1e-10, atol=1e-10)
+    assert (scores[0, 1:] - scores[0, 0]).abs().min() > 1e-6, "and on them they do depend"
+    assert torch.equal(rotate(q, cos[:1], sin[:1]), q), "position 0 is not turned"
+
+
+def test_far_positions_are_exact():
+    """At position 100,000 an angle computed in fp32 is off by thousandths."""
+    cos, _ = RotaryTables(4, 100_001, 10_000.0)(100_001)
+    assert cos[-1].tolist() == pytest.approx([math.cos(1e5)] * 2 + [math.cos(1e3)] * 2, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tables_stay_exact_whatever_is_done_to_the_model(dtype):
+    expected = RotaryTables(CONFIG.d_head, CONFIG.context_length, CONFIG.rope_theta)
+    tables = [
+        build(CONFIG).to(dtype).positional_encoder,
+        build(CONFIG).to(dtype).float().positional_encoder,
+        build(CONFIG, device="meta").to(dtype).to_empty(device="cpu").positional_encoder,
+    ]
+    for table in tables:
+        assert table.cos.dtype == torch.float32
+        assert torch.equal(table.cos, expected.cos) and torch.equal(table.sin, expected.sin)
+    assert build(CONFIG).double().positional_encoder.sin.dtype == torch.float64
+    assert build(CONFIG, device="meta").positional_encoder.cos.is_meta
+
+
+def test_norm_computes_in_fp32_and_keeps_the_dtype():
+    x = 1000 * torch.randn(5, 32)  # squares beyond fp16's range
+    norm = RMSNorm(32)
+    y = norm(x.half())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), norm(x), rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(5), rtol=1e-5, atol=0)
+    tiny = torch.full((1, 32), 1e-4)
+    torch.testing.assert_close(norm(tiny), tiny / math.sqrt(1e-8 + 1e-5))
+
+
+# --------------------------------------------------------------------------------------- autocast, compilation
+def test_autocast_keeps_weights_gradients_and_residual_stream_in_fp32():
+    model, ids = build(CONFIG), draw_ids()
+    residual = []
+    model.ln_final.register_forward_pre_hook(lambda module, args: residual.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    loss.backward()
+    assert logits.dtype == torch.bfloat16 and residual == [torch.float32]
+    assert torch.isfinite(loss) and loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    exact = model(ids)
+    assert 0 < (logits.float() - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_compiles_into_one_graph(autocast):
+    torch._dynamo.reset()
+    model, ids = build(CONFIG, "reference"), draw_ids()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    results = []
+    for run in (model, compiled):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = run(ids)
+        F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+        results.append([logits, *(p.grad.clone() for p in model.parameters())])
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- names and weights
+def test_parameters_have_the_staff_names_and_shapes():
+    d, f, v = CONFIG.d_model, CONFIG.d_ff, CONFIG.vocab_size
+    expected = {"token_embeddings.weight": (v, d), "ln_final.weight": (d,), "lm_head.weight": (v, d)}
+    for n in range(CONFIG.num_layers):
+        expected |= {f"layers.{n}.attn.{name}_proj.weight": (d, d) for name in ("q", "k", "v", "output")}
+        expected |= {f"layers.{n}.{name}.weight": (d,) for name in ("ln1", "ln2")}
+        expected |= {f"layers.{n}.ffn.{name}.weight": (f, d) for name in ("w1", "w3")}
+        expected[f"layers.{n}.ffn.w2.weight"] = (d, f)
+    model = build(CONFIG)
+    assert {name: tuple(t.shape) for name, t in model.state_dict().items()} == expected
+    assert {name for name, _ in model.named_parameters()} == expected.keys()
+    assert model.lm_head.weight is not model.token_embeddings.weight
+
+
+def test_weights_start_truncated_normal():
+    model = build(dataclasses.replace(SIZES["tiny"], d_model=256, d_ff=512))
+    kept = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
+    for weight, std in (
+        (model.token_embeddings.weight, 1.0),
+        (model.lm_head.weight, math.sqrt(2 / (256 + 10_000))),
+        (model.layers[1].ffn.w2.weight, math.sqrt(2 / (512 + 256))),
+        (model.layers[0].attn.k_proj.weight, math.sqrt(2 / (256 + 256))),
+    ):
+        assert 2.9 * std < weight.abs().max() <= 3 * std * (1 + 1e-6)
+        assert weight.std().item() == pytest.approx(kept * std, rel=0.02)
+        assert abs(weight.mean().item()) < 0.02 * std
+    assert torch.equal(model.ln_final.weight, torch.ones(256))
+
+
+def test_a_checkpoint_comes_back_whatever_was_compiled():
+    model, ids = perturbed(build(CONFIG)), draw_ids()
+    logits = model(ids)
+    whole = torch.compile(model, backend="eager").state_dict()
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    part = model.state_dict()
+    assert all(name.startswith("_orig_mod.") for name in whole)
+    assert "layers.1._orig_mod.ln1.weight" in part
+    tables = {"positional_encoder._freq_cis_cache": torch.zeros(2, 40, 8)}
+    for state in (whole, part, whole | tables):
+        other = build(CONFIG)
+        assert not torch.equal(other(ids), logits)
+        other.load_state_dict(staff_state_dict(state), strict=True)
+        assert torch.equal(other(ids), logits)
+    with pytest.raises(RuntimeError, match="unexpected"):
+        build(CONFIG).load_state_dict(staff_state_dict(whole | {"unexpected": torch.zeros(1)}))
+
+
+# ------------------------------------------------------------------------------------------- errors, choosing
+def test_what_does_not_fit_is_named():
+    model = build(CONFIG)
+    with pytest.raises(ValueError, match=r"41 tokens; context_length=40"):
+        model(draw_ids(sequence=41))
+    assert model(draw_ids(sequence=40)).shape == (2, 40, CONFIG.vocab_size)
+    with pytest.raises(ValueError, match=r"shape \(5,\); expected \(batch, sequence\)"):
+        model(torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"'fast'; allowed: auto, flash_triton"):
+        build(CONFIG, "fast")
+    with pytest.raises(ValueError, match="d_model=48 must be a multiple of num_heads=5"):
+        TransformerLM(61, 40, 48, 2, 5, 80)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0; it must be a positive integer"),
+        ({"d_ff": 2.5}, "d_ff=2.5"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_heads": 5}, "d_model=48 must be a multiple of num_heads=5"),
+        ({"num_heads": 16}, "head dimension 3; it must be even"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0; it must be positive and finite"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
+    ],
+)
+def test_configurations_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_sizes_are_those_of_the_handout():
+    table = {
+        name: (c.d_model, c.d_ff, c.num_layers, c.num_heads)
+        for name, c in SIZES.items()
+        if name in HANDOUT_SIZES
+    }
+    assert table == {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (1600, 6400, 48, 25),
+        "2.7B": (2560, 10240, 32, 32),
+    }
+    assert tuple(table) == HANDOUT_SIZES and all(SIZES[n].vocab_size == 10_000 for n in table)
+    assert size("xl").d_head == 64 and size("xl") is SIZES["xl"]
+    with pytest.raises(ValueError, match=r"'gpt5'; allowed: tiny, small, medium, large, xl, 2\.7B"):
+        size("gpt5")
+
+
+OTHER = """
+import torch
+import {imports}
+
+class Bare(torch.nn.Module):
+    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(d_model, d_ff))
+
+class Open(torch.nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.sizes = sizes
+
+class Short(torch.nn.Module):
+    def __init__(self, vocab_size, context_length, d_model, num_layers):
+        super().__init__()
+
+def function():
+    pass
+"""
+
+
+@pytest.fixture
+def other_module(tmp_path, monkeypatch):
+    """Name of a module with other classes; a second one, with `_broken` added, imports what does not exist."""
+    name = f"other_model_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(OTHER.format(imports="math"))
+    (tmp_path / f"{name}_broken.py").write_text(OTHER.format(imports="nonexistent_module"))
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_another_class_takes_the_place(other_module):
+    bare = build(CONFIG, model=f"{other_module}:Bare", device="meta", dtype=torch.bfloat16)
+    assert bare.weight.shape == (48, 80) and bare.weight.is_meta and bare.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"Bare' has no parameter attention; 'sdpa' cannot be chosen"):
+        build(CONFIG, "sdpa", model=f"{other_module}:Bare")
+    sizes = build(CONFIG, "sdpa", model=f"{other_module}:Open").sizes
+    assert sizes == {"attention": "sdpa", **dataclasses.asdict(CONFIG)}
+    assert load_class("cs336_systems.model:TransformerLM") is TransformerLM
+
+
+def test_a_class_that_cannot_take_the_place_is_refused(other_module):
+    for spec, message in {
+        "TransformerLM": r"'TransformerLM' is not of the form module:Class",
+        ":TransformerLM": "not of the form",
+        "nonexistent_module.model:X": "there is no module 'nonexistent_module'",
+        "cs336_systems.nonexistent:X": "there is no module 'cs336_systems.nonexistent'",
+        f"{other_module}:Missing": r"'Missing' is no torch\.nn\.Module class .*there are: Bare, Open, Short",
+        f"{other_module}:function": r"'function' is no torch\.nn\.Module class",
+        f"{other_module}:Short": "does not take num_heads, d_ff, rope_theta",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_class(spec)
+    with pytest.raises(ModuleNotFoundError, match="nonexistent_module"):
+        load_class(f"{other_module}_broken:Bare")
+
+
+def test_models_are_made_where_they_are_asked_for():
+    model = build(SIZES["2.7B"], device="meta", dtype=torch.bfloat16)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with torch.device("meta"):
+        assert build(CONFIG).lm_head.weight.is_meta, (
+            "torch's default device holds without a device of its own"
+        )
