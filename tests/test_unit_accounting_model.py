@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,15 +44,23 @@ def loss_of(model, ids, targets):
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
+class WideSoftmax(TorchFunctionMode):
+    """Autocast on the CPU leaves the softmax in bf16; under this mode it computes in fp32, as on CUDA.
+
+    A mode, since torch.compile remembers torch's functions when it first looks: one replaced then is lost to it.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.softmax and torch.is_autocast_enabled("cpu"):
+            kwargs = kwargs | {"dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
 @pytest.fixture
-def cuda_autocast_rule(monkeypatch):
-    """Autocast on the CPU leaves the softmax in bf16; with this it computes in fp32, as on CUDA."""
-    softmax = torch.softmax
-
-    def wide(x, dim):
-        return softmax(x, dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else None)
-
-    monkeypatch.setattr(torch, "softmax", wide)
+def cuda_autocast_rule():
+    with WideSoftmax():
+        yield
 
 
 def skip_without(attention):
