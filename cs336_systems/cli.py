@@ -3,7 +3,8 @@
     cs336 doctor                       what this machine can run, and why not the rest
     cs336 run                          measure every chapter here: its notebook, by papermill
     cs336 run hardware -p dtype=bf16   one chapter, some of its cases
-    cs336 bench flash --seq-len 4096 --head-dim 64,128 --json -
+    cs336 bench flash --seq-len 4096 --head-dim 64 128 --json -
+    cs336 bench model --size small medium --mode forward train_step --dtype fp32 bf16
     cs336 book --pdf                   build the book from the rows
     cs336 results merge DIR            take in the rows of another machine
 
@@ -16,15 +17,19 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 import tempfile
+import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+import typer.core
+from tqdm import tqdm
 
 if typing.TYPE_CHECKING:
     import pandas as pd
@@ -156,14 +161,32 @@ def merge(
 
 
 # -------------------------------------------------------------------------------- benchmarks
-Values = Annotated[str, typer.Option(help="One value, several separated by commas, or all.")]
+class Lists(typer.core.TyperCommand):
+    """A command whose options take several values with blanks between them too: `--size small medium`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        takes = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", False)}
+        joined: list[str] = []
+        value_of = ""  # the option whose value the next word is, or adds to
+        for arg in args:
+            if arg.startswith("-") and arg != "-":
+                value_of = arg if arg in takes else ""
+                joined.append(arg)
+            elif value_of and joined[-1] != value_of:
+                joined[-1] += f",{arg}"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, joined)
+
+
+Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
 Preset = Annotated[str, typer.Option(help="auto, full (the handout's grid) or smoke.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
 Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
 
 
-@bench.command("hardware")
+@bench.command("hardware", cls=Lists)
 def bench_hardware(
     kind: Values = "all", dtype: Values = "all", size: Values = "all", preset: Preset = "auto",
     refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
@@ -173,7 +196,7 @@ def bench_hardware(
     _bench("hardware", given, preset, refresh, save, json_file, off_grid=False)
 
 
-@bench.command("flash")
+@bench.command("flash", cls=Lists)
 def bench_flash(
     seq_len: Values = "all", head_dim: Values = "all", dtype: Values = "all", impl: Values = "all",
     heads: Values = "all", preset: Preset = "auto", refresh: Refresh = "missing", save: Save = True,
@@ -186,6 +209,38 @@ def bench_flash(
         typer.echo(_tune(given))
     else:
         _bench("flash_bench", given, preset, refresh, save, json_file, off_grid=True)
+
+
+@bench.command("model", cls=Lists)
+def bench_model(
+    size: Values = "small", context_length: Values = "512", mode: Values = "all", dtype: Values = "fp32",
+    attention: Values = "reference", batch: Values = "4", warmup: Values = "5", steps: Values = "10",
+    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile.")] = False,
+    compile_mode: Annotated[
+        str | None, typer.Option(help="off, default, reduce-overhead (CUDA graphs), max-autotune; one or several.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Another class of the same constructor, module:Class.")] = "own",
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Ranges for Nsight Systems.")] = False,
+    memory_snapshot: Annotated[
+        Path | None, typer.Option(help="Record the allocator's history of two more steps into this file.")
+    ] = None,
+    refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
+) -> None:  # fmt: skip
+    """Steps of a whole model: the product of the lists, each case predicted, measured and kept as a row."""
+    from cs336_systems.experiments import benchmarking
+    from cs336_systems.sizes import HANDOUT_SIZES
+
+    given = {
+        "size": size, "context_length": context_length, "mode": mode, "dtype": dtype, "attention": attention,
+        "compile": compile_mode or ("default" if compiled else "off"), "batch": batch, "warmup": warmup,
+        "steps": steps, "model": model, "repeat": "0",
+    }  # fmt: skip
+    for field, known in (benchmarking.CHOICES | {"size": HANDOUT_SIZES}).items():
+        given[field] = ",".join(known) if given[field].strip() == "all" else given[field]
+    options = {"nvtx": nvtx, "snapshot": memory_snapshot}
+    if any(options.values()):  # what is asked for beside the rows needs a run, whatever rows there are
+        refresh = "all"
+    _bench("benchmarking", given, "full", refresh, save, json_file, off_grid=True, options=options)
 
 
 def _tune(given: dict[str, str]) -> str:
@@ -219,6 +274,7 @@ def _bench(
     save: bool,
     json_file: str | None,
     off_grid: bool,
+    options: dict[str, Any] | None = None,
 ) -> None:
     from cs336_systems import experiments
     from cs336_systems.measure import rows
@@ -231,11 +287,24 @@ def _bench(
         if refresh not in rows.REFRESH:
             raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(rows.REFRESH)}")
         root = rows.results_root() if save else None
+    if hasattr(experiment, "forecast"):
+        for line in experiment.forecast(cases):
+            _say(line)
+    if options:  # a stand-in for the module, whose measuring takes the options
+        wired = {"run_group": functools.partial(experiment.run_group, **options)}
+        experiment = types.SimpleNamespace(**{**vars(experiment), **wired})
     failure = None
     with tempfile.TemporaryDirectory() as scratch:
         root = root or Path(scratch)
         try:
-            rows.measure(experiment, cases, refresh=refresh, root=root, log=_say)
+            rows.measure(
+                experiment,
+                cases,
+                refresh=refresh,
+                root=root,
+                log=functools.partial(tqdm.write, file=sys.stderr),
+                progress=_bar,
+            )
         except rows.MeasurementError as error:
             failure = error
         frame = rows.read(experiment, machine, root)
@@ -252,10 +321,16 @@ def _bench(
         _fail(failure)
 
 
+def _bar(due: list[Any]) -> Iterable[Any]:
+    """A progress bar over the groups to measure, on a terminal only."""
+    return tqdm(due, unit="group", disable=None, leave=False)
+
+
 def choose(experiment: ModuleType, preset: str, given: dict[str, str], off_grid: bool) -> list[Any]:
     """The cases that the given values of fields choose from a preset's grid, or, off it, their product.
 
-    Off the grid every field that is not given (or is `all`) takes the grid's values; `repeat` is 0 there.
+    Off the grid is what has a value that the grid does not have, and what names values for every field. There every
+    field that is not given (or is `all`) takes the grid's values; `repeat` is 0 there.
     ValueError for values that the grid does not have (or, off the grid, that are not of the field's type),
     and where no case is left.
     """
@@ -272,7 +347,8 @@ def choose(experiment: ModuleType, preset: str, given: dict[str, str], off_grid:
     filters = {field: text for field, text in given.items() if field in types}
     if refused := [field for field, text in given.items() if field not in types and text != "all"]:
         raise ValueError(f"{', '.join(refused)} cannot be chosen here; the cases have {', '.join(types)}")
-    if not (new and off_grid):
+    named = all(given.get(field, "all").strip() != "all" for field in types)
+    if not (off_grid and (new or named)):
         cases = experiments.cases(experiment, preset, **filters)
     else:
         _refuse_unknown(experiment, lists)
@@ -287,13 +363,16 @@ def choose(experiment: ModuleType, preset: str, given: dict[str, str], off_grid:
 
 def _refuse_unknown(experiment: ModuleType, lists: dict[str, list[Any]]) -> None:
     """Off the grid numbers are free, but words are those that the experiment knows."""
-    known = {"dtype": getattr(experiment, "DTYPES", ()), "impl": getattr(experiment, "IMPLEMENTATIONS", ())}
+    words = {"dtype": getattr(experiment, "DTYPES", ()), "impl": getattr(experiment, "IMPLEMENTATIONS", ())}
+    words |= getattr(experiment, "CHOICES", {})
     for field, values in lists.items():
+        known = words.get(field)
         for value in values:
-            if known.get(field) and value not in known[field]:
-                raise ValueError(f"unknown {field} {value!r}; allowed: {', '.join(known[field])}")
-            if field != "repeat" and isinstance(value, int) and value < 1:
-                raise ValueError(f"{field}={value}; it must be positive")
+            if known and value not in known:
+                raise ValueError(f"unknown {field} {value!r}; allowed: {', '.join(known)}")
+            least = 0 if field in ("repeat", "warmup") else 1
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{field}={value}; it must be {'positive' if least else 'at least 0'}")
 
 
 def _typed(field: str, text: str, kind: type) -> Any:
@@ -315,11 +394,14 @@ def _as_json(frame: pd.DataFrame) -> str:
 
 
 def _as_table(frame: pd.DataFrame, fields: list[str]) -> str:
-    """The rows for a terminal: the columns that say something, provenance left out."""
-    shown = frame.drop(columns=["run", "time_utc", "env", "code"])
+    """The rows for a terminal: fields that are the same in all of them above, then the columns that say something."""
+    same = [f for f in fields if len(frame) > 1 and frame[f].nunique() == 1]
+    shown = frame.drop(columns=["run", "time_utc", "env", "code", *same])
+    shown = shown.drop(columns=[c for c in shown if c.endswith("_each")])  # every step's time: for files
     silent = (shown.isna() | (shown == "")).all()
     empty = [c for c in shown if silent[c] and c not in (*fields, "status")]
-    return shown.drop(columns=empty).to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+    table = shown.drop(columns=empty).to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+    return "\n".join([", ".join(f"{f}={frame[f].iloc[0]}" for f in same)] * bool(same) + [table])
 
 
 if __name__ == "__main__":

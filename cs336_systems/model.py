@@ -191,10 +191,7 @@ class TransformerLM(nn.Module):
         rope_theta: float = 10_000.0, *, attention: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
-        if attention != "auto" and attention not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"unknown attention implementation {attention!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
-            )
+        _check_attention(attention)
         self.config = ModelConfig(
             d_model, d_ff, num_layers, num_heads, vocab_size=vocab_size, context_length=context_length,
             rope_theta=rope_theta,
@@ -221,6 +218,28 @@ class TransformerLM(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.lm_head(self.ln_final(x))
+
+
+def _check_attention(name: str) -> None:
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"unknown attention implementation {name!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def choose_attention(model: nn.Module, name: str) -> None:
+    """Makes all blocks of a `TransformerLM` use this implementation of attention from now on.
+
+    ValueError for an unknown name, or for a model without a `CausalSelfAttention`.
+    """
+    _check_attention(name)
+    blocks = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no CausalSelfAttention whose implementation could be chosen"
+        )
+    for block in blocks:
+        block.impl = name
 
 
 def staff_state_dict(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

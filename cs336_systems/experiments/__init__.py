@@ -1,4 +1,5 @@
-"""The measured chapters. Each module here has the name of its notebook in `book/` and CSV in `results/`.
+"""The measured chapters. Each module here has the name of its notebook in `book/` and CSV in `results/`, except `steps`:
+what the chapters about whole models share.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
@@ -25,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-CHAPTERS = ("hardware", "flash_bench")
+CHAPTERS = ("hardware", "benchmarking", "flash_bench")
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
 

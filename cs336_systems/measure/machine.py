@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 
 # Words of a device's marketing name that say nothing about which chip it is.
@@ -119,3 +120,29 @@ def environment_digest(env: dict | None = None) -> str:
     """Eight hexadecimal digits that stand for an environment in a row; `machine.json` spells them out."""
     text = json.dumps(environment() if env is None else env, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def free_memory_bytes(device: str) -> int | None:
+    """What a device (`"cpu"`, `"cuda"`) has left for new tensors, memory that torch's allocator caches included.
+
+    None where the system does not say (macOS, Windows).
+    """
+    if device != "cpu":
+        import torch
+
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except FileNotFoundError:
+        return None
+    return None
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use for code on a CPU; None where there is none."""
+    candidates = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)

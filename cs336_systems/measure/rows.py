@@ -303,6 +303,7 @@ def measure(
     refresh: str = "missing",
     root: Path | None = None,
     log: Callable[[str], None] | None = None,
+    progress: Callable[[list[list[Any]]], Iterable[list[Any]]] = iter,
 ) -> int:
     """Measures the groups that are due on this machine and keeps their rows; returns how many there were.
 
@@ -310,7 +311,8 @@ def measure(
     measured with earlier code or another environment, `"all"` everything. A case that fails becomes an
     `error` row with its traceback printed, the other groups still run, and at the end `MeasurementError`
     names them. Where the CUDA context is lost, the run ends after that group's rows are written. An interrupt
-    loses one group. `log` takes each line of progress (`print`, flushed, by default).
+    loses one group. `log` takes each line of progress (`print`, flushed, by default); `progress` goes through the
+    groups that are due, one after the other, and may draw a bar meanwhile.
     """
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
@@ -328,7 +330,7 @@ def measure(
     write_environment(machine, root)
     log(f"{chapter} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
     failed, begin = [], time.monotonic()
-    for number, group in enumerate(due, 1):
+    for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         results, context_lost = _run(experiment, group)

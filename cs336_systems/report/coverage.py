@@ -31,13 +31,16 @@ class Problem:
 _FLASH = "attention/"
 _DDP = "parallel/ddp.py"
 PROBLEMS = (
-    Problem("benchmarking_script", 4, "1.1", "step_bench"),
-    Problem("nsys_profile", 5, "1.1", "profile"),
-    Problem("mixed_precision_accumulation", 1, "1.1", "precision"),
-    Problem("benchmarking_mixed_precision", 2, "1.1", "precision"),
-    Problem("memory_profiling", 4, "1.1", "memory"),
-    Problem("pytorch_attention", 2, "1.2", "attention"),
-    Problem("torch_compile", 2, "1.3", "compile"),
+    Problem("benchmarking_script", 4, "1.1", "benchmarking", "experiments/steps.py", "test_chapter_benchmarking.py"),
+    Problem("nsys_profile", 5, "1.1", "profiling", "experiments/profiling.py", "test_chapter_profiling.py"),
+    Problem("mixed_precision_accumulation", 1, "1.1", "mixed_precision",
+            "experiments/mixed_precision.py", "test_chapter_mixed_precision.py"),
+    Problem("benchmarking_mixed_precision", 2, "1.1", "mixed_precision",
+            "experiments/mixed_precision.py", "test_chapter_mixed_precision.py"),
+    Problem("memory_profiling", 4, "1.1", "memory", "experiments/memory.py", "test_chapter_memory.py"),
+    Problem("pytorch_attention", 2, "1.2", "attention", "experiments/attention.py", "test_chapter_attention.py"),
+    Problem("torch_compile", 2, "1.3", "torch_compile",
+            "experiments/torch_compile.py", "test_chapter_torch_compile.py"),
     Problem("flash_forward", 15, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_backward", 5, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
     Problem("flash_benchmarking", 5, "1.3", "flash_bench",

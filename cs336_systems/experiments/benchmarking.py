@@ -1,0 +1,51 @@
+"""Chapter `benchmarking`: forward, backward and optimizer step of the handout's models, and what warming up does.
+
+    papermill book/benchmarking.ipynb out.ipynb -p size small,medium
+    cs336 bench model --size small medium --context-length 128 512 --mode forward train_step
+
+Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 products as well. Five warm-up steps and
+ten measured ones, as the handout asks. At context 512 the smaller sizes again with 0, 1
+and 2 warm-up steps, each in a fresh process. AdamW; batch 4; attention in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from cs336_systems.experiments import steps
+from cs336_systems.experiments.steps import GROUP, MEASURES, METRICS, Case, estimate_s, forecast, run_group
+from cs336_systems.sizes import HANDOUT_SIZES
+
+__all__ = ["CHOICES", "GROUP", "MEASURES", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
+
+CHOICES = steps.CHOICES
+CONTEXTS = (128, 256, 512, 1024)
+COLD_SIZES = ("small", "medium", "large")  # each of their cases costs a process of its own
+PRIMARY = 512  # the context length where the handout names none
+
+
+def grid(preset: str) -> list[Case]:
+    """The handout's sizes and contexts, or a small model on a CPU."""
+    if preset == "smoke":
+        return [
+            *_shape("tiny", 64, ("fp32",)),
+            *_shape("tiny", 128, ("fp32", "bf16"), again=True),
+            *_cold("tiny", 128, (0, 1)),
+        ]
+    cases = []
+    for size in HANDOUT_SIZES:
+        for context_length in CONTEXTS:
+            primary = context_length == PRIMARY
+            cases += _shape(size, context_length, ("fp32", "tf32") if primary else ("fp32",), again=primary)
+    for size in COLD_SIZES:
+        cases += _cold(size, PRIMARY, (0, 1, 2))
+    return cases
+
+
+def _shape(size: str, context_length: int, dtypes: tuple[str, ...], again: bool = False) -> list[Case]:
+    """All modes and dtypes of a shape; `again`: one of them twice (A/A)."""
+    modes = ("forward", "forward_backward", "train_step")
+    cases = [Case(size, context_length, mode, dtype) for dtype in dtypes for mode in modes]
+    return [*cases, Case(size, context_length, "forward_backward", dtypes[-1], repeat=1)] if again else cases
+
+
+def _cold(size: str, context_length: int, warmups: tuple[int, ...]) -> list[Case]:
+    return [Case(size, context_length, "forward_backward", warmup=warmup) for warmup in warmups]

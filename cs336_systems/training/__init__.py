@@ -1,0 +1,1 @@
+"""Training: the step, and (as the book grows) data, loop, checkpoints and generation around it."""

@@ -1,0 +1,301 @@
+"""Chapter benchmarking: its grid, how steps are measured, its page, and `cs336 bench model`."""
+
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+import step_rows
+from typer.testing import CliRunner
+
+from cs336_systems import cli, experiments
+from cs336_systems.experiments import benchmarking, steps
+from cs336_systems.experiments.steps import Case
+from cs336_systems.measure import machine, rows
+from cs336_systems.report import benchmarking as page
+from cs336_systems.report import steps as shared
+from cs336_systems.report.chapter import Chapter
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+TINY = Case("tiny", 16, "forward", batch=2, steps=3)
+
+
+def case(**changes):
+    return dataclasses.replace(TINY, **changes)
+
+
+@pytest.fixture
+def made_up(results_root):
+    """A chapter whose rows are made up, on `h100-x1`."""
+    step_rows.write(benchmarking, benchmarking.grid("full"), results_root)
+    return Chapter("benchmarking", measure="no", machine="h100-x1", preset="full")
+
+
+# ------------------------------------------------------------------------------------------------ grid
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_grid_is_a_grid(preset):
+    cases = benchmarking.grid(preset)
+    assert len(set(cases)) == len(cases)
+    assert any(case.repeat for case in cases)
+    for c in cases:
+        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
+        for field, allowed in benchmarking.CHOICES.items():
+            assert getattr(c, field) in allowed
+    assert all(benchmarking.estimate_s(group) > 0 for group in rows.groups(benchmarking, cases))
+
+
+def test_full_grid_is_the_handouts():
+    cases = benchmarking.grid("full")
+    for size in ("small", "medium", "large", "xl", "2.7B"):
+        for context_length in (128, 256, 512, 1024):
+            for mode in ("forward", "forward_backward", "train_step"):
+                assert Case(size, context_length, mode, "fp32") in cases
+    assert {c.warmup for c in cases} == {0, 1, 2, 5} and {c.steps for c in cases} == {10}
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def test_every_mode_fills_its_own_columns():
+    cases = [case(mode=mode, dtype=d) for mode in steps.accounting.MODES for d in ("fp32", "bf16")]
+    for c, found in zip(cases, steps.run_group(cases), strict=True):
+        assert set(found) <= set(steps.METRICS) and "status" not in found
+        phases = {p for p in steps.PHASES if f"{p}_ms_mean" in found}
+        assert phases == set(steps.PHASES[: steps.accounting.MODES.index(c.mode) + 1])
+        assert len(shared.series(found, "step")) == c.steps
+        assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["step_ms_p50"] * 1e3)
+        assert found["matmul_precision"] == ("highest" if c.dtype == "fp32" else "high")
+
+
+def test_precision_is_left_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    list(steps.run_group([case(dtype="bf16")]))
+    assert torch.get_float32_matmul_precision() == before
+
+
+@without_gpu
+def test_what_a_cpu_cannot_run_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
+    cases = [case(dtype="tf32"), case(attention="flash_triton"), case()]
+    found = list(steps.run_group(cases))
+    assert found[0]["status"].startswith("skipped: needs a CUDA device")
+    assert found[1]["status"] == "skipped: needs a CUDA device"
+    assert "status" not in found[2]
+    [large] = steps.run_group([case(size="2.7B", mode="train_step")])
+    assert large["status"].startswith("skipped: needs about 5") and "8.0 GiB are free" in large["status"]
+    monkeypatch.setattr(machine, "cpp_compiler", lambda: None)
+    [compiled] = steps.run_group([case(compile="default")])
+    assert compiled["status"] == "skipped: needs a C++ compiler"
+
+
+def test_out_of_memory_is_a_row_and_the_others_run(monkeypatch):
+    from cs336_systems.training.step import Step
+
+    backward = Step.backward
+
+    def full(self):
+        if self.dtype == "bf16":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(self)
+
+    monkeypatch.setattr(Step, "backward", full)
+    cases = [case(mode=m, dtype=d) for m in ("forward_backward", "train_step") for d in ("bf16", "fp32")]
+    found = list(steps.run_group(cases))
+    assert [f.get("status") for f in found] == ["oom", None, "oom", None]
+
+
+def test_memory_that_runs_out_only_in_turns_sends_each_alone(monkeypatch):
+    calls = []
+    timed = steps.phases.time_phases
+
+    def crowded(candidates, **options):
+        calls.append(len(candidates))
+        if options.get("steps", 0) == 3 and len(candidates) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(candidates, **options)
+
+    monkeypatch.setattr(steps.phases, "time_phases", crowded)
+    found = list(steps.run_group([case(), case(repeat=1)]))
+    assert all("status" not in f and f["step_ms_p50"] > 0 for f in found)
+    assert calls == [1, 1, 2, 1, 1]
+
+
+def test_a_model_that_does_not_fit_is_a_row_for_all(monkeypatch):
+    from cs336_systems.training import step
+
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(step, "build", full)
+    assert [f["status"] for f in steps.run_group([case(), case(mode="train_step")])] == ["oom", "oom"]
+
+
+def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
+    asked = []
+
+    def call(function, arguments, timeout_s):
+        asked.append((function, arguments))
+        return {"step_ms_p50": 1.0}
+
+    monkeypatch.setattr(steps, "call", call)
+    found = list(steps.run_group([case(warmup=0), case(warmup=0, repeat=1)]))
+    assert found == [{"step_ms_p50": 1.0}] * 2 and len(asked) == 2
+    assert asked[0][0] == "cs336_systems.experiments.steps:_alone"
+    assert asked[0][1]["case"] == dataclasses.asdict(case(warmup=0))
+    list(steps.run_group([case()]))
+    assert len(asked) == 2  # warm cases stay in this process
+
+
+def test_a_fresh_process_measures():
+    [found] = steps.run_group([case(warmup=0, mode="forward_backward")])
+    assert "status" not in found and len(shared.series(found, "forward")) == 3
+    assert "first_step_ms" not in found  # no trial step came before the measured ones
+
+
+def test_another_class_is_measured_without_claims_about_it(tmp_path, monkeypatch):
+    [found] = steps.run_group([case(model="test_unit_step:Bigram", attention="auto", mode="train_step")])
+    assert "status" not in found and found["mfu"] is None
+    assert steps.predicted_bytes(case(model="test_unit_step:Bigram")) is None
+
+
+def test_forecast_says_what_will_not_fit(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_names", lambda: [])
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**33)
+    lines = list(steps.forecast([case(), case(size="2.7B", mode="train_step"), case(compile="default")]))
+    assert len(lines) == 2
+    assert lines[0].endswith("8.0 GiB are free") and lines[1].endswith("8.0 GiB are free: it will not fit")
+
+
+def test_snapshot_files_have_the_case_in_their_name_where_there_are_several(tmp_path):
+    path = tmp_path / "s.pickle"
+    assert steps.snapshot_path(path, TINY, 1) == path
+    assert steps.snapshot_path(path, TINY, 2).name == "s_tiny_16_forward_fp32_reference_off_2.pickle"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    from cs336_systems.measure.memory import read_snapshot
+
+    cases = [case(mode="train_step", dtype=d) for d in ("fp32", "tf32", "bf16")]
+    for c, found in zip(
+        cases, steps.run_group(cases, nvtx=True, snapshot=tmp_path / "s.pickle"), strict=True
+    ):
+        assert "status" not in found and found["peak_gib"] > 0
+        marks = [mark.name for mark in read_snapshot(steps.snapshot_path(tmp_path / "s.pickle", c, 3)).marks]
+        assert marks == ["model", *["forward", "backward", "optimizer"] * 2]
+
+
+# ------------------------------------------------------------------------------------------------ page
+def test_page_of_made_up_rows(made_up):
+    table = shared.phase_table(made_up, repeat=0, warmup=5)
+    assert list(dict.fromkeys(table["size"])) == ["small", "medium", "large", "xl", "2.7B"]
+    row = table[(table["size"] == "2.7B") & (table["context"] == 1024)].iloc[0]
+    assert row["step"] == "OOM" and "±" in row["forward"]
+    assert "`2.7B`, context 1024, `train_step`, fp32" in page.out_of_memory(made_up)
+    assert "0.3 to 0.3 %" in page.memory_words(made_up).replace("0.30", "0.3")
+    floors = page.floor_table(made_up)
+    assert set(floors["dtype"]) == {"fp32", "tf32"} and len(floors) == 10
+    assert page.growth_words(made_up).count("\n") == 4
+    warm = page.warmup_table(made_up)
+    assert list(warm["warm-up steps"]) == [0, 1, 2, 5] * 3
+    assert "20.0 times the median" in page.warmup_words(made_up)
+    assert "`small` takes" in page.times_words(made_up) and "`2.7B` takes" in page.times_words(made_up)
+    assert len(page.variation(made_up)) == 5
+    assert "5 cases were measured twice" in shared.noise_words(made_up)
+    for figure in (page.spread_figure, page.context_figure, page.warmup_figure):
+        assert figure(made_up, "h100-x1").axes[0].has_data()
+
+
+def test_page_without_rows():
+    chapter = Chapter("benchmarking", measure="no", preset="full")
+    for sentence in (
+        page.times_words, page.growth_words, page.out_of_memory, page.memory_words, page.warmup_words,
+        shared.noise_words,
+    ):  # fmt: skip
+        assert "not measured" in sentence(chapter)
+    assert set(shared.phase_table(chapter, repeat=0, warmup=5)["forward"]) == {"–"}
+    assert page.variation(chapter).empty
+    for figure in (page.spread_figure, page.context_figure, page.warmup_figure):
+        assert figure(chapter, "").axes
+
+
+def test_prediction_table_has_every_size():
+    table = page.prediction_table()
+    assert list(table["size"]) == ["small", "medium", "large", "xl", "2.7B"]
+    assert table.set_index("size").loc["2.7B", "parameters, M"] == "3,410"
+
+
+def test_several_rows_for_one_cell_are_refused():
+    with pytest.raises(ValueError, match="not one row but 2"):
+        shared.one(pd.DataFrame({"a": [1, 1]}), a=1)
+
+
+# ------------------------------------------------------------------------------------------------ command line
+def bench(*arguments):
+    return CliRunner().invoke(cli.app, ["bench", "model", *arguments])
+
+
+@without_gpu
+def test_sweep_of_lists(results_root, tmp_path):
+    out = tmp_path / "rows.json"
+    result = bench(
+        "--size", "tiny", "--context-length", "16", "32", "--mode", "forward", "train_step", "--dtype", "fp32,bf16",
+        "--steps", "2", "--batch", "2", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert len(found) == 8 and {f["status"] for f in found} == {"ok"}
+    assert {(f["context_length"], f["mode"], f["dtype"]) for f in found} == {
+        (c, m, d) for c in (16, 32) for m in ("forward", "train_step") for d in ("fp32", "bf16")
+    }
+    assert "needs about" in result.output and "tokens_per_s" in result.output
+    again = bench(
+        "--size", "tiny", "--context-length", "16", "--mode", "forward", "--steps", "2", "--batch", "2"
+    )
+    assert "all 1 groups are measured" in again.output
+
+
+@without_gpu
+def test_a_case_too_large_is_a_row_and_the_next_runs(monkeypatch):
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
+    result = bench("--size", "2.7B", "tiny", "--context-length", "16", "--mode", "train_step", "--steps", "2")
+    assert result.exit_code == 0, result.output
+    assert "it will not fit" in result.output and "skipped: needs about" in result.output
+    assert "2 of 2 groups" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--size", "huge"], "unknown size 'huge'; allowed: tiny, small"),
+        (["--size", "tiny", "huge"], "unknown size 'huge'"),
+        (["--dtype", "fp8"], "unknown dtype 'fp8'; allowed: fp32, tf32, bf16"),
+        (["--context-length", "0"], "context_length=0; it must be positive"),
+        (["--context-length", "12x"], "context_length=12x: expected int"),
+        (["--mode", "backwards"], "unknown mode 'backwards'; allowed: forward, forward_backward, train_step"),
+        (["--attention", "flash3"], "unknown attention 'flash3'; allowed: auto, flash_triton"),
+        (["--compile-mode", "fast"], "unknown compile 'fast'; allowed: off, default, reduce-overhead"),
+        (["--batch", "-1"], "batch=-1; it must be positive"),
+        (["--warmup", "-1"], "warmup=-1; it must be at least 0"),
+    ],
+)
+def test_wrong_values_are_named(arguments, words):
+    result = bench(*arguments)
+    assert result.exit_code == 2 and words in result.output
+
+
+def test_options_reach_the_measurement(monkeypatch, tmp_path):
+    asked = {}
+
+    def run_group(cases, **options):
+        asked.update(options, cases=cases)
+        return [{"step_ms_p50": 1.0} for _ in cases]
+
+    monkeypatch.setattr(benchmarking, "run_group", run_group)
+    file = tmp_path / "m.pickle"
+    result = bench(
+        "--size", "tiny", "--context-length", "16", "--mode", "forward", "--compile", "--nvtx", "--memory-snapshot",
+        str(file), "--attention", "sdpa",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert asked["nvtx"] is True and asked["snapshot"] == file
+    assert asked["cases"] == [Case("tiny", 16, "forward", attention="sdpa", compile="default")]
