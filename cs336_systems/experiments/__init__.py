@@ -1,5 +1,6 @@
-"""The measured chapters. A module here has the name of its notebook in `book/` and CSV in `results/`; `steps` is what the
-chapters about whole models share.
+"""The measured chapters. A module here has the name of its notebook in `book/` and its CSV in `results/`.
+
+`steps` is no chapter: it is what the chapters about whole models share.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
