@@ -23,7 +23,7 @@ MAY = {
     "training": {"model"} | GROUND,
     "experiments": {"model", "training"} | GROUND,
     # rows of the book: files only, and an experiment for its cases
-    "report": {"accounting", "experiments", "measure"},
+    "report": {"accounting", "experiments", "measure", "sizes"},
 }
 EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
 
