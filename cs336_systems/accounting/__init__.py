@@ -1,9 +1,21 @@
 """Closed forms, each evaluated by code: FLOPs, bytes and times that are predicted before they are measured.
 
 `operations` says what an operation must compute and move, `model` what a whole Transformer must compute, `memory` what
-it holds, `hardware` what a known GPU could do at best. Nothing here needs torch.
+it holds, `attention_memory` what one attention holds and moves, `hardware` what a known GPU could do at best. Nothing
+here needs torch.
 """
 
+from cs336_systems.accounting.attention_memory import (
+    ATTENTION_IMPLS,
+    BEFORE_BACKWARD,
+    Kernel,
+    attention_before_backward_bytes,
+    attention_kernels,
+    attention_moments,
+    attention_peak_bytes,
+    attention_saved_bytes,
+    kernels_ms,
+)
 from cs336_systems.accounting.hardware import Peaks, exps_ms, peaks, ridge_flops_per_byte, roofline_ms
 from cs336_systems.accounting.memory import (
     MEMORY_MODES,
@@ -31,16 +43,25 @@ from cs336_systems.accounting.operations import (
 )
 
 __all__ = [
+    "ATTENTION_IMPLS",
+    "BEFORE_BACKWARD",
     "MEMORY_MODES",
     "MODES",
     "PARTS",
+    "Kernel",
     "Peaks",
+    "attention_before_backward_bytes",
     "attention_bytes",
     "attention_exps",
     "attention_flops",
+    "attention_kernels",
+    "attention_moments",
+    "attention_peak_bytes",
+    "attention_saved_bytes",
     "autocast_copy_bytes",
     "exps_ms",
     "forward_matmul_flops",
+    "kernels_ms",
     "matmul_flops",
     "memory_moments",
     "mfu",

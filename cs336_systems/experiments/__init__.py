@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-CHAPTERS = ("hardware", "benchmarking", "flash_bench")
+CHAPTERS = ("hardware", "benchmarking", "attention", "torch_compile", "flash_bench")
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
 

@@ -33,7 +33,8 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
 OWN = "own"
 METRICS = (
     *(column for phase in (*PHASES, "step") for column in phases.columns(phase)),
-    "first_step_ms", "compile_s", "graphs", "tokens_per_s", "mfu", "peak_gib", "matmul_precision", "sm_mhz", "power_w",
+    "first_step_ms", "compile_s", "graphs", "cuda_graph_skips", "tokens_per_s", "mfu", "peak_gib",
+    "matmul_precision", "sm_mhz", "power_w",
 )  # fmt: skip
 MEASURES = (
     "cs336_systems.experiments.steps", "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes",
@@ -254,7 +255,7 @@ def _first_step(candidate: _Candidate) -> None:
     import torch
     from torch._dynamo.utils import counters
 
-    graphs = counters["stats"]["unique_graphs"]
+    graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     step = candidate.step
     step.prepare()
     [whole] = phases.time_phases(
@@ -263,6 +264,8 @@ def _first_step(candidate: _Candidate) -> None:
     candidate.metrics["first_step_ms"] = whole["step"].steps_ms[0]
     if step.compile != "off":
         candidate.metrics["graphs"] = counters["stats"]["unique_graphs"] - graphs
+        if step.compile == "reduce-overhead":
+            candidate.metrics["cuda_graph_skips"] = counters["inductor"]["cudagraph_skips"] - skips
         if candidate.metrics["graphs"] < 1 or torch._dynamo.config.disable:
             raise RuntimeError(f"torch.compile made no graph for {candidate.name}")
 

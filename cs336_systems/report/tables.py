@@ -137,9 +137,14 @@ def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: boo
         name: the label, such as `tab-flash-forward`, unique in the book.
         note: a line under the table.
         wrap: whether long cells may break into lines in HTML.
-    """
-    from IPython.display import display
 
+    A frame without rows (nothing of it was measured or chosen) is shown as a sentence that says so.
+    """
+    from IPython.display import Markdown, display
+
+    if frame.empty:
+        display(Markdown(f"*{caption}* No rows: not measured."))
+        return
     bundle = {
         "text/html": to_html(frame, caption, note),
         "text/markdown": to_markdown(frame, caption, name, note, wrap),

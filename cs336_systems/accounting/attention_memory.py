@@ -1,0 +1,210 @@
+"""One attention on its own, without a mask: the tensors it holds at each moment, and what its kernels move. In bytes.
+
+Symbols: A = QKᵀ, S = A / sqrt(d), P = softmax(S), O = PV; dX is the gradient of X. Every matrix of scores (A, S, P and
+their gradients) has batch_heads · num_queries · num_keys elements, which is what all of this is about.
+
+impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
+between the matrix products fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
+score.
+device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
+
+Counted are tensors: Q, K, V and dO, which the caller holds all the time, and what is made of them. A process holds more
+(the context, the workspaces of libraries, what an allocator rounds up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cs336_systems.accounting.hardware import roofline_ms
+from cs336_systems.accounting.model import check_choice
+from cs336_systems.accounting.operations import attention_bytes, attention_flops, check_sizes, matmul_flops
+
+ATTENTION_IMPLS = ("reference", "compiled", "flash")
+ATTENTION_DEVICES = ("cuda", "cpu")
+BEFORE_BACKWARD = "before backward"  # the name of the moment
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the tensors of one attention."""
+
+    batch_heads: int
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    bytes_per_element: int
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
+
+    @property
+    def matrix(self) -> int:
+        """A, S, P or a gradient of one of them."""
+        return self.batch_heads * self.num_queries * self.num_keys * self.bytes_per_element
+
+    @property
+    def query(self) -> int:
+        """Q, O or a gradient of one of them."""
+        return self.batch_heads * self.num_queries * self.head_dim * self.bytes_per_element
+
+    @property
+    def key(self) -> int:
+        """K, V or a gradient of one of them."""
+        return self.batch_heads * self.num_keys * self.head_dim * self.bytes_per_element
+
+    @property
+    def row(self) -> int:
+        """One fp32 number a query: the logsumexp L, or D = rowsum(dO∘O)."""
+        return self.batch_heads * self.num_queries * _FP32_BYTES
+
+    @property
+    def product_flops(self) -> int:
+        return self.batch_heads * matmul_flops(self.num_queries, self.num_keys, self.head_dim)
+
+
+def _check(impl: str, device: str) -> None:
+    check_choice("impl", impl, ATTENTION_IMPLS)
+    check_choice("device", device, ATTENTION_DEVICES)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+def attention_saved_bytes(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
+    impl: str = "reference",
+) -> dict[str, int]:  # fmt: skip
+    """Tensor → bytes of what the forward pass saves for the backward pass, the inputs among it.
+
+    ValueError for an unknown `impl` or a size that is not positive.
+    """
+    _check(impl, "cuda")
+    t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+    inputs = {"Q": t.query, "K": t.key, "V": t.key}
+    return inputs | ({"O": t.query, "L": t.row} if impl == "flash" else {"P": t.matrix})
+
+
+def attention_moments(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
+    impl: str = "reference", device: str = "cuda",
+) -> dict[str, dict[str, int]]:  # fmt: skip
+    """Moment → tensor → bytes: what is alive at each moment of a forward and a backward pass, in their order.
+
+    A moment is named after the operation that has just made its output and not yet let go of its inputs. The moment
+    `before backward` has nothing but inputs, output and what the graph keeps. ValueError as above, and for an unknown
+    `device`.
+    """
+    _check(impl, device)
+    t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+    inputs = {"Q": t.query, "K": t.key, "V": t.key, "dO": t.query}
+    out, m = {"O": t.query}, t.matrix
+    grads = {"dQ": t.query, "dK": t.key, "dV": t.key}
+    if impl == "flash":
+        kept = inputs | out | {"L": t.row}
+        return {"forward": kept, BEFORE_BACKWARD: kept, "backward": kept | {"D": t.row} | grads}
+    if impl == "compiled":
+        moments = {"A = QKᵀ": {"A": m}, "P from A": {"A": m, "P": m}, "O = PV": {"P": m} | out}
+    else:  # the function's own variable holds S until it returns
+        moments = {
+            "A = QKᵀ": {"A": m},
+            "S = A/√d": {"A": m, "S": m},
+            "P = softmax(S)": {"S": m, "P": m},
+            "O = PV": {"S": m, "P": m} | out,
+        }
+    moments[BEFORE_BACKWARD] = out | {"P": m}
+    begun = out | {"dV": t.key}
+    moments["dP = dO Vᵀ"] = begun | {"P": m, "dP": m}
+    if impl == "compiled":
+        moments["dA from P, dP"] = begun | {"dP": m, "dA": m}
+    else:
+        extra = {"P∘dP": m} if device == "cuda" else {}
+        moments["dS from P, dP"] = begun | {"P": m, "dP": m} | extra | {"dS": m}
+        moments["dA = dS/√d"] = begun | {"dS": m, "dA": m}
+    moments["dQ = dA K, dK = dAᵀ Q"] = begun | {"dA": m, "dQ": t.query, "dK": t.key}
+    if impl == "reference":  # its product is dKᵀ, which becomes K's gradient by a copy
+        moments["dK in K's layout"] = out | grads | {"dKᵀ": t.key}
+    return {moment: inputs | tensors for moment, tensors in moments.items()}
+
+
+def attention_before_backward_bytes(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
+    impl: str = "reference",
+) -> int:  # fmt: skip
+    """Bytes alive between the passes: Q, K, V, dO, O, and P or L. Errors as for `attention_saved_bytes`."""
+    sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+    return sum(attention_moments(*sizes, impl)[BEFORE_BACKWARD].values())
+
+
+def attention_peak_bytes(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
+    impl: str = "reference", device: str = "cuda",
+) -> int:  # fmt: skip
+    """The most bytes alive at any moment of a forward and a backward pass. Errors as for `attention_moments`.
+
+    For plain attention and long sequences it is softmax's gradient: four matrices on a GPU, three on a CPU. No
+    schedule that stores P can do with fewer than two, since P and dP meet.
+    """
+    sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+    return max(sum(tensors.values()) for tensors in attention_moments(*sizes, impl, device).values())
+
+
+# ---------------------------------------------------------------------------------------------------- traffic
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: the FLOPs of its matrix product (0 if it has none), and the fewest bytes that it moves."""
+
+    name: str
+    flops: float
+    num_bytes: int
+
+
+def attention_kernels(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int, impl: str, part: str,
+    device: str = "cuda",
+) -> tuple[Kernel, ...]:  # fmt: skip
+    """The kernels of one pass in their order; part: "forward" or "backward".
+
+    Each reads its inputs from memory once and writes its outputs once: right where they do not fit in a cache, too
+    much where they do. ValueError for an unknown `impl`, `part` or `device`, or a size that is not positive.
+    """
+    _check(impl, device)
+    check_choice("part", part, ("forward", "backward"))
+    t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+    if impl == "flash":
+        flops = attention_flops(batch_heads, num_queries, num_keys, head_dim, False, part)
+        sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
+        return (Kernel(part, flops, attention_bytes(*sizes, part)),)
+
+    def product(
+        name: str,
+    ) -> Kernel:  # of a matrix, something like Q, and something like K, whichever is the result
+        return Kernel(name, t.product_flops, t.matrix + t.query + t.key)
+
+    def elementwise(name: str, matrices: int) -> Kernel:
+        return Kernel(name, 0, matrices * t.matrix)
+
+    fused = impl == "compiled"
+    if part == "forward":
+        between = (
+            [elementwise("P from A", 2)]
+            if fused
+            else [elementwise("S = A/√d", 2), elementwise("P = softmax(S)", 2)]
+        )
+        return (product("A = QKᵀ"), *between, product("O = PV"))
+    if fused:
+        between = [elementwise("dA from P, dP", 3)]
+    elif device == "cuda":
+        between = [elementwise("P∘dP", 3), elementwise("dS from P, P∘dP", 3), elementwise("dA = dS/√d", 2)]
+    else:
+        between = [elementwise("dS from P, dP", 3), elementwise("dA = dS/√d", 2)]
+    ends = (product("dV = Pᵀ dO"), product("dP = dO Vᵀ")), (product("dK = dAᵀ Q"), product("dQ = dA K"))
+    return (*ends[0], *between, *ends[1])
+
+
+def kernels_ms(kernels: Iterable[Kernel], tflops: float, tb_per_s: float) -> float:
+    """The least time in ms of kernels that run one after another: each is bound by its product or by its bytes.
+
+    tflops, tb_per_s: the best product and the best copy of the machine. ValueError for one that is not positive.
+    """
+    return sum(roofline_ms(kernel.flops, kernel.num_bytes, tflops, tb_per_s) for kernel in kernels)

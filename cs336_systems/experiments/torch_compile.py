@@ -1,0 +1,73 @@
+"""Chapter `torch_compile`: the whole model, eager against compiled, and the fastest training step of this book.
+
+    papermill book/torch_compile.ipynb out.ipynb -p size small
+    cs336 bench model --size small --mode train_step --dtype bf16 --compile-mode off default reduce-overhead
+
+Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast (`small` with fp32 weights and TF32
+products too), forward alone and the training step, eager and compiled: model and loss together, AdamW eager and fused.
+*Speed*: training steps of `small` and `medium` at context 1,024, batch 4 and larger ones, for each implementation of
+attention; at batch 4 with CUDA graphs as well. Compiled code comes from an empty cache, so that `compile_s` is what a
+first compilation costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cs336_systems.experiments import steps
+from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast
+from cs336_systems.sizes import HANDOUT_SIZES
+
+__all__ = ["CHOICES", "GROUP", "MEASURES", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
+
+CHOICES = steps.CHOICES
+MEASURES = (*steps.MEASURES, "cs336_systems.attention")  # all implementations take part
+SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
+SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16, 32)}
+_LARGE = (("reference", "off"), ("reference", "default"), ("sdpa", "default"), ("flash_triton", "default"))
+_BATCH_4 = (
+    ("reference", "off"), ("sdpa", "off"), ("flash_triton", "off"), ("reference", "default"), ("sdpa", "default"),
+    ("flash_triton", "default"), ("sdpa", "reduce-overhead"), ("flash_triton", "reduce-overhead"),
+)  # fmt: skip
+
+
+def grid(preset: str) -> list[Case]:
+    """Both grids, or a small model on a CPU."""
+    if preset == "smoke":
+        return [
+            Case("tiny", 64, "train_step", attention="reference"),
+            Case("tiny", 64, "train_step", attention="reference", repeat=1),
+            Case("tiny", 64, "train_step", attention="reference", compile="default"),
+            Case("tiny", 64, "train_step", attention="sdpa"),
+        ]
+    cases = [case for size in HANDOUT_SIZES for case in _sizes(size, SIZES_CONTEXT, "bf16")]
+    cases += _sizes("small", SIZES_CONTEXT, "tf32")
+    for size, batches in SPEED_BATCHES.items():
+        for batch in batches:
+            variants = _BATCH_4 if batch == 4 else _LARGE
+            cases += [_speed(size, batch, attention, compile) for attention, compile in variants]
+            cases.append(_speed(size, batch, "reference", "off", repeat=1))
+    return cases
+
+
+def _sizes(size: str, context_length: int, dtype: str) -> list[Case]:
+    """Forward and training step of a size, eager and compiled; the eager step twice (A/A)."""
+    cases = [
+        Case(size, context_length, mode, dtype, compile=compile)
+        for mode in ("forward", "train_step")
+        for compile in ("off", "default")
+    ]
+    return [*cases, Case(size, context_length, "train_step", dtype, repeat=1)]
+
+
+def _speed(size: str, batch: int, attention: str, compile: str, repeat: int = 0) -> Case:
+    return Case(size, SPEED_CONTEXT, "train_step", "bf16", attention, compile, batch, repeat=repeat)
+
+
+def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """As `steps.run_group`, without the caches that torch.compile keeps on disk."""
+    import torch.compiler.config
+
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield from steps.run_group(cases)

@@ -1,0 +1,400 @@
+"""What chapter `attention` shows: tables and figures from its rows, with the closed forms beside them."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.flash import verdict
+from cs336_systems.report.roofs import Roofs, machine_environment
+from cs336_systems.report.tables import EMPTY, fmt
+
+PARTS = ("forward", "backward")
+PLAIN, COMPILED, OURS = "reference", "reference_compiled", "flash_triton"
+CLOSED_FORM = {PLAIN: "reference", COMPILED: "compiled", OURS: "flash"}  # what `accounting` calls them
+BYTES = {"fp32": 4, "bf16": 2}
+SHAPE = ["machine", "cap_gib", "dtype", "head_dim", "seq_len"]
+GIB = 2**30
+MATRICES = (
+    "A",
+    "S",
+    "P",
+    "dP",
+    "P∘dP",
+    "dS",
+    "dA",
+)  # the tensors of `accounting` with a number for each score
+_PREDICTED = [
+    "matrix_gib", "predicted_before_gib", "before_matrices", "predicted_peak_gib", "peak_matrices",
+    "forward_floor_ms", "backward_floor_ms",
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- closed forms
+def sizes(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> tuple[int, int, int, int, int]:
+    """The arguments of the closed forms: batch, queries, keys, head dimension, bytes of an element."""
+    return chapter.experiment.BATCH, seq_len, seq_len, head_dim, BYTES[dtype]
+
+
+def longest(chapter: Chapter) -> int:
+    """The longest sequence of the handout's grid, whatever was measured."""
+    return max(case.seq_len for case in chapter.experiment.grid("full"))
+
+
+def device(machine: str) -> str:
+    """Whose closed form a machine needs: `cpu` or `cuda`."""
+    return "cpu" if machine.startswith("cpu-") else "cuda"
+
+
+def moments(chapter: Chapter, seq_len: int, head_dim: int, dtype: str, impl: str = PLAIN) -> pd.DataFrame:
+    """The closed form of what is alive on a GPU at each moment of both passes: matrices by name, the rest as a sum."""
+    found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), CLOSED_FORM[impl])
+    return pd.DataFrame([{"moment": moment} | _weights(tensors) for moment, tensors in found.items()])
+
+
+def kept_and_peak(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> pd.DataFrame:
+    """The closed forms of all implementations on a GPU: what is alive before backward, and at the heaviest moment."""
+    out = []
+    for impl, name in CLOSED_FORM.items():
+        found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), name)
+        for moment in (accounting.BEFORE_BACKWARD, heaviest(found)):
+            line = {"implementation": figures.label(impl), "moment": moment}
+            out.append(line | _weights(found[moment]))
+    return pd.DataFrame(out)
+
+
+def heaviest(found: dict[str, dict[str, int]]) -> str:
+    """The moment at which most bytes are alive."""
+    return max(found, key=lambda moment: sum(found[moment].values()))
+
+
+def _weights(tensors: dict[str, int]) -> dict[str, str]:
+    names = [name for name in tensors if name in MATRICES]
+    quadratic, total = sum(tensors[name] for name in names), sum(tensors.values())
+    return {
+        "matrices of scores": ", ".join(names) or EMPTY, "GiB": fmt(quadratic / GIB),
+        "rest, GiB": fmt((total - quadratic) / GIB), "sum, GiB": fmt(total / GIB),
+    }  # fmt: skip
+
+
+def longest_that_fits(chapter: Chapter, memory_gib: float, head_dim: int, dtype: str, impl: str) -> int:
+    """The greatest length whose peak, by the closed form, is not above `memory_gib`."""
+
+    def peak(n: int) -> int:
+        return accounting.attention_peak_bytes(*sizes(chapter, n, head_dim, dtype), CLOSED_FORM[impl])
+
+    return bisect.bisect_right(range(1, 2**26), memory_gib * GIB, key=peak)
+
+
+def gpu_memory_gib(chapter: Chapter, machine: str) -> float | None:
+    """What the machine's GPU has, by `machine.json`; None where it does not say."""
+    return machine_environment(machine, chapter.root).get("gpu_memory_gib") if machine else None
+
+
+def limits(chapter: Chapter, machine: str, head_dim: int) -> pd.DataFrame:
+    """The longest sequences that fit under each cap, by the closed form."""
+    memory = {f"{cap} GiB": float(cap) for cap in sorted(chapter.rows()["cap_gib"].unique()) if cap}
+    if whole := gpu_memory_gib(chapter, machine):
+        memory[f"whole GPU, {fmt(whole)} GiB"] = whole
+    out = []
+    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
+        for impl in dict.fromkeys(chapter.rows(dtype=dtype)["impl"]):
+            line = {"dtype": dtype, "implementation": figures.label(impl)}
+            for name, gib in memory.items():
+                line[name] = f"{longest_that_fits(chapter, gib, head_dim, dtype, impl):,}"
+            out.append(line)
+    return pd.DataFrame(out)
+
+
+def product_tflops(roofs: Roofs, dtype: str, impl: str) -> float | None:
+    """The best product that an implementation could use, in TFLOP/s; None if it is not measured.
+
+    Our kernels may make an fp32-accurate product of three TF32 ones, on tensor cores.
+    """
+    known = [roofs.tflops.get(dtype)]
+    if impl == OURS and dtype == "fp32" and "tf32" in roofs.tflops:
+        known.append(roofs.tflops["tf32"] / 3)
+    return max(filter(None, known), default=None)
+
+
+def kernels(
+    chapter: Chapter, roofs: Roofs, seq_len: int, head_dim: int, dtype: str, impl: str, on: str = "cuda"
+) -> pd.DataFrame:
+    """The kernels of both passes: FLOPs, bytes, and the least time of each at the machine's roofs."""
+    pi, beta = product_tflops(roofs, dtype, impl), roofs.tb_per_s
+    out = []
+    for part in PARTS:
+        for kernel in accounting.attention_kernels(
+            *sizes(chapter, seq_len, head_dim, dtype), CLOSED_FORM[impl], part, on
+        ):
+            line = {"pass": part, "kernel": kernel.name}
+            line["GFLOP"] = fmt(kernel.flops / 1e9) if kernel.flops else EMPTY
+            line["GB"] = fmt(kernel.num_bytes / 1e9)
+            product = kernel.flops / (pi * 1e9) if pi else math.nan
+            line["product, ms"] = fmt(product) if kernel.flops else EMPTY
+            line["bytes, ms"] = fmt(kernel.num_bytes / (beta * 1e9) if beta else None)
+            line["floor, ms"] = fmt(accounting.kernels_ms([kernel], pi, beta) if pi and beta else None)
+            out.append(line)
+    return pd.DataFrame(out)
+
+
+def with_predictions(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
+    """The chosen rows (the A/A rows left out) with the closed forms beside them.
+
+    Added columns: `matrix_gib`, one matrix of scores; `predicted_before_gib` and `predicted_peak_gib`, with the
+    measured workspaces where they are known; `before_matrices` and `peak_matrices`, how many matrices the measured
+    memory amounts to; `forward_floor_ms` and `backward_floor_ms`, NaN without roofs.
+    """
+    rows = chapter.rows(**where, repeat=0)
+    added = [_predictions(chapter, roofs, row) for row in rows.to_dict("records")]
+    return pd.concat([rows, pd.DataFrame(added, index=rows.index, columns=_PREDICTED)], axis=1)
+
+
+def _predictions(chapter: Chapter, roofs: Roofs, row: dict[str, Any]) -> dict[str, float]:
+    shape = sizes(chapter, row["seq_len"], row["head_dim"], row["dtype"])
+    impl, on = CLOSED_FORM[row["impl"]], device(row["machine"])
+    workspace = row["workspace_gib"] if pd.notna(row["workspace_gib"]) else 0.0
+    matrix = math.prod(shape[:3]) * shape[4] / GIB
+    found = accounting.attention_moments(*shape, impl, on)
+    out = {"matrix_gib": matrix}
+    for name, tensors in (
+        ("before", found[accounting.BEFORE_BACKWARD]),
+        ("peak", found[heaviest(found)]),
+    ):
+        total = sum(tensors.values()) / GIB + workspace
+        others = total - sum(size for tensor, size in tensors.items() if tensor in MATRICES) / GIB
+        measured = row["before_backward_gib" if name == "before" else "peak_gib"]
+        out[f"predicted_{name}_gib"] = total
+        out[f"{name}_matrices"] = (measured - others) / matrix if pd.notna(measured) else math.nan
+    pi, beta = product_tflops(roofs, row["dtype"], row["impl"]), roofs.tb_per_s
+    for part in PARTS:
+        steps = accounting.attention_kernels(*shape, impl, part, on)
+        out[f"{part}_floor_ms"] = accounting.kernels_ms(steps, pi, beta) if pi and beta else math.nan
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ tables
+def word(status: str) -> str:
+    """A cell for a row without numbers: `OOM`, `skipped`, `error`, or a dash for one that is not there."""
+    return {"oom": "OOM", NOT_MEASURED: EMPTY}.get(status, status.split(":")[0])
+
+
+def time_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
+    """Mean and standard deviation in ms of forward (F) and backward (B): a row a shape, two columns an implementation.
+
+    `where` leaves one machine, dtype and cap.
+    """
+    rows = chapter.rows(**where, repeat=0)
+    impls = list(dict.fromkeys(rows["impl"]))
+    heads = [f"{figures.label(impl)} {letter}" for impl in impls for letter in "FB"]
+    out = []
+    for (head_dim, seq_len), part in rows.groupby(["head_dim", "seq_len"]):
+        line = [int(head_dim), int(seq_len)]
+        by_impl = part.set_index("impl")
+        for impl in impls:
+            row = by_impl.loc[impl] if impl in by_impl.index else None
+            if row is None or row["status"] != "ok":
+                line += [word(NOT_MEASURED if row is None else row["status"])] * 2
+            else:
+                line += [f"{fmt(row[f'{p}_ms_mean'])} ± {fmt(row[f'{p}_ms_std'], 2)}" for p in PARTS]
+        out.append(line)
+    return pd.DataFrame(out, columns=["d", "n", *heads])
+
+
+def memory_table(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
+    """Memory in GiB before backward and at the peak, each beside its prediction (pred.), and the number of matrices of
+    scores that both amount to; `where` leaves one machine, dtype, cap and d.
+
+    Empty where no row has a measured memory.
+    """
+    rows = with_predictions(chapter, roofs, **where)
+    rows = rows.dropna(subset="before_backward_gib").sort_values(["seq_len"], kind="stable")
+    out = []
+    for row in rows.to_dict("records"):
+        ok = row["status"] == "ok"
+        cells = [
+            fmt(row["before_backward_gib"], 4), fmt(row["predicted_before_gib"], 4),
+            fmt(row["peak_gib"], 4) if ok else word(row["status"]), fmt(row["predicted_peak_gib"], 4),
+            _count(row["before_matrices"]), _count(row["peak_matrices"]) if ok else word(row["status"]),
+        ]  # fmt: skip
+        out.append([row["seq_len"], figures.label(row["impl"]), *cells])
+    heads = ["n", "implementation", "before", "pred.", "peak", "pred.", "before ÷ N", "peak ÷ N"]
+    return pd.DataFrame(out, columns=heads)
+
+
+def _count(matrices: float) -> str:
+    return f"{round(matrices, 2) + 0.0:.2f}"  # no minus before a zero
+
+
+def failures(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """The rows of all implementations and caps for each shape at which something ran out of memory."""
+    rows = chapter.rows(machine=machine, repeat=0)
+    shapes = rows[rows["status"] == "oom"][["dtype", "head_dim", "seq_len"]].drop_duplicates()
+    return rows.merge(shapes, on=["dtype", "head_dim", "seq_len"])
+
+
+def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """For each shape that ran out of memory somewhere: every implementation, its predicted peak in GiB, and what
+    happened on the whole GPU and under the cap: the measured peak in GiB, or in which pass it failed.
+    """
+    rows = failures(chapter, machine)
+    caps = sorted(rows["cap_gib"].unique())
+    out = []
+    for (dtype, seq_len, head_dim, impl), part in rows.groupby(
+        ["dtype", "seq_len", "head_dim", "impl"], sort=False
+    ):
+        shape = sizes(chapter, seq_len, head_dim, dtype)
+        line = {
+            "dtype": dtype, "n": int(seq_len), "d": int(head_dim), "implementation": figures.label(impl),
+            "predicted": fmt(accounting.attention_peak_bytes(*shape, CLOSED_FORM[impl]) / GIB),
+        }  # fmt: skip
+        for cap in caps:
+            row = part[part["cap_gib"] == cap]
+            line[f"{cap} GiB" if cap else "whole GPU"] = _what_happened(row.iloc[0]) if len(row) else EMPTY
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def _what_happened(row: pd.Series) -> str:
+    if row["status"] == "ok":
+        return fmt(row["peak_gib"])
+    return f"OOM in {row['failed_in']}" if row["status"] == "oom" else word(row["status"])
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+def spread(chapter: Chapter) -> pd.DataFrame:
+    """How far the medians of the same case measured twice in one run lie apart: SHAPE, `run`, and a relative
+    difference for each pass (0.01 is one percent).
+    """
+    rows = chapter.measured()
+    first, second = rows[rows["repeat"] == 0], rows[rows["repeat"] == 1]
+    both = first.merge(second, on=[*SHAPE, "impl", "run"], suffixes=("", "_again"))
+    for part in PARTS:
+        both[part] = (both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"] - 1).abs()
+    return both[[*SHAPE, "run", *PARTS]]
+
+
+def speedups(chapter: Chapter, roofs: Roofs, impl: str, part: str, **where: Any) -> pd.DataFrame:
+    """Median time of plain attention over that of `impl`, where both ran in the same run.
+
+    SHAPE columns, `ratio`, `predicted` (the ratio of their floors), `noise` (the A/A difference of the run, or the
+    median of all runs where it is larger) and `word`: `faster`, `even` or `slower`.
+    """
+    metric = f"{part}_ms_p50"
+    rows = with_predictions(chapter, roofs, **where)
+    rows = rows[rows["status"] == "ok"]
+    both = rows[rows["impl"] == PLAIN].merge(
+        rows[rows["impl"] == impl], on=[*SHAPE, "run"], suffixes=("", "_peer")
+    )
+    both["ratio"] = (both[metric] / both[f"{metric}_peer"]).astype(float)
+    both["predicted"] = both[f"{part}_floor_ms"] / both[f"{part}_floor_ms_peer"]
+    again = spread(chapter)
+    both = both.merge(again[["run", part]].rename(columns={part: "again"}), on="run", how="left")
+    both["noise"] = np.fmax(both["again"].astype(float), again[part].median() if len(again) else math.nan)
+    both["word"] = [verdict(r, n) for r, n in zip(both["ratio"], both["noise"], strict=True)]
+    return both[[*SHAPE, "ratio", "predicted", "noise", "word"]]
+
+
+def speedup_table(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
+    """Plain attention's time over compiled and over ours, forward (F) and backward (B), each beside its prediction
+    (pred.); `where` leaves one machine, dtype, cap and d. A difference below the A/A spread is marked as even.
+    """
+    lines: dict[int, dict[str, str]] = {}
+    for impl, short in ((COMPILED, "comp."), (OURS, "ours")):
+        for part, letter in zip(PARTS, "FB", strict=True):
+            for row in speedups(chapter, roofs, impl, part, **where).itertuples():
+                line = lines.setdefault(row.seq_len, {"n": row.seq_len})
+                line[f"{short} {letter}"] = f"{fmt(row.ratio)} ×" + " (even)" * (row.word == "even")
+                line[f"{short} {letter} pred."] = (
+                    EMPTY if math.isnan(row.predicted) else f"{fmt(row.predicted)} ×"
+                )
+    table = pd.DataFrame([lines[n] for n in sorted(lines)]).fillna(EMPTY)
+    table.columns = ["pred." if name.endswith("pred.") else name for name in table.columns]
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ figures
+def time_figure(chapter: Chapter, roofs: Roofs, dtypes: tuple[str, ...], **where: Any) -> Figure:
+    """Medians over the sequence length, a row of panels for each dtype; dashed: the floor of each implementation."""
+    figure, axes = figures.panels(columns=2, rows=len(dtypes), height=2.6)
+    for line, dtype in zip(axes, dtypes, strict=True):
+        rows = with_predictions(chapter, roofs, **where, dtype=dtype)
+        for ax, part in zip(line, PARTS, strict=True):
+            ok = rows[rows["status"] == "ok"]
+            figures.lines(ax, ok, "seq_len", f"{part}_ms_p50", "impl", log_y=True)
+            _dashed(ax, rows[rows["seq_len"].isin(ok["seq_len"])], f"{part}_floor_ms")
+            ax.set(title=f"{part}, {figures.label(dtype)}", xlabel="sequence length")
+        line[0].set_ylabel("ms")
+    _legend_below(figure, axes)
+    return figure
+
+
+def memory_figure(chapter: Chapter, roofs: Roofs, **where: Any) -> Figure:
+    """Memory before backward and at the peak over the sequence length; dashed: the closed forms."""
+    rows = with_predictions(chapter, roofs, **where)
+    figure, axes = figures.panels(columns=2, height=3.0)
+    for ax, measured, predicted, title in (
+        (axes[0, 0], "before_backward_gib", "predicted_before_gib", "just before backward"),
+        (axes[0, 1], "peak_gib", "predicted_peak_gib", "at the peak"),
+    ):
+        there = rows[rows[measured].notna() & ((measured != "peak_gib") | (rows["status"] == "ok"))]
+        figures.lines(ax, there, "seq_len", measured, "impl", log_y=True)
+        if len(there):
+            _dashed(ax, rows, predicted, figures.ROOF)
+            for cap in sorted(c for c in chapter.rows()["cap_gib"].unique() if c):
+                figures.roof(ax, cap, f"{cap} GiB")
+        ax.set(title=title, xlabel="sequence length")
+    axes[0, 0].set_ylabel("GiB")
+    _legend_below(figure, axes)
+    return figure
+
+
+def _dashed(ax: Axes, rows: pd.DataFrame, y: str, color: str | None = None) -> None:
+    """A closed form: a dashed line for each implementation, in its color, or in one that is seen on top of others."""
+    for impl, part in rows.dropna(subset=y).groupby("impl", sort=False):
+        part = part.sort_values("seq_len")
+        own, zorder = figures.look(str(impl))[1], 4 if color else 2
+        ax.plot(part["seq_len"], part[y], color=color or own, ls=(0, (2, 2)), lw=1.0, zorder=zorder)
+
+
+def speedup_figure(
+    chapter: Chapter, roofs: Roofs, impl: str, dtypes: tuple[str, ...], **where: Any
+) -> Figure:
+    """Maps of plain attention's time over that of `impl`: sequence length across, head dimension down."""
+    figure, axes = figures.panels(columns=2, rows=len(dtypes), height=1.7)
+    for line, dtype in zip(axes, dtypes, strict=True):
+        grid = chapter.rows(**where, dtype=dtype, impl=impl, repeat=0)
+        for ax, part in zip(line, PARTS, strict=True):
+            ax.set_title(f"{part}, {figures.label(dtype)}")
+            table = speedups(chapter, roofs, impl, part, **where, dtype=dtype)
+            if table.empty:
+                figures.nothing(ax)
+                continue
+            words = grid.assign(word=grid["status"].map(word)).pivot_table(
+                index="head_dim", columns="seq_len", values="word", aggfunc="first"
+            )
+            shown = table.pivot_table(index="head_dim", columns="seq_len", values="ratio", aggfunc="first")
+            shown = shown.reindex(index=words.index, columns=words.columns)
+            figures.heat(ax, shown, limit=4.0, words=words.replace("ok", EMPTY))
+        line[0].set_ylabel("d")
+    for ax in axes[-1]:
+        ax.set_xlabel("sequence length")
+    return figure
+
+
+def _legend_below(figure: Figure, axes: np.ndarray) -> None:
+    """One legend for all panels, from the first one that has any lines."""
+    for ax in axes.flat:
+        handles, labels = ax.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
+            return

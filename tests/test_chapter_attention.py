@@ -1,0 +1,499 @@
+"""Chapter attention: its grids, what a group's rows hold, the cap and its lifting, its page with and without rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import types
+
+import matplotlib.pyplot as plt
+import pytest
+
+from cs336_systems import accounting, experiments, report
+from cs336_systems.experiments import attention as experiment
+from cs336_systems.measure import rows as store
+from cs336_systems.report import attention as page
+from cs336_systems.report import attention_words as words
+from cs336_systems.report.roofs import Roofs, roofs
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+
+GIB = 2**30
+HANDOUT = {"head_dim": [16, 32, 64, 128], "seq_len": [256, 1024, 4096, 8192, 16384]}
+SETTINGS = [("fp32", 0), ("fp32", 24), ("bf16", 0)]
+
+
+# --------------------------------------------------------------------------------- grids
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_every_case_is_there_once_and_every_group_has_one_pair(preset):
+    cases = experiment.grid(preset)
+    assert len(set(cases)) == len(cases)
+    assert {c.dtype for c in cases} <= set(experiment.DTYPES)
+    assert {c.impl for c in cases} == set(experiment.IMPLEMENTATIONS)
+    for group in store.groups(experiment, cases):
+        [again] = [c for c in group if c.repeat == 1]
+        assert dataclasses.replace(again, repeat=0) in group
+        assert 0 < experiment.estimate_s(group) < 120
+
+
+def test_full_is_the_grid_of_the_handout_three_times():
+    cases = set(experiment.grid("full"))
+    expected = {
+        experiment.Case(d, n, dtype, cap, impl, repeat)
+        for d, n, (dtype, cap) in itertools.product(*HANDOUT.values(), SETTINGS)
+        for impl, repeat in [(impl, 0) for impl in experiment.IMPLEMENTATIONS] + [("reference", 1)]
+    }
+    assert cases == expected
+
+
+# --------------------------------------------------------------------------------- measuring, on a CPU
+@pytest.fixture
+def quick(monkeypatch):
+    """Three passes instead of a hundred, and a compiler that only traces: rows are tested here, not numbers."""
+    for name, value in (("WARMUP", 1), ("STEPS", 3), ("ROUNDS", 2)):
+        monkeypatch.setattr(experiment, name, value)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(experiment, "cpp_compiler", lambda: "/usr/bin/c++")
+
+
+def group(dtype="fp32", cap_gib=0, seq_len=32, impls=("reference", "reference_compiled", "flash_triton")):
+    return [experiment.Case(16, seq_len, dtype, cap_gib, impl) for impl in impls]
+
+
+@without_gpu
+@pytest.mark.parametrize("dtype", experiment.DTYPES)
+def test_a_group_fills_its_columns(quick, dtype):
+    cases = [*group(dtype), experiment.Case(16, 32, dtype, 0, "reference", 1)]
+    plain, compiled, flash, again = experiment.run_group(cases)
+    assert flash["status"] == "skipped: needs a CUDA device"  # its interpreter is never timed
+    for metrics in (plain, compiled, again):
+        assert "status" not in metrics and "failed_in" not in metrics
+        assert set(metrics) <= set(experiment.METRICS)
+        assert metrics["matmul_precision"] == "highest"
+        assert metrics["workspace_gib"] is None  # memory is only known on a GPU
+        for part in experiment.PARTS:
+            assert metrics[f"{part}_ms_mean"] > 0 and metrics[f"{part}_ms_p50"] > 0
+            assert metrics[f"{part}_ms_std"] >= 0
+    assert compiled["graphs"] == 1 and compiled["compile_s"] > 0 and compiled["cache_hits"] >= 0
+    assert "graphs" not in plain
+
+
+@without_gpu
+def test_one_graph_for_each_shape_however_many_there_are(quick):
+    """Dynamo gives a function up after eight shapes, and would run it in eager mode."""
+    for seq_len in range(16, 28):
+        [metrics] = experiment.run_group(group(seq_len=seq_len, impls=("reference_compiled",)))
+        assert "status" not in metrics and metrics["graphs"] == 1
+
+
+@without_gpu
+@pytest.mark.slow
+def test_the_real_compiler(monkeypatch):
+    if experiment.cpp_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(experiment, "STEPS", 3)
+    [metrics] = experiment.run_group(group(impls=("reference_compiled",)))
+    assert "status" not in metrics and metrics["graphs"] == 1
+
+
+def test_recompiling_is_an_error_while_times_are_taken(quick):
+    function = experiment._function("reference_compiled", "cpu")
+    x = torch.randn(2, 16, 16)
+    torch._dynamo.reset()
+    function(x, x, x)
+    with experiment._no_recompiling():
+        function(x, x, x)
+        with pytest.raises(RuntimeError, match="recompile"):
+            function(*[torch.randn(2, 17, 16)] * 3)
+
+
+def test_without_a_compiler_the_row_says_so(quick, monkeypatch):
+    from cs336_systems.measure.rows import Skip
+
+    monkeypatch.setattr(experiment, "cpp_compiler", lambda: None)
+    with pytest.raises(Skip, match=r"^needs a C\+\+ compiler$"):
+        experiment._function("reference_compiled", "cpu")
+    monkeypatch.setattr(experiment, "has_module", lambda name: False)
+    with pytest.raises(Skip, match=r"^needs triton$"):
+        experiment._function("reference_compiled", "cuda")
+
+
+class FailsIn(torch.autograd.Function):
+    """Runs out of memory in its forward or its backward pass, after it has saved something."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, part):
+        if part == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        ctx.save_for_backward(torch.ones(8, 64, 64))
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, grad_o):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@without_gpu
+@pytest.mark.parametrize("part", experiment.PARTS)
+def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch, part):
+    chosen = experiment._function
+
+    def function(impl, device):
+        failing = lambda q, k, v: FailsIn.apply(q, k, v, part)
+        return failing if impl == "reference" else chosen(impl, device)
+
+    monkeypatch.setattr(experiment, "_function", function)
+    plain, compiled = experiment.run_group(group(impls=("reference", "reference_compiled")))
+    assert plain["status"] == "oom" and plain["failed_in"] == part
+    assert "forward_ms_p50" not in plain
+    assert "status" not in compiled and compiled["backward_ms_p50"] > 0
+
+
+def test_inputs_that_do_not_fit_are_rows_too(quick, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "randn", full)
+    if torch.cuda.is_available():
+        monkeypatch.setattr(experiment, "_workspace_gib", lambda: 0.0)
+    assert [row["status"] for row in experiment.run_group(group())] == ["oom"] * 3
+
+
+@without_gpu
+def test_another_failure_is_a_row_too(quick, capsys):
+    unknown, fine = experiment.run_group(group(impls=("warp", "reference")))
+    assert unknown["status"].startswith("error: ValueError: unknown impl 'warp'; allowed: reference, ")
+    assert "status" not in fine
+    assert "Traceback" in capsys.readouterr().err
+
+
+def candidate(metrics, impl="reference"):
+    shape = (experiment.BATCH, 32, 16)
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    found = experiment._Candidate(group(impls=(impl,))[0], metrics, inputs, torch.randn(shape))
+    found.apply = experiment._function(impl, "cpu")
+    return found
+
+
+def test_between_steps_nothing_is_kept():
+    one = candidate({})
+    one.forward()
+    output = one.output
+    one.backward()
+    assert all(x.grad is not None for x in one.inputs)
+    with pytest.raises(RuntimeError, match="second time"):  # the graph is freed, and P with it
+        output.backward(one.grad_o)
+    one.forget()
+    assert one.output is None
+    assert all(x.grad is None for x in one.inputs)
+
+
+def test_a_failed_step_keeps_nothing_and_says_where(monkeypatch):
+    metrics = {}
+    one = candidate(metrics)
+    monkeypatch.setattr(
+        experiment, "_function", lambda impl, device: lambda q, k, v: FailsIn.apply(q, k, v, "backward")
+    )
+    one.try_out()
+    assert metrics == {"failed_in": "backward", "status": "oom"}
+    assert one.output is None
+
+
+def test_precision_is_left_as_it_was(quick):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        experiment.run_group(group(impls=("reference",)))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_unknown_values_are_named():
+    with pytest.raises(ValueError, match=r"'fp8'; allowed: fp32, bf16"):
+        experiment.run_group(group("fp8"))
+    with pytest.raises(ValueError, match=r"'warp'; allowed: reference, reference_compiled, flash_triton"):
+        experiment._function("warp", "cpu")
+    with pytest.raises(ValueError, match=r"cap_gib=-1; allowed: 0 \(the whole GPU\)"):
+        experiment.run_group(group(cap_gib=-1))
+
+
+# --------------------------------------------------------------------------------- the cap
+@pytest.fixture
+def eighty_gib(monkeypatch):
+    """A make-believe GPU of 80 GiB; the list of the fractions that were set."""
+    fractions = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * GIB)
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    return fractions
+
+
+def test_the_cap_is_a_share_of_the_gpu_and_is_lifted(eighty_gib):
+    with experiment.capped(24, "cuda"):
+        assert eighty_gib == [24 / 80]
+    assert eighty_gib == [24 / 80, 1.0]
+
+
+def test_the_cap_is_lifted_after_a_failure(eighty_gib):
+    with pytest.raises(torch.OutOfMemoryError), experiment.capped(24, "cuda"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert eighty_gib[-1] == 1.0
+
+
+def test_no_cap_sets_nothing(eighty_gib):
+    with experiment.capped(0, "cuda"):
+        pass
+    assert eighty_gib == []
+
+
+def test_a_gpu_below_the_cap_is_skipped(eighty_gib):
+    from cs336_systems.measure.rows import Skip
+
+    with pytest.raises(Skip, match=r"^needs a GPU with more than 80 GiB$"), experiment.capped(80, "cuda"):
+        pass
+    assert eighty_gib == []
+
+
+@without_gpu
+def test_a_cpu_has_no_cap(quick):
+    assert experiment.run_group(group(cap_gib=24)) == [{"status": "skipped: needs a CUDA device"}] * 3
+
+
+# --------------------------------------------------------------------------------- on a GPU
+def predicted(case, what, **options):
+    shape = (experiment.BATCH, case.seq_len, case.seq_len, case.head_dim, page.BYTES[case.dtype])
+    return (
+        getattr(accounting, f"attention_{what}_bytes")(*shape, page.CLOSED_FORM[case.impl], **options) / GIB
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", experiment.DTYPES)
+def test_memory_on_a_gpu_is_that_of_the_closed_form(monkeypatch, dtype):
+    monkeypatch.setattr(experiment, "STEPS", 3)
+    cases = [experiment.Case(64, 2048, dtype, 0, impl) for impl in experiment.IMPLEMENTATIONS]
+    for case, metrics in zip(cases, experiment.run_group(cases), strict=True):
+        assert "status" not in metrics
+        before, peak = (
+            metrics[name] - metrics["workspace_gib"] for name in ("before_backward_gib", "peak_gib")
+        )
+        assert before == pytest.approx(predicted(case, "before_backward"), rel=0.01)
+        if (
+            case.impl == "reference_compiled"
+        ):  # what a version of the compiler does with its buffers may change
+            assert predicted(case, "before_backward") < peak <= predicted(cases[0], "peak")
+        else:
+            assert peak == pytest.approx(predicted(case, "peak"), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_under_a_cap_plain_attention_runs_out_and_the_next_case_runs(monkeypatch):
+    monkeypatch.setattr(experiment, "STEPS", 3)
+    torch.cuda.empty_cache()
+    cases = [experiment.Case(16, 3072, "fp32", 1, impl) for impl in ("reference", "flash_triton")]
+    plain, flash = experiment.run_group(
+        cases
+    )  # forward holds two matrices of 0.28 GiB, backward would hold four
+    assert plain["status"] == "oom" and plain["failed_in"] == "backward"
+    assert plain["before_backward_gib"] > 0.28
+    assert "status" not in flash and flash["backward_ms_p50"] > 0
+    x = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")  # the cap is lifted
+    del x
+    torch.cuda.empty_cache()
+
+
+# --------------------------------------------------------------------------------- the page
+ROOFS = Roofs(tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 700.0}, tb_per_s=3.0)
+WORKSPACE, MEMORY = 0.0625, 79.2
+
+
+def metrics_of(case):
+    """Rows of a made-up GPU: the closed forms' memory, floors and launches in its times."""
+    shape = (experiment.BATCH, case.seq_len, case.seq_len, case.head_dim, page.BYTES[case.dtype])
+    impl = page.CLOSED_FORM[case.impl]
+    out = {"workspace_gib": WORKSPACE, "matmul_precision": "highest"}
+    out["before_backward_gib"] = WORKSPACE + predicted(case, "before_backward")
+    out["peak_gib"] = WORKSPACE + predicted(case, "peak")
+    if out["peak_gib"] > (case.cap_gib or MEMORY):
+        return out | {"status": "oom", "failed_in": "backward", "peak_gib": 2 * out["before_backward_gib"]}
+    if case.impl == "reference_compiled":
+        out |= {"graphs": 1, "compile_s": 3.5, "cache_hits": 3 if case.cap_gib else 0}
+    for part in page.PARTS:
+        steps = accounting.attention_kernels(*shape, impl, part)
+        ms = 0.02 * len(steps) + 1.1 * accounting.kernels_ms(steps, ROOFS.tflops[case.dtype], ROOFS.tb_per_s)
+        ms *= 1.01 if case.repeat else 1.0
+        out |= {f"{part}_ms_mean": ms, f"{part}_ms_std": 0.01 * ms, f"{part}_ms_p50": ms}
+    return out | {"status": "ok"}
+
+
+def metrics_on_a_cpu(case):
+    if case.cap_gib or case.impl == "flash_triton":
+        return {"status": "skipped: needs a CUDA device"}
+    memory = ("workspace_gib", "before_backward_gib", "peak_gib")
+    return metrics_of(case) | dict.fromkeys(memory)
+
+
+def write_rows(root, machine="h100-x1", keep=lambda case: True):
+    """A whole machine of made-up rows, with roofs and a data sheet."""
+    on_a_cpu = machine.startswith("cpu-")
+    preset, metrics = ("smoke", metrics_on_a_cpu) if on_a_cpu else ("full", metrics_of)
+    origin = {"time_utc": "2025-03-04T05:06:07Z", "env": "abcd", "code": store.code_digest(experiment)}
+    rows = [
+        dataclasses.asdict(c)
+        | metrics(c)
+        | {"run": f"{c.cap_gib}-{c.dtype}-{c.head_dim}-{c.seq_len}"}
+        | origin
+        for c in experiment.grid(preset)
+        if keep(c)
+    ]
+    store.write(experiment, machine, rows, root)
+    hardware = experiments.load("hardware")
+    origin["code"] = store.code_digest(hardware)
+    rows = [
+        dataclasses.asdict(c)
+        | {
+            "status": "ok",
+            "run": c.kind,
+            "tflops": ROOFS.tflops.get(c.dtype, 1.0),
+            "tb_per_s": ROOFS.tb_per_s,
+        }
+        | origin
+        for c in hardware.grid("full")
+    ]
+    store.write(hardware, machine, rows, root)
+    gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1, "sms": 132, "gpu_memory_gib": MEMORY}
+    store.write_environment(machine, root, {"abcd": gpu | {"torch": "2.13.0", "triton": "3.7.1"}})
+    (root / "reference.json").write_text(json.dumps({"attention": [machine], "hardware": [machine]}))
+
+
+def run_notebook(project_root, monkeypatch):
+    """Executes every code cell of the chapter in this process; returns all that it displayed, as Markdown."""
+    shown = []
+
+    def keep(*things, **options):
+        shown.extend(str(t.get("text/markdown", t)) if isinstance(t, dict) else str(t.data) for t in things)
+
+    monkeypatch.setattr("IPython.display.display", keep)
+    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
+    names: dict = {}
+    for cell in json.loads((project_root / "book" / "attention.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "attention.ipynb", "exec"), names)
+    plt.close("all")
+    return "\n".join(shown)
+
+
+def test_the_page_without_rows_says_not_measured(results_root, project_root, monkeypatch):
+    text = run_notebook(project_root, monkeypatch)
+    assert text.count("not measured") > 8
+    assert "nan" not in text
+    assert "32.2" in text  # what is predicted needs no rows: four matrices of 8 GiB, and the rest
+
+
+def test_the_page_with_rows_says_what_they_say(results_root, project_root, monkeypatch):
+    write_rows(results_root)
+    text = run_notebook(project_root, monkeypatch)
+    assert "Measured on `h100-x1`" in text
+    assert "OOM in backward" in text
+    assert "nan" not in text
+    assert "not measured" not in text
+
+
+def test_the_page_with_few_rows_is_built_as_well(results_root, project_root, monkeypatch):
+    write_rows(results_root, keep=lambda c: c.dtype == "bf16" and c.seq_len < 4096 and c.impl == "reference")
+    text = run_notebook(project_root, monkeypatch)
+    assert "not measured" in text
+    assert "nan" not in text
+
+
+def test_the_page_of_a_cpu_has_times_but_no_memory(results_root, project_root, monkeypatch):
+    write_rows(results_root, machine="cpu-2")
+    text = run_notebook(project_root, monkeypatch)
+    assert "Measured on `cpu-2`" in text
+    assert "On the CPU none of" in text
+    assert "The exponent of what is saved for backward: not measured." in text
+    assert "skipped" in text and "nan" not in text
+
+
+@pytest.fixture
+def chapter(results_root):
+    write_rows(results_root)
+    return report.Chapter("attention", measure="no")
+
+
+def test_predictions_stand_beside_what_was_measured(chapter):
+    frame = page.with_predictions(
+        chapter, roofs("h100-x1"), dtype="fp32", cap_gib=0, seq_len=16384, head_dim=64
+    )
+    plain, compiled, flash = (frame[frame["impl"] == impl].iloc[0] for impl in experiment.IMPLEMENTATIONS)
+    assert plain["matrix_gib"] == 8
+    assert plain["predicted_peak_gib"] == pytest.approx(plain["peak_gib"], rel=1e-5)
+    assert [r["peak_matrices"] for r in (plain, compiled, flash)] == pytest.approx([4, 2, 0], abs=1e-4)
+    assert [r["before_matrices"] for r in (plain, compiled, flash)] == pytest.approx([1, 1, 0], abs=1e-4)
+    # 4 products of 2·8·n²·64 FLOPs would be faster than their bytes on tensor cores, but not here
+    forward = 2 * (2 * 8 * 16384**2 * 64) / 50e9 + 4 * 8 * GIB / 3e9
+    assert plain["forward_floor_ms"] == pytest.approx(forward, rel=1e-6)
+
+
+def test_our_fp32_floor_knows_the_tensor_cores():
+    assert page.product_tflops(ROOFS, "fp32", "flash_triton") == pytest.approx(400 / 3)
+    assert page.product_tflops(ROOFS, "fp32", "reference") == 50
+    assert page.product_tflops(Roofs(), "fp32", "flash_triton") is None
+
+
+def test_what_fails_and_its_accounting(chapter):
+    text = words.what_fails(chapter, "h100-x1")
+    assert "On the whole GPU none of 120 cases runs out of memory" in text
+    assert "Under the cap of 24 GiB 4 of 60 cases run out: plain PyTorch in fp32 at $n = 16384$" in text
+    expected = "under the cap of 24 GiB plain PyTorch in fp32 at $n = 16384$, $d$ = 16, 32, 64, 128."
+    assert words.should_fail(chapter, "h100-x1").endswith(f"on the whole GPU (79.2 GiB) nothing; {expected}")
+    failed = words.smallest_failure(chapter, "h100-x1")
+    assert (failed["head_dim"], failed["cap_gib"]) == (16, 24)
+    text = words.accounting_of(chapter, "h100-x1")
+    total = 4 * 8 * 16384**2 * 4 + 6 * 8 * 16384 * 16 * 4
+    assert f"{total:,}".replace(",", "{,}") in text and "more than the 24" in text
+    assert "4 matrices of scores (P, dP, P∘dP, dS) and 6 tensors like $Q$" in text
+    table = page.out_of_memory(chapter, "h100-x1")
+    assert len(table) == 4 * 3
+    assert set(table[table["implementation"] == "plain PyTorch"]["24 GiB"]) == {"OOM in backward"}
+
+
+def test_the_longest_that_fits_is_the_longest_that_fits(chapter):
+    for impl in experiment.IMPLEMENTATIONS:
+        n = page.longest_that_fits(chapter, 24, 64, "fp32", impl)
+        peaks = [
+            accounting.attention_peak_bytes(8, length, length, 64, 4, page.CLOSED_FORM[impl])
+            for length in (n, n + 1)
+        ]
+        assert peaks[0] <= 24 * GIB < peaks[1]
+
+
+def test_exponents_come_from_the_rows(chapter):
+    text = words.exponents(chapter, "h100-x1", 64, "fp32")
+    assert "$n^{2.00}$ for plain PyTorch, $n^{2.00}$ for compiled PyTorch" in text
+    assert "$n^{1.00}$ for ours, Triton" in text
+
+
+def test_nothing_is_claimed_below_the_spread(chapter):
+    assert page.spread(chapter)["forward"].max() == pytest.approx(0.01, rel=1e-3)
+    table = page.speedups(
+        chapter, roofs("h100-x1"), "reference_compiled", "backward", dtype="bf16", cap_gib=0
+    )
+    assert len(table) == 20 and (table["noise"] >= 0.0099).all()
+    line = table[(table["seq_len"] == 16384) & (table["head_dim"] == 64)].iloc[0]
+    assert line["word"] == "faster"
+    assert line["ratio"] == pytest.approx(line["predicted"], rel=0.01)
+    assert line["predicted"] == pytest.approx(12 / 7, rel=0.02)  # bytes decide
+
+
+def test_only_compiling_without_a_cache_is_quoted(chapter):
+    assert "Compiled cases: 60, each of them exactly one graph" in words.really_compiled(chapter)
+    assert "3.50 to 3.50 s" in words.really_compiled(chapter)

@@ -1,0 +1,125 @@
+"""Chapter torch_compile: its grids, that compiled code runs, and its page."""
+
+import dataclasses
+
+import pytest
+import step_rows
+
+from cs336_systems import experiments
+from cs336_systems.experiments import torch_compile
+from cs336_systems.experiments.torch_compile import Case
+from cs336_systems.measure import rows
+from cs336_systems.measure.machine import cpp_compiler
+from cs336_systems.report import torch_compile as page
+from cs336_systems.report.chapter import Chapter
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def made_up(results_root):
+    """A chapter whose rows are made up, on `h100-x1`."""
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root)
+    return Chapter("torch_compile", measure="no", machine="h100-x1", preset="full")
+
+
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_grid_is_a_grid(preset):
+    cases = torch_compile.grid(preset)
+    assert len(set(cases)) == len(cases)
+    for c in cases:
+        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
+        for field, allowed in torch_compile.CHOICES.items():
+            assert getattr(c, field) in allowed
+    assert all(torch_compile.estimate_s(group) > 0 for group in rows.groups(torch_compile, cases))
+
+
+def test_full_grid_has_every_size_and_the_speed_cases():
+    cases = torch_compile.grid("full")
+    for size in ("small", "medium", "large", "xl", "2.7B"):
+        for mode in ("forward", "train_step"):
+            for compile in ("off", "default"):
+                assert Case(size, 512, mode, "bf16", compile=compile) in cases
+    for size in ("small", "medium"):
+        of_size = {
+            (c.attention, c.compile) for c in cases if (c.size, c.context_length, c.batch) == (size, 1024, 4)
+        }
+        assert {
+            ("flash_triton", "reduce-overhead"),
+            ("sdpa", "reduce-overhead"),
+            ("reference", "default"),
+        } <= of_size
+        assert max(c.batch for c in cases if c.size == size) >= 32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
+def test_compiled_and_eager_in_turns():
+    small = {"batch": 2, "steps": 2}
+    cases = [Case("tiny", 16, "train_step", compile=c, **small) for c in ("off", "default")]
+    eager, compiled = torch_compile.run_group(cases)
+    assert "status" not in eager and "status" not in compiled
+    assert compiled["graphs"] == 1 and "graphs" not in eager and compiled["compile_s"] > 0
+    assert not torch.compiler.config.force_disable_caches  # as it was
+
+
+def test_code_that_is_not_compiled_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn, **kw: fn)
+    monkeypatch.setattr("cs336_systems.measure.machine.cpp_compiler", lambda: "c++")
+    [found] = torch_compile.run_group([Case("tiny", 16, "forward", compile="default", batch=2, steps=2)])
+    assert found["status"].startswith("error: RuntimeError: torch.compile made no graph")
+
+
+def test_page_of_made_up_rows(made_up):
+    table = page.sizes_table(made_up)
+    gains = [float(text.split()[0]) for text in table["gain"].dropna()]
+    assert len(table) == 12 and len(gains) == 12 and all(1.2 < gain < 1.44 for gain in gains)  # made up: 1 / 0.7
+    speed = page.speed_table(made_up)
+    plain = speed[(speed["attention"] == "plain") & (speed["as"] == "compiled")]
+    assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}
+    assert "OOM" in set(speed[speed["attention"] == "plain"]["step, ms"])
+    assert "above the aim of 1.1" in page.target_words(made_up)
+    assert page.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 4
+    assert "Dynamo made 1 graph," in page.graphs_words(made_up)
+    assert "compiling gains between" in page.sizes_words(made_up)
+    for figure in (page.sizes_figure, page.speed_figure):
+        assert figure(made_up, "h100-x1").axes[0].has_data()
+
+
+def test_ratios_stay_within_a_run(results_root):
+    cases = [c for c in torch_compile.grid("full") if (c.size, c.context_length) == ("small", 512)]
+    one, other = [c for c in cases if c.compile == "off"], [c for c in cases if c.compile != "off"]
+    for number, part in enumerate((one, other)):
+        provenance = {
+            "status": "ok", "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "0",
+            "code": rows.code_digest(torch_compile),
+        }  # fmt: skip
+        rows.write(
+            torch_compile, "h100-x1",
+            [dataclasses.asdict(c) | step_rows.metrics(c) | provenance for c in part], results_root,
+        )  # fmt: skip
+    chapter = Chapter("torch_compile", measure="no", machine="h100-x1", preset="full")
+    assert page.sizes_table(chapter)["gain"].isna().all()
+
+
+def test_page_without_rows():
+    chapter = Chapter("torch_compile", measure="no", preset="full")
+    for sentence in (page.graphs_words, page.sizes_words, page.target_words, page.graph_gain_words):
+        assert "not measured" in sentence(chapter)
+    assert set(page.sizes_table(chapter)["eager, ms"]) == {"–"}
+    for figure in (page.sizes_figure, page.speed_figure):
+        assert figure(chapter, "").axes
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    small = {"batch": 2, "steps": 2}
+    cases = [
+        Case("tiny", 64, "train_step", "bf16", attention, compile, **small)
+        for attention in ("reference", "flash_triton", "sdpa")
+        for compile in ("off", "default", "reduce-overhead")
+    ]
+    for case, found in zip(cases, torch_compile.run_group(cases), strict=True):
+        assert "status" not in found, case
+        if case.compile == "reduce-overhead":
+            assert found["cuda_graph_skips"] == 0

@@ -1,0 +1,218 @@
+"""What one attention holds and moves: closed forms against what PyTorch saves, keeps alive and computes."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from cs336_systems import accounting
+from cs336_systems.accounting import attention_memory
+
+torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from cs336_systems.attention import attention, availability  # noqa: E402
+
+# batch, queries, keys, d: square, both kinds of rectangles, and a head that is longer than the sequence
+SHAPES = [(8, 64, 64, 16), (3, 48, 96, 32), (2, 96, 32, 16), (2, 16, 16, 64)]
+DTYPES = [torch.float32, torch.float16]  # two bytes as bf16, whose products triton's interpreter gets wrong
+IMPLS = {"reference": "reference", "flash": "flash_triton"}
+
+
+class AliveBytes(TorchDispatchMode):
+    """Notes, after each operation, the bytes of all storages made under it that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.after = set(), 0, []
+
+    def freed(self, key, num_bytes):
+        self.known.remove(key)
+        self.now -= num_bytes
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, num_bytes = storage._cdata, storage.nbytes()
+                if key not in self.known:
+                    self.known.add(key)
+                    self.now += num_bytes
+                    weakref.finalize(storage, self.freed, key, num_bytes)
+        self.after.append((operator, self.now))
+        return made
+
+
+def tensors(shape, dtype):
+    """Q, K, V that want gradients, and dO."""
+    batch, n, m, d = shape
+    q, k, v, grad_o = (torch.randn(batch, length, d, dtype=dtype) for length in (n, m, m, n))
+    return [x.requires_grad_() for x in (q, k, v)], grad_o
+
+
+def sizes(shape, dtype):
+    return (*shape, dtype.itemsize)
+
+
+def skip_without(impl):
+    if impl == "flash" and torch.cuda.is_available():
+        pytest.skip("in triton's interpreter only")
+    if impl == "flash" and availability()["flash_triton"]:
+        pytest.skip("needs triton")
+
+
+# ------------------------------------------------------------------------------------------------- saved
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_saved_is_what_the_graph_saves(shape, dtype, impl):
+    skip_without(impl)
+    inputs, _ = tensors(shape, dtype)
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        o = attention(*inputs, impl=IMPLS[impl])
+        saved = accounting.attention_saved_bytes(*sizes(shape, dtype), impl)
+        assert sorted(found.values()) == sorted(saved.values())
+    assert o.shape == inputs[0].shape
+
+
+# ------------------------------------------------------------------------------------------------- alive
+def alive(shape, dtype, impl):
+    """(bytes alive after each operation of the forward pass, between the passes, after each of the backward pass)."""
+    with AliveBytes() as mode:
+        inputs, grad_o = tensors(shape, dtype)
+        mode.after.clear()
+        o = attention(*inputs, impl=impl)
+        forward, between = [*mode.after], mode.now
+        mode.after.clear()
+        o.backward(grad_o)
+    return forward, between, mode.after
+
+
+def heaviest(after, operators):
+    """Bytes alive after each of the operations of these names."""
+    return [
+        number for operator, number in after if operator.overloadpacket.__name__.split(".")[-1] in operators
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_moment_of_plain_attention_is_that_of_the_tensors_alive(shape, dtype):
+    moments = accounting.attention_moments(*sizes(shape, dtype), "reference", "cpu")
+    expected = {name: sum(found.values()) for name, found in moments.items()}
+    forward, between, backward = alive(shape, dtype, "reference")
+    kernels = ("bmm", "div", "_softmax", "_softmax_backward_data", "copy_")
+    steps = list(expected.values())
+    split = list(expected).index(accounting.BEFORE_BACKWARD)
+    assert heaviest(forward, kernels) == steps[:split]
+    assert between == steps[split]
+    # dV is made before dP and dQ before dK (or the other way round): the moments name both together
+    found = heaviest(backward, kernels)
+    first, last = found[:2], found[-3:]
+    assert max(first) == expected["dP = dO Vᵀ"]
+    assert found[2:-3] == [expected["dS from P, dP"], expected["dA = dS/√d"]]
+    assert max(last[:2]) == expected["dQ = dA K, dK = dAᵀ Q"]
+    assert last[2] == expected["dK in K's layout"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_peak_is_that_of_the_tensors_alive(shape, dtype, impl):
+    skip_without(impl)
+    forward, between, backward = alive(shape, dtype, IMPLS[impl])
+    peak = max(number for _, number in forward + backward)
+    if impl == "flash":  # D is made and freed within one operator, which this mode sees from outside
+        peak += accounting.attention_moments(*sizes(shape, dtype), impl)["backward"]["D"]
+    assert accounting.attention_peak_bytes(*sizes(shape, dtype), impl, "cpu") == peak
+    assert accounting.attention_before_backward_bytes(*sizes(shape, dtype), impl) == between
+
+
+def test_the_gpu_multiplies_once_more():
+    """torch's CUDA kernel for softmax's gradient takes P∘dP as an input, which is made beforehand."""
+    shape = (8, 4096, 4096, 64, 4)
+    matrix = 8 * 4096 * 4096 * 4
+    gpu, cpu = (accounting.attention_peak_bytes(*shape, "reference", device) for device in ("cuda", "cpu"))
+    assert gpu - cpu == matrix
+    small = 6 * 8 * 4096 * 64 * 4  # Q, K, V, dO, O, dV
+    assert gpu == 4 * matrix + small
+    assert accounting.attention_peak_bytes(*shape, "compiled") == 2 * matrix + small
+
+
+def test_quadratic_and_linear():
+    def grows(function, impl):
+        return function(1, 8192, 8192, 64, 2, impl) / function(1, 4096, 4096, 64, 2, impl)
+
+    for function in (accounting.attention_before_backward_bytes, accounting.attention_peak_bytes):
+        assert 3.7 < grows(function, "reference") < 4
+        assert grows(function, "flash") == 2
+
+
+def test_compiled_is_never_above_plain_and_flash_never_above_compiled_at_length():
+    for n in (256, 1024, 16384):
+        peaks = [accounting.attention_peak_bytes(8, n, n, 16, 4, impl) for impl in accounting.ATTENTION_IMPLS]
+        assert peaks == sorted(peaks, reverse=True)
+
+
+# ------------------------------------------------------------------------------------------------- traffic
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_those_that_torch_counts(shape):
+    inputs, grad_o = tensors(shape, torch.float32)
+    for part in ("forward", "backward"):
+        with FlopCounterMode(display=False) as counter:
+            if part == "forward":
+                o = attention(*inputs, impl="reference")
+            else:
+                o.backward(grad_o)
+        kernels = accounting.attention_kernels(*sizes(shape, torch.float32), "reference", part)
+        assert sum(kernel.flops for kernel in kernels) == counter.get_total_flops()
+
+
+def test_matrices_moved():
+    """n much larger than d: all that counts is how often a matrix of scores is read or written."""
+    shape = (1, 2**16, 2**16, 1, 1)
+    expected = {
+        ("reference", "forward", "cuda"): 6,  # written three times, read three times
+        ("reference", "backward", "cuda"): 12,
+        ("reference", "backward", "cpu"): 9,
+        ("compiled", "forward", "cuda"): 4,
+        ("compiled", "backward", "cuda"): 7,
+        ("flash", "forward", "cuda"): 0,
+        ("flash", "backward", "cuda"): 0,
+    }
+    for (impl, part, device), matrices in expected.items():
+        moved = sum(k.num_bytes for k in accounting.attention_kernels(*shape, impl, part, device))
+        assert moved / 2**32 == pytest.approx(matrices, abs=1e-3)
+
+
+def test_time_is_that_of_kernels_one_after_another():
+    kernels = [accounting.Kernel("a", 2e12, 10**9), accounting.Kernel("b", 0, 3 * 10**9)]
+    # at 1 TFLOP/s and 1 TB/s: 2 s for the product, 3 ms for the copy
+    assert accounting.kernels_ms(kernels, 1, 1) == pytest.approx(2003)
+    assert accounting.kernels_ms([], 1, 1) == 0
+    with pytest.raises(ValueError, match="tb_per_s=0"):
+        accounting.kernels_ms(kernels, 1, 0)
+
+
+def test_unknown_values_are_named():
+    shape = (1, 2, 2, 2, 4)
+    with pytest.raises(ValueError, match=r"impl 'sdpa'; allowed: reference, compiled, flash"):
+        accounting.attention_moments(*shape, "sdpa")
+    with pytest.raises(ValueError, match=r"device 'tpu'; allowed: cuda, cpu"):
+        accounting.attention_peak_bytes(*shape, "reference", "tpu")
+    with pytest.raises(ValueError, match=r"part 'end_to_end'; allowed: forward, backward"):
+        accounting.attention_kernels(*shape, "reference", "end_to_end")
+    with pytest.raises(ValueError, match="num_keys=0"):
+        accounting.attention_saved_bytes(1, 2, 0, 2, 4)
+    assert set(attention_memory.ATTENTION_DEVICES) == {"cuda", "cpu"}
