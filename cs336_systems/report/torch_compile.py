@@ -118,7 +118,7 @@ def graphs_words(chapter: Chapter) -> str:
     replayed = compiled[compiled["compile"] == "reduce-overhead"]
     if len(replayed):
         skipped = int((replayed["cuda_graph_skips"] > 0).sum())
-        words += f" CUDA graphs were used in {len(replayed) - skipped} of the {len(replayed)} cases that asked for them."
+        words += f" CUDA graphs were used in {len(replayed) - skipped} of the {len(replayed)} cases that asked for it."
     return words
 
 
