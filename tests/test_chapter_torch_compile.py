@@ -73,7 +73,9 @@ def test_code_that_is_not_compiled_is_an_error(monkeypatch):
 def test_page_of_made_up_rows(made_up):
     table = page.sizes_table(made_up)
     gains = [float(text.split()[0]) for text in table["gain"].dropna()]
-    assert len(table) == 12 and len(gains) == 12 and all(1.2 < gain < 1.44 for gain in gains)  # made up: 1 / 0.7
+    assert (
+        len(table) == 12 and len(gains) == 12 and all(1.2 < gain < 1.44 for gain in gains)
+    )  # made up: 1 / 0.7
     speed = page.speed_table(made_up)
     plain = speed[(speed["attention"] == "plain") & (speed["as"] == "compiled")]
     assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}

@@ -330,6 +330,23 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path):
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
+def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path):
+    other = tmp_path / "other"
+    for folder, text in ((root, "here"), (other, "there")):
+        beside = folder / "gpu-x1" / "fake_chapter"
+        beside.mkdir(parents=True)
+        (beside / "a.json").write_text(text)
+    (other / "gpu-x1" / "fake_chapter" / "b.json").write_text("new")
+    rows.write(fake, "gpu-x1", [row(fake, time_utc="2026-02-01T00:00:00Z")], root)
+    rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-01-01T00:00:00Z")], other)
+    rows.merge([fake], other, root)
+    mine = root / "gpu-x1" / "fake_chapter"
+    assert (mine / "a.json").read_text() == "here" and (mine / "b.json").read_text() == "new"
+    rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-03-01T00:00:00Z")], other)
+    rows.merge([fake], other, root)
+    assert (mine / "a.json").read_text() == "there"
+
+
 def test_merge_refuses_odd_columns_and_takes_nothing(fake, root, tmp_path):
     other = tmp_path / "other"
     rows.write(fake, "a-machine", [row(fake)], other)

@@ -370,8 +370,9 @@ def _backward_of_block(t: _Tensors, name: str, below: int) -> dict[str, dict[str
         temporaries = t.residual + 4 * t.hidden  # gradients of the residual stream, o, q, k, v
     else:
         saved += 2 * t.hidden + t.softmax + t.mask  # q, k
-        # gradients of the residual stream, v, the probabilities, the scores
-        temporaries = t.residual + t.hidden + 2 * t.softmax
+        # gradients of the residual stream, v, the probabilities, the scores; and on CUDA the product of probabilities
+        # and their gradient, which torch's kernel for the gradient of softmax reads (ATen/native/cuda/SoftMax.cu)
+        temporaries = t.residual + t.hidden + (3 if t.device == "cuda" else 2) * t.softmax
     moments[f"attention, backward, {name}"] = {
         "gradients": _FP32 * done,
         "saved_activations": saved,

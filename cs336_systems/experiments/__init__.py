@@ -27,7 +27,9 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-CHAPTERS = ("hardware", "benchmarking", "attention", "torch_compile", "flash_bench")
+CHAPTERS = (
+    "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
+)  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
 

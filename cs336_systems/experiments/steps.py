@@ -288,6 +288,7 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
     import torch
 
     from cs336_systems.measure.timing import Watch, peak_gib
+    from cs336_systems.measure.trace_torch import span
 
     case, device = ready[0].case, workload.device
     by_name = {c.name: c for c in ready}
@@ -295,7 +296,7 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
     if case.mode != "forward" and trial:
         quick = [c for c in ready if c.metrics["first_step_ms"] < _SLOW_MS or c.case.compile != "off"]
         functions |= {f"{c.name} whole": {"step": c.step.run} for c in quick}
-    ranges = phases.nvtx_range if nvtx else None
+    ranges = span if nvtx else None
     with torch.compiler.set_stance("fail_on_recompile"), Watch() as watch:
         series = phases.time_phases(
             functions, device=device, warmup=case.warmup - trial, steps=case.steps, ranges=ranges,

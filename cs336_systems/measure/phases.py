@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ def time_phases(
                 kept: it brings back the caches that the other candidates have used meanwhile.
     before:     called with the candidate's name at the beginning of each of its turns.
     ranges:     makes the contexts `warm-up` and `step` around each step, and one with a phase's name around each phase:
-                `nvtx_range`, for a trace.
+                `trace_torch.span`, for a trace.
 
     The device is synchronized before the first phase and after each one. What a phase raises comes through. Raises
     ValueError for counts that are negative, and for `steps` or `rounds` below 1.
@@ -105,21 +105,6 @@ def time_phases(
                     elif turn == 0:
                         series[name][phase].warmup_ms.append(ms)
     return series
-
-
-@contextmanager
-def nvtx_range(name: str) -> Iterator[None]:
-    """A range that Nsight Systems draws; nothing without a CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 def _one_step(

@@ -193,8 +193,9 @@ def merge(
 ) -> list[tuple[str, str, int]]:
     """Takes in the rows of another results folder; returns (machine, chapter, number of rows) of each CSV.
 
-    Nothing is taken in, and a ValueError names the file, where one has other columns than this version's, or
-    belongs to no chapter of it.
+    What lies beside a CSV in a folder of its chapter's name (timelines, as JSON) comes along, unless the rows that are
+    here already are newer. Nothing is taken in, and a ValueError names the file, where one has other columns than this
+    version's, or belongs to no chapter of it.
     """
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<chapter>.csv")
@@ -212,7 +213,14 @@ def merge(
     if not found:
         raise ValueError(f"{source} holds no <machine>/<chapter>.csv")
     for path, experiment, rows in found:
+        target = csv_path(path.stem, path.parent.name, root)
+        newest_here = max((row["time_utc"] for row in _load(experiment, target)), default="")
         write(experiment, path.parent.name, rows, root)
+        for beside in sorted(path.with_suffix("").glob("*.json")):
+            copy = target.with_suffix("") / beside.name
+            if not copy.is_file() or max(row["time_utc"] for row in rows) >= newest_here:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                _replace(copy, beside.read_text(encoding="utf-8"))
         spelled_out = path.parent / "machine.json"
         if spelled_out.is_file():
             write_environment(path.parent.name, root, json.loads(spelled_out.read_text(encoding="utf-8")))

@@ -116,10 +116,14 @@ def noise_words(chapter: Chapter, metric: str = "step_ms_p50") -> str:
     if apart.empty:
         return f"Pairs of the same case: {NOT_MEASURED}."
     median, most = (f"{fmt(100 * x, 2)} %" for x in (apart.median(), apart.max()))
-    return (
-        f"{len(apart)} cases were measured twice in one run (A/A): their medians lie {median} apart in the median, and"
-        f" {most} at most. No difference smaller than that means anything here."
-    )
+    if len(apart) == 1:
+        what = f"One case was measured twice in one run (A/A): its medians lie {most} apart."
+    else:
+        what = (
+            f"{len(apart)} cases were measured twice in one run (A/A): their medians lie {median} apart in the median,"
+            f" and {most} at most."
+        )
+    return f"{what} No difference smaller than that means anything here."
 
 
 def series(row: Mapping[str, Any], phase: str) -> list[float]:

@@ -1,0 +1,1320 @@
+"""GPU traces: exports of Nsight Systems and recordings of torch's profiler, made up here with known answers; torch's
+profiler for real, on the CPU. No GPU, and no Nsight Systems."""
+
+import ast
+import contextlib
+import gzip
+import itertools
+import json
+import os
+import random
+import re
+import sqlite3
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cs336_systems
+from cs336_systems.measure import kernels, nsys, trace_step, trace_torch
+from cs336_systems.measure import process as measure_process
+from cs336_systems.measure.kernels import CLASSES, class_of, short_name
+from cs336_systems.measure.rows import Skip
+from cs336_systems.measure.trace import (
+    Kernel,
+    Range,
+    Trace,
+    kernel_table,
+    range_table,
+    union_ns,
+    usage,
+)
+from cs336_systems.measure.trace_nsys import read_nsys
+from cs336_systems.measure.trace_step import Step, condense
+from cs336_systems.measure.trace_torch import read_torch, record_torch, span
+
+GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas"  # noqa: E501
+MUL = (
+    "void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, float, float, "
+    "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int, T2, T3)"
+)
+SOFT = (
+    "void at::native::<unnamed>::cunn_SoftMaxForward<(int)4, float, float, float, "
+    "at::native::<unnamed>::SoftMaxForwardEpilogue>(T4 *, const T2 *, int)"
+)
+MAIN, AUTOGRAD = 4321, 4399  # threads
+PROCESS = 4321
+
+
+# ------------------------------------------------------------------------------------- an export of Nsight Systems
+ACTIVITY = (
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
+    "greenContextId INTEGER, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER"
+)
+SCHEMA = {  # as `nsys export` 2024 and 2025 write it, without the columns at the ends that do not matter here
+    "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
+    "TARGET_INFO_GPU": "vmId INTEGER NOT NULL, id INTEGER NOT NULL, name TEXT",
+    "CUPTI_ACTIVITY_KIND_KERNEL": f"{ACTIVITY}, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, "
+    "mangledName INTEGER, launchType INTEGER, gridX INTEGER, graphNodeId INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": f"{ACTIVITY}, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_MEMSET": f"{ACTIVITY}, value INTEGER NOT NULL, bytes INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": f"{ACTIVITY}, graphId INTEGER NOT NULL, graphExecId INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, "
+    "globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
+    "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, "
+    "category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, "
+    "domainId INTEGER, jsonText TEXT",
+}
+KERNELS, RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
+
+
+def global_id(pid=PROCESS, thread=0):
+    return (1 << 48) | (pid << 24) | thread
+
+
+class Export:
+    """Rows of the tables, and the file they make; a table without rows does not exist, as with nsys."""
+
+    def __init__(self):
+        self.rows = {name: [] for name in SCHEMA}
+        self.rows["TARGET_INFO_GPU"].append({"vmId": 0, "id": 0, "name": "NVIDIA H100 80GB HBM3"})
+        self.strings, self.calls = {}, 0
+
+    def string(self, value):
+        return self.strings.setdefault(value, len(self.strings) + 1)
+
+    def call(self, start, thread=MAIN, pid=PROCESS, name="cudaLaunchKernel_v7000"):
+        self.calls += 1
+        self.rows[RUNTIME].append(
+            {
+                "start": start, "end": start + 4, "eventClass": 0, "globalTid": global_id(pid, thread),
+                "correlationId": self.calls, "nameId": self.string(name), "returnValue": 0,
+            }
+        )  # fmt: skip
+        return self.calls
+
+    def activity(self, table, start, end, call, pid=PROCESS, stream=7, **more):
+        place = {"deviceId": 0, "contextId": 1, "streamId": stream, "globalPid": global_id(pid)}
+        self.rows[table].append({"start": start, "end": end, "correlationId": call, **place, **more})
+
+    def kernel(self, name, start, end, launched=None, thread=MAIN, call=None, pid=PROCESS, **more):
+        call = call or self.call(start - 5 if launched is None else launched, thread, pid)
+        short = self.string(short_name(name))
+        more |= {"demangledName": self.string(name), "shortName": short, "mangledName": None}
+        self.activity(KERNELS, start, end, call, pid, **more)
+
+    def range(self, name, start, end, thread=MAIN, pid=PROCESS, event=59, registered=False, domain=0):
+        named = {"textId": self.string(name)} if registered else {"text": name}
+        tid = global_id(pid, thread)
+        row = {"start": start, "end": end, "eventType": event, "globalTid": tid, "domainId": domain}
+        self.rows[NVTX].append(row | named)
+
+    def write(self, path, without=()):
+        self.rows["StringIds"] = [{"id": i, "value": value} for value, i in self.strings.items()]
+        path.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            for table, columns in SCHEMA.items():
+                if (not self.rows[table] and table != "StringIds") or table in without:
+                    continue
+                database.execute(f"CREATE TABLE {table} ({columns})")
+                for row in self.rows[table]:
+                    names = ", ".join(f'"{name}"' for name in row)
+                    marks = ", ".join("?" * len(row))
+                    database.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(row.values()))
+        return path
+
+
+def training(steps=2):
+    """Steps of 1000 ns: a forward pass, a backward pass by autograd's thread, an optimizer; kernels run late."""
+    export = Export()
+    for step in range(steps):
+        t = 1000 * step
+        export.range("step", t, t + 1000)
+        export.range("forward", t + 10, t + 200)
+        export.activity(
+            "CUPTI_ACTIVITY_KIND_MEMCPY", t + 20, t + 25, export.call(t + 12), bytes=64, copyKind=1
+        )
+        export.kernel(GEMM, t + 30, t + 130, t + 20)
+        export.range("attention softmax", t + 50, t + 60, registered=True)
+        export.kernel(SOFT, t + 140, t + 190, t + 55)  # runs when its range is long closed
+        export.kernel(GEMM, t + 190, t + 290, t + 70)  # runs until after the end of `forward`
+        export.range("backward", t + 300, t + 700)
+        export.kernel(MUL, t + 310, t + 320, t + 305)
+        export.kernel(GEMM, t + 330, t + 480, t + 325, AUTOGRAD)
+        export.kernel(GEMM, t + 470, t + 620, t + 335, AUTOGRAD, stream=13)
+        export.range("optimizer", t + 800, t + 990)
+        export.activity(
+            "CUPTI_ACTIVITY_KIND_MEMSET", t + 810, t + 815, export.call(t + 801), value=0, bytes=4
+        )
+        export.kernel(MUL, t + 820, t + 900, t + 802)
+    return export
+
+
+def calls(trace, name, **options):
+    return {use.name: use.calls for use in kernel_table(trace, name, **options)}
+
+
+def test_a_kernel_belongs_to_the_ranges_open_at_its_launch(tmp_path):
+    trace = read_nsys(training().write(tmp_path / "t.sqlite"))
+    assert trace.source == "nsys" and not trace.notes and len(trace.kernels) == 18
+    assert Counter(trace.paths) == dict.fromkeys(
+        ["step", "step/forward", "step/forward/attention softmax", "step/backward", "step/optimizer"], 2
+    )
+    assert calls(trace, "forward") == {GEMM: 4, SOFT: 2, "Memcpy HtoD": 2}
+    assert calls(trace, "attention softmax") == calls(trace, "forward/attention softmax") == {SOFT: 2}
+    assert calls(trace, "backward") == {GEMM: 4, MUL: 2}
+    assert calls(trace, "optimizer") == {MUL: 2, "Memset": 2}
+    assert sum(calls(trace, "step").values()) == 18
+    assert Counter(trace.kernel_paths) == {
+        "step/forward": 6, "step/forward/attention softmax": 2, "step/backward": 6, "step/optimizer": 4,
+    }  # fmt: skip
+    times = [kernel.start_ns for kernel in trace.kernels]
+    assert times == sorted(times) and {kernel.device for kernel in trace.kernels} == {0}
+
+
+def test_the_kernel_table_counts_by_occurrence(tmp_path):
+    trace = read_nsys(training(steps=3).write(tmp_path / "t.sqlite"))
+    [product, softmax, copy] = kernel_table(trace, "forward")
+    assert (product.name, product.kind, product.calls, product.occurrences) == (GEMM, "matrix product", 6, 3)
+    assert product.total_ms == pytest.approx(600e-6) and product.ms_each == pytest.approx(200e-6)
+    assert product.calls_each == 2 and softmax.calls_each == 1
+    assert product.share == pytest.approx(200 / 255) and copy.share == pytest.approx(5 / 255)
+    assert [use.name for use in kernel_table(trace, "forward", by="short")] == [
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8", "softmax forward", "memcpy HtoD",
+    ]  # fmt: skip
+    classes = kernel_table(trace, "step", by="class")
+    assert {use.name: use.calls for use in classes} == {
+        "matrix product": 12, "softmax": 3, "elementwise": 6, "memcpy/memset": 6,
+    }  # fmt: skip
+    assert sum(use.share for use in classes) == pytest.approx(1) and all(u.name == u.kind for u in classes)
+    with pytest.raises(ValueError, match="unknown grouping 'size'; allowed: name, short, class"):
+        kernel_table(trace, "step", by="size")
+    with pytest.raises(
+        ValueError, match="no range 'forwards'; allowed: step, step/forward, step/forward/att"
+    ):
+        kernel_table(trace, "forwards")
+    with pytest.raises(ValueError, match="no range 'rward'"):  # the end of a name is no name
+        kernel_table(trace, "rward")
+
+
+def test_busy_idle_and_product_share_of_each_step(tmp_path):
+    export = training(steps=1)
+    export.kernel(SOFT, 150, 160, launched=5000)  # of no range, while the device is busy anyway
+    export.kernel(SOFT, 695, 705, launched=5000, thread=77)  # of no range, while it would have been idle
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    [step] = usage(trace, "step")
+    assert step.host_ms == pytest.approx(1000e-6) and step.kernels == 9
+    assert step.span_ms == pytest.approx((900 - 12) * 1e-6)
+    # 20-25, 30-130, 140-290, 310-320, 330-620 (of two streams), 810-815, 820-900
+    assert step.busy_ms == pytest.approx((5 + 100 + 150 + 10 + 290 + 5 + 80) * 1e-6)
+    assert step.kernel_ms == pytest.approx(step.busy_ms + 10e-6)
+    assert step.idle_ms == pytest.approx(step.span_ms - step.busy_ms - 10e-6)
+    assert step.idle_share == pytest.approx(step.idle_ms / step.span_ms)
+    assert step.product_share == pytest.approx(500 / 650)
+    [forward] = usage(trace, "forward")
+    assert forward.span_ms == pytest.approx((290 - 12) * 1e-6)  # to the end of its last kernel
+    assert forward.busy_ms == pytest.approx(255e-6)
+    table = {use.path: use for use in range_table(trace)}
+    assert list(table)[:2] == ["step", "step/forward"] and table["step/backward"].kernels == 3
+    assert table["step/forward"].busy_ms == pytest.approx(forward.busy_ms)
+
+
+def test_a_range_without_kernels_is_empty():
+    trace = Trace("nsys", (), (Range("wait", 0, 10, 1, 1),))
+    assert kernel_table(trace, "wait") == [] and trace.kernel_paths == ()
+    [empty] = usage(trace, "wait")
+    assert empty.busy_ms == empty.span_ms == 0 and empty.idle_share is None and empty.product_share is None
+    with pytest.raises(ValueError, match="no range 'x'; allowed: none was recorded"):
+        usage(Trace("nsys", (), ()), "x")
+
+
+def test_a_range_in_one_of_its_name_counts_once():
+    ranges = [Range("block", 0, 100, 1, 1), Range("block", 10, 50, 1, 1), Range("x", 20, 30, 1, 1)]
+    ranges += [Range("block", 22, 28, 1, 1), Range("block", 200, 300, 1, 1)]
+    launched = [Kernel(GEMM, t + 1, t + 2, 0, 7, t, 1, 1) for t in (5, 20, 25, 60, 99, 100, 250)]
+    trace = Trace("torch", tuple(launched), tuple(ranges))
+    assert trace.paths[1:4] == ("block/block", "block/block/x", "block/block/x/block")
+    [use] = kernel_table(trace, "block")
+    assert (use.calls, use.occurrences) == (6, 2)  # not that at 100, where the range has ended
+    assert calls(trace, "block/x") == {GEMM: 2}
+
+
+# ------------------------------------------------------------------------------------------------- whose launch
+def test_ranges_of_other_threads_own_the_launches_inside_them(tmp_path):
+    export = Export()
+    export.range("step", 0, 1000)
+    export.range("backward", 100, 900)
+    for launched, thread, pid, name in [
+        (150, AUTOGRAD, PROCESS, "bare"),
+        (250, AUTOGRAD, PROCESS, "in a range of its own"),
+        (350, 77, PROCESS, "beside"),
+        (450, 88, PROCESS, "overlapping"),
+        (550, AUTOGRAD, 5000, "other process"),
+        (950, AUTOGRAD, PROCESS, "later"),
+    ]:
+        export.kernel(name, launched + 5, launched + 6, launched, thread, pid=pid)
+    export.range("attention backward", 240, 260, AUTOGRAD)
+    export.range("inner", 245, 255, AUTOGRAD)
+    export.range("step", 340, 360, 77)  # runs the same program side by side
+    export.range("load", 440, 920, 88)  # goes on after `backward`
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    assert set(calls(trace, "backward")) == {"bare", "in a range of its own"}
+    paths = dict(zip([kernel.name for kernel in trace.kernels], trace.kernel_paths, strict=True))
+    assert paths == {
+        "bare": "step/backward",
+        "in a range of its own": "step/backward/attention backward/inner",
+        "beside": "step",
+        "overlapping": "step/load",
+        "other process": "",
+        "later": "step",
+    }
+    first, second = trace.find("step")
+    assert {trace.kernels[i].name for i in trace.owned(first)} == {
+        "bare", "in a range of its own", "overlapping", "later",
+    }  # fmt: skip
+    assert {trace.kernels[i].name for i in trace.owned(second)} == {"beside"}
+
+
+def random_trace(rng, threads=3):
+    """Properly nested ranges on each thread, a few that overlap, and launches anywhere; small numbers, many ties."""
+    ranges, launched = [], []
+
+    def nest(low, high, pid, thread, depth):
+        at = low
+        while depth < 4 and at < high and rng.random() < 0.8:
+            start = rng.randint(at, high)
+            end = rng.randint(start, high)
+            ranges.append(Range(rng.choice("abcd"), start, end, pid, thread))
+            nest(start, end, pid, thread, depth + 1)
+            at = end + rng.randint(0, 2)
+
+    for pid in (1, 2):
+        for thread in range(threads):
+            nest(0, 60, pid, thread, 0)
+            if rng.random() < 0.3:  # start/end ranges need not be nested
+                start = rng.randint(0, 40)
+                ranges.append(Range("e", start, start + rng.randint(0, 40), pid, thread))
+    for i in range(rng.randint(0, 60)):
+        t = rng.choice([None, rng.randint(0, 62)])
+        start = rng.randint(0, 90)
+        thread = None if t is None else rng.randrange(threads)
+        where = (rng.randrange(2), rng.choice([7, 13]))
+        launched.append(
+            Kernel(
+                f"{rng.choice('gs')}{i}",
+                start,
+                start + rng.randint(0, 9),
+                *where,
+                t,
+                rng.choice([1, 2]),
+                thread,
+            )
+        )
+    rng.shuffle(ranges)
+    rng.shuffle(launched)
+    return Trace("nsys", tuple(launched), tuple(ranges))
+
+
+def plainly_owned(trace, mine, kernel):
+    """The rule of `trace`'s docstring, said once more without any cleverness."""
+
+    def is_open(found):
+        return found.start_ns <= kernel.launched_ns < found.end_ns
+
+    if kernel.launched_ns is None or kernel.process != mine.process or not is_open(mine):
+        return False
+    if kernel.thread == mine.thread:
+        return True
+    own = [r for r in trace.ranges if (r.process, r.thread) == (kernel.process, kernel.thread) and is_open(r)]
+    if not own:
+        return True
+    root = own[0]  # ranges are sorted: it has begun first
+    names, at = {mine.name}, next(i for i, found in enumerate(trace.ranges) if found is mine)
+    while (at := trace.parents[at]) >= 0:
+        names.add(trace.ranges[at].name)
+    return mine.start_ns <= root.start_ns and root.end_ns <= mine.end_ns and root.name not in names
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ownership_as_the_rule_says(seed):
+    trace = random_trace(random.Random(seed))
+    for i, mine in enumerate(trace.ranges):
+        expected = [k for k, kernel in enumerate(trace.kernels) if plainly_owned(trace, mine, kernel)]
+        assert list(trace.owned(i)) == expected
+        parent = trace.parents[i]
+        if parent >= 0:
+            outer = trace.ranges[parent]
+            assert outer.start_ns <= mine.start_ns and mine.end_ns <= outer.end_ns
+            assert (outer.process, outer.thread) == (mine.process, mine.thread) and parent < i
+    for index, use in [(i, u) for name in "abcde" if _has(trace, name) for i, u in _uses(trace, name)]:
+        found = [trace.kernels[k] for k in trace.owned(index)]
+        assert use.kernels == len(found)
+        if found:
+            first, last = min(k.launched_ns for k in found), max(k.end_ns for k in found)
+            devices = {k.device for k in found}
+            running = {t for k in trace.kernels if k.device in devices for t in range(k.start_ns, k.end_ns)}
+            busy = {t for k in found for t in range(k.start_ns, k.end_ns)}
+            assert use.busy_ms == pytest.approx(len(busy) / 1e6)
+            last = max(first, last)
+            idle = last - first - len({t for t in running if first <= t < last})
+            assert use.idle_ms == pytest.approx(idle / 1e6)
+
+
+def _has(trace, name):
+    return any(path.split("/")[-1] == name for path in trace.paths)
+
+
+def _uses(trace, name):
+    return list(zip(trace.find(name), usage(trace, name), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [
+        ([], 0),
+        ([(5, 5)], 0),
+        ([(0, 10)], 10),
+        ([(0, 10), (10, 20)], 20),
+        ([(0, 10), (0, 10)], 10),
+        ([(0, 100), (10, 20), (50, 60)], 100),
+        ([(50, 60), (0, 30), (20, 55)], 60),
+        ([(0, 10), (20, 30), (5, 6)], 20),
+        ([(-5, 5), (-10, -5)], 15),
+        ([(2**52, 2**52 + 3), (2**52 + 1, 2**52 + 2)], 3),
+    ],
+)
+def test_the_union_of_intervals(intervals, length):
+    assert union_ns([a for a, _ in intervals], [b for _, b in intervals]) == length
+
+
+def test_the_union_of_random_intervals():
+    rng = random.Random(3)
+    for _ in range(300):
+        intervals = [(a, a + rng.randint(0, 8)) for a in rng.choices(range(50), k=rng.randint(1, 12))]
+        covered = {t for a, b in intervals for t in range(a, b)}
+        assert union_ns(*np.array(intervals).T) == len(covered)
+
+
+def test_a_trace_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="unknown source 'rocprof'; allowed: nsys, torch, torch-cpu"):
+        Trace("rocprof", (), ())
+    with pytest.raises(ValueError, match="'x' ends before it begins"):
+        Trace("nsys", (), (Range("x", 5, 4, 1, 1),))
+
+
+# ------------------------------------------------------------------------------------- what an export may look like
+def test_kernels_of_a_cuda_graph_belong_where_it_was_launched(tmp_path):
+    export = Export()
+    export.range("forward", 0, 100)
+    launch = export.call(50, name="cudaGraphLaunch_v10000")
+    for i in range(3):
+        export.kernel(GEMM, 200 + 10 * i, 205 + 10 * i, call=launch, graphNodeId=1000 + i)
+    export.range("backward", 190, 300)  # in which they run
+    export.kernel(MUL, 260, 270, 195)
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    assert calls(trace, "forward") == {GEMM: 3} and calls(trace, "backward") == {MUL: 1}
+    whole = Export()
+    whole.range("forward", 0, 100)
+    whole.activity(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", 200, 235, whole.call(50), graphId=1, graphExecId=2, stream=9
+    )
+    trace = read_nsys(whole.write(tmp_path / "t.sqlite"))
+    assert calls(trace, "forward") == {"[CUDA graph]": 1}
+    assert any("--cuda-graph-trace=node" in note for note in trace.notes)
+    assert any("no table CUPTI_ACTIVITY_KIND_KERNEL" in note for note in trace.notes)
+
+
+def test_tables_that_are_not_there_are_noted(tmp_path):
+    path = tmp_path / "t.sqlite"
+    assert read_nsys(training().write(path, without=[KERNELS])).notes == (
+        f"no kernels were captured: there is no table {KERNELS}",
+    )
+    trace = read_nsys(training().write(path, without=[NVTX]))
+    assert trace.notes == (f"no ranges were captured: there is no table {NVTX}",) and not trace.ranges
+    assert set(trace.kernel_paths) == {""}
+    trace = read_nsys(training().write(path, without=[RUNTIME]))
+    assert trace.notes == (
+        f"no launches were captured: there is no table {RUNTIME}",
+        "18 of 18 operations have no launch in the capture, and so no range",
+    )
+    assert calls(trace, "step") == {} and trace.kernels[0].thread is None
+    trace = read_nsys(Export().write(path))  # a program that did nothing of what was traced
+    assert len(trace.notes) == 3 and not trace.kernels
+
+
+def test_columns_that_are_not_there(tmp_path):
+    path = tmp_path / "t.sqlite"
+
+    def altered(*statements):
+        training().write(path)
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            for statement in statements:
+                database.execute(statement)
+        return path
+
+    full = read_nsys(altered())
+    for column in ("mangledName", "contextId", "launchType", "deviceId"):  # older versions, or of no use here
+        assert read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN {column}")).kernels == full.kernels
+    by_short = read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN demangledName"))
+    assert {kernel.name for kernel in by_short.kernels} >= {"softmax forward"}
+    assert read_nsys(altered(f"ALTER TABLE {NVTX} DROP COLUMN domainId")).ranges == full.ranges
+    with pytest.raises(ValueError, match=f"table {KERNELS} lacks streamId; it has start, end, deviceId"):
+        read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN streamId"))
+    names = ("demangledName", "shortName", "mangledName")
+    with pytest.raises(ValueError, match=f"table {KERNELS} lacks demangledName"):
+        read_nsys(altered(*(f"ALTER TABLE {KERNELS} DROP COLUMN {name}" for name in names)))
+    with pytest.raises(ValueError, match=f"table {NVTX} lacks eventType"):
+        read_nsys(altered(f"ALTER TABLE {NVTX} DROP COLUMN eventType"))
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        (f"UPDATE {KERNELS} SET start = 'soon' WHERE start = 30", "KERNEL.start holds 'soon'"),
+        (f"UPDATE {KERNELS} SET streamId = 7.5", "streamId holds '7.5'"),
+        (f"UPDATE {KERNELS} SET end = {2**60} WHERE start = 30", f"KERNEL.end holds '{2**60}'"),
+        (f"UPDATE {KERNELS} SET end = start - 1 WHERE start = 30", "ends before it begins"),
+        (f"UPDATE {KERNELS} SET demangledName = 999", "StringIds has no text 999"),
+        (f"UPDATE {NVTX} SET text = x'ff' WHERE text = 'step'", "NVTX_EVENTS.text holds"),
+        (f"UPDATE {NVTX} SET text = CAST(x'ffff' AS TEXT)", "is damaged"),
+        (f"UPDATE {RUNTIME} SET globalTid = 'x'", "RUNTIME.globalTid holds 'x'"),
+        ("UPDATE StringIds SET value = x'00'", "StringIds.value holds"),
+    ],
+)
+def test_impossible_values_are_refused(tmp_path, statement, why):
+    path = training().write(tmp_path / "t.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute(statement)
+    with pytest.raises(ValueError, match=why):
+        read_nsys(path)
+
+
+def test_ranges_of_all_kinds(tmp_path):
+    export = Export()
+    export.range("start/end", 0, 100, event=60)
+    export.range("mark", 5, None, event=34)
+    export.range("NCCL", 0, None, event=75, domain=3)
+    export.range("ncclAllReduce", 10, 20, domain=3, registered=True)
+    export.range("forward", 30, None)  # still open
+    export.range("", 35, 40)
+    export.kernel(GEMM, 200, 300, 15)
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    assert {(r.name, r.start_ns, r.end_ns) for r in trace.ranges} == {
+        ("start/end", 0, 100), ("NCCL:ncclAllReduce", 10, 20), ("forward", 30, 300), ("(no name)", 35, 40),
+    }  # fmt: skip
+    assert trace.notes == ("1 ranges were open when the capture ended, and end with its last event",)
+    assert trace.kernel_paths == ("start/end/NCCL:ncclAllReduce",)
+
+
+def test_ranges_that_do_not_end(tmp_path):
+    export = Export()
+    export.range("step", 10, 0)  # as older versions write it
+    export.range("forward", 20, None)
+    export.range("softmax", 30, 40)
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    assert {(found.name, found.end_ns) for found in trace.ranges} == {
+        ("step", 40), ("forward", 40), ("softmax", 40),
+    }  # fmt: skip
+    assert trace.paths == ("step", "step/forward", "step/forward/softmax")
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_the_outer_of_two_nested_calls_launches(tmp_path, outer_first):
+    export = Export()
+    export.range("forward", 0, 12)
+    export.range("afterwards", 12, 20)
+    for start in (10, 15) if outer_first else (15, 10):  # the runtime's call, and the driver's inside it
+        export.call(start)
+        export.calls = 0
+    export.kernel(GEMM, 50, 60, call=1)
+    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    assert trace.kernels[0].launched_ns == 10 and trace.kernel_paths == ("forward",)
+
+
+def test_reading_changes_nothing(tmp_path, monkeypatch):
+    path = training().write(tmp_path / "a step?&#.sqlite")  # a name that would mean something else in a URI
+    before = path.read_bytes()
+    opened = []
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **how: opened.append((args, how)) or connect(*args, **how)
+    )
+    read_nsys(path)
+    assert opened[0][0][0].endswith("?mode=ro") and opened[0][1] == {"uri": True}
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_files_that_are_no_exports_are_refused(tmp_path):
+    path = tmp_path / "t.sqlite"
+    with pytest.raises(FileNotFoundError):
+        read_nsys(path)
+    for contents, why in [
+        (b"", "is empty"),
+        (b"PK\x03\x04" * 100, "no SQLite"),
+        (b"SQLite format 3\0", "trunc"),
+    ]:
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match=why):
+            read_nsys(path)
+    report = tmp_path / "t.nsys-rep"
+    report.write_bytes(b"NSys" * 50)
+    with pytest.raises(ValueError, match="no SQLite database; `nsys export --type=sqlite` makes one"):
+        read_nsys(report)
+    whole = training().write(path).read_bytes()
+    for size in [150, 4096, len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"truncated: {size:,} of {len(whole):,} bytes"):
+            read_nsys(path)
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE songs (id INTEGER)")
+    with pytest.raises(ValueError, match="no export of Nsight Systems: its tables are songs"):
+        read_nsys(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    with pytest.raises(ValueError, match="no export of Nsight Systems: its tables are StringIds, songs"):
+        read_nsys(path)
+
+
+def test_damaged_exports_raise_nothing_but_value_errors(tmp_path):
+    path = training().write(tmp_path / "t.sqlite")
+    whole, rng = path.read_bytes(), random.Random(5)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 3, 30])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            start = rng.randrange(len(data))
+            del data[start : start + rng.randrange(1, 5000)]
+        path.write_bytes(data)
+        try:
+            trace = read_nsys(path)
+            assert isinstance(trace.kernel_paths, tuple)
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 40
+
+
+# ------------------------------------------------------------------------------------------------ torch's profiler
+def torch_events():
+    """A step as the profiler's Chrome trace tells it: µs with fractions, launches by runtime and driver, a graph."""
+    events = [{"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "python"}}]
+
+    def add(cat, name, ts, dur, tid=1, **args):
+        events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        )
+
+    add("user_annotation", "step", 1000.0, 100.0)
+    add("user_annotation", "forward", 1001.25, 20.5)
+    add("user_annotation", "backward", 1030.0, 50.0)
+    add("gpu_user_annotation", "forward", 1010.0, 90.0, tid=7)
+    add("cpu_op", "aten::mm", 1002.0, 10.0)
+    add("cuda_runtime", "cudaLaunchKernel", 1003.0, 2.0, correlation=11)
+    add("kernel", GEMM, 1010.5, 30.125, tid=7, device=0, stream=7, correlation=11)
+    add("cuda_driver", "cuLaunchKernelEx", 1031.0, 1.0, tid=2, correlation=12)
+    add("kernel", "triton_poi_fused_mul_0", 1050.0, 4.0, tid=7, device=0, stream=7, correlation=12)
+    add("cuda_runtime", "cudaGraphLaunch", 1060.0, 1.0, correlation=13)
+    for i in range(2):
+        add("kernel", SOFT, 1070.0 + 3 * i, 2.0, tid=7, device=0, stream=7, correlation=13)
+    add("cuda_runtime", "cudaMemcpyAsync", 1015.0, 1.0, correlation=14)
+    add(
+        "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1016.0, 2.0, tid=7, device=0, stream=7, correlation=14
+    )
+    add("gpu_memset", "Memset (Device)", 1090.0, 1.0, tid=7, device=0, stream=7, correlation=99)
+    return events
+
+
+@pytest.mark.parametrize("form", ["events", "contents", "json", "json.gz"])
+def test_torch_traces_in_all_forms(tmp_path, form):
+    contents = {"schemaVersion": 1, "baseTimeNanoseconds": 1, "traceEvents": torch_events()}
+    path = tmp_path / f"t.{form}"
+    packed = gzip.compress(json.dumps(contents).encode())
+    path.write_bytes(packed if form == "json.gz" else json.dumps(contents).encode())
+    trace = read_torch({"events": contents["traceEvents"], "contents": contents}.get(form, path))
+    assert trace.source == "torch"
+    assert trace.notes == ("1 of 6 operations have no launch in the recording, and so no range",)
+    assert calls(trace, "forward", by="short") == {
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8": 1, "memcpy HtoD": 1,
+    }  # fmt: skip
+    assert calls(trace, "backward") == {"triton_poi_fused_mul_0": 1, SOFT: 2}
+    assert trace.ranges[1] == Range("forward", 1_001_250, 1_021_750, 9, 1)
+    assert trace.kernels[0] == Kernel(GEMM, 1_010_500, 1_040_625, 0, 7, 1_003_000, 9, 1)
+
+
+def test_launches_without_kernels_are_noted():
+    events = [event for event in torch_events() if event.get("cat") not in trace_torch.DEVICE]
+    trace = read_torch(events)
+    assert trace.source == "torch-cpu" and calls(trace, "forward") == {"aten::mm": 1}
+    assert trace.notes[1] == "the program has called CUDA, but what it launched was not recorded"
+    assert len(read_torch([event for event in events if "cuda" not in event.get("cat", "")]).notes) == 1
+
+
+def operator(name, ts, dur, tid=1):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur}
+
+
+def test_operators_have_the_time_of_their_own():
+    events = [
+        operator("aten::copy_", 20, 5),  # in no particular order
+        operator("aten::addmm", 10, 80),
+        operator("aten::linear", 0, 100),
+        operator("aten::relu", 100, 50),
+        operator("aten::mm", 0, 70, tid=2),
+        operator("aten::t", 60, 10.002, tid=2),  # ends after its caller, as rounding does it
+        {"ph": "X", "cat": "user_annotation", "name": "f", "pid": 9, "tid": 1, "ts": 0, "dur": 160},
+    ]
+    trace = read_torch(events)
+    assert trace.source == "torch-cpu" and "operators of the CPU" in trace.notes[0]
+    own = {kernel.name: kernel.work_ns for kernel in trace.kernels}
+    assert own == {
+        "aten::linear": 20_000, "aten::addmm": 75_000, "aten::copy_": 5_000, "aten::relu": 50_000,
+        "aten::mm": 60_000, "aten::t": 10_002,
+    }  # fmt: skip
+    [use] = usage(trace, "f")
+    assert use.kernel_ms == pytest.approx(0.220002) and use.busy_ms == pytest.approx(0.15)
+    assert use.product_ms == pytest.approx(0.02 + 0.075 + 0.06)
+    step = condense(trace, "f")
+    assert [stream.label for stream in step.streams] == ["CPU thread 0", "CPU thread 1"]
+    first = step.streams[0]
+    pieces = list(
+        zip(first.starts_ns, first.lengths_ns, [CLASSES[kind] for kind in first.kinds], strict=True)
+    )
+    assert pieces == [  # the innermost operator has the time
+        (0, 10_000, "matrix product"), (10_000, 10_000, "matrix product"), (20_000, 5_000, "copy/cast"),
+        (25_000, 65_000, "matrix product"), (90_000, 10_000, "matrix product"), (100_000, 50_000, "elementwise"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda e: e.pop("ts"), "an event lacks 'ts'"),
+        (lambda e: e.pop("dur"), "an event lacks 'dur'"),
+        (lambda e: e.update(dur=-1), "a duration of -1"),
+        (lambda e: e.update(ts="1"), "'1' is no time"),
+        (lambda e: e.update(ts=float("nan")), "'nan' is no time"),
+        (lambda e: e.update(ts=1e300), "is no time"),
+        (lambda e: e.update(name=5), "'5' is no name"),
+        (lambda e: e.update(cat=["kernel"]), "unhashable"),
+        (lambda e: e.pop("args"), "an event lacks 'args'"),
+        (lambda e: e.update(args=[]), "no trace of torch's profiler"),
+        (lambda e: e["args"].update(stream="7"), "'7' is no whole number"),
+        (lambda e: e["args"].update(correlation={}), "unhashable"),
+    ],
+)
+def test_impossible_torch_events_are_refused(change, why):
+    events = torch_events()
+    change(next(event for event in events if event.get("cat") == "kernel"))
+    with pytest.raises(ValueError, match=why):
+        read_torch(events)
+
+
+def test_files_that_are_no_torch_traces_are_refused(tmp_path):
+    path = tmp_path / "t.json"
+    with pytest.raises(FileNotFoundError):
+        read_torch(path)
+    for contents in ["5", '"x"', "{}", '{"traceEvents": 5}', '{"traceEvents": "kernel"}', "[5]", "null"]:
+        path.write_text(contents)
+        with pytest.raises(ValueError, match="is no trace of torch's profiler"):
+            read_torch(path)
+    for contents in [b"", b"{", b"\xff\xfe", b"[" * 100_000]:
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match="is no JSON file"):
+            read_torch(path)
+    path.write_bytes(gzip.compress(json.dumps(torch_events()).encode())[:-20])
+    with pytest.raises(ValueError, match="is damaged"):
+        read_torch(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_damaged_torch_traces_raise_nothing_but_value_errors(tmp_path, packed):
+    path, rng = tmp_path / "t.json", random.Random(6)
+    whole = json.dumps({"traceEvents": torch_events()}).encode()
+    whole = gzip.compress(whole) if packed else whole
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 5])):
+            data[rng.randrange(len(data))] = (
+                rng.choice(b'0123456789"{}[],:-.eEnt\xff\x00') if not packed else 7
+            )
+        path.write_bytes(data)
+        try:
+            read_torch(path)
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+def test_recording_with_torch_for_real(tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 64)
+
+    def steps():
+        for _ in range(3):
+            with span("step"):
+                with span("forward"):
+                    hidden = model(x)
+                    with span("attention softmax"):
+                        loss = torch.softmax(hidden, -1).square().sum()
+                with span("backward"):
+                    loss.backward()
+                with span("optimizer"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    trace = record_torch(steps, keep=tmp_path / "kept" / "trace.json.gz")
+    assert [len(trace.find(name)) for name in ("step", "forward", "forward/attention softmax")] == [3, 3, 3]
+    assert read_torch(tmp_path / "kept" / "trace.json.gz") == trace
+    if trace.source != "torch-cpu":
+        assert torch.cuda.is_available()
+        return
+    forward = {use.name: use for use in kernel_table(trace, "forward")}
+    assert forward["aten::addmm"].calls_each == 1 and forward["aten::addmm"].kind == "matrix product"
+    assert forward["aten::_softmax"].calls == 3 and "aten::mm" not in forward
+    assert set(calls(trace, "attention softmax")) >= {"aten::_softmax", "aten::sum"}
+    assert "aten::addmm" not in calls(trace, "attention softmax")
+    backward = calls(trace, "backward")
+    assert backward["aten::mm"] == 3 and backward["aten::_softmax_backward_data"] == 3
+    assert calls(trace, "optimizer")["aten::addcdiv_"] == 6  # weight and bias
+    for use in usage(trace, "step"):
+        assert 0 < use.product_ms < use.kernel_ms <= use.host_ms and use.busy_ms <= use.span_ms <= use.host_ms
+        assert use.idle_ms == pytest.approx(use.span_ms - use.busy_ms)
+    with pytest.raises(ZeroDivisionError):
+        record_torch(lambda: 1 / 0)
+
+
+# ------------------------------------------------------------------------------------------------ names of kernels
+# Names as Nsight Systems (`<unnamed>`, `(int)4`) and torch's profiler (`(anonymous namespace)`, `4`) print them for
+# models like this project's on A100, H100 and H200; long arguments that decide nothing are cut.
+NAMES = [
+    ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN", "matrix product", "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN"),  # noqa: E501
+    ("nvjet_tss_512x16_64x3_1x2_h_bz_splitK_TNT", "matrix product", "nvjet_tss_512x16_64x3_1x2_h_bz_splitK_TNT"),
+    (GEMM, "matrix product", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8"),
+    ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x256x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas", "matrix product", "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n 64x256x64"),  # noqa: E501
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_tn_align1>(T1::Params)", "matrix product", "cutlass_80_simt_sgemm_128x256_8x4_tn_align1"),  # noqa: E501
+    ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4::Params)", "matrix product", "cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4"),  # noqa: E501
+    ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn", "matrix product", "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn"),  # noqa: E501
+    ("ampere_sgemm_32x32_sliced1x4_tn", "matrix product", "ampere_sgemm_32x32_sliced1x4_tn"),
+    ("void gemmSN_TN_kernel<float, (int)128, (int)16, cublasGemvTensorStridedBatched<const float>>(T13)", "matrix product", "gemmSN_TN_kernel"),  # noqa: E501
+    ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, int, float, float, float, float, (bool)0>(T13)", "matrix product", "gemvx"),  # noqa: E501
+    ("void cublasLt::splitKreduce_kernel<(int)32, (int)16, int, float, float, float, float, (bool)1>(cublasLt::cublasSplitKParams<T6>)", "matrix product", "splitKreduce_kernel"),  # noqa: E501
+    ("triton_tem_fused_mm_t_3", "matrix product", "triton_tem_fused_mm_t_3"),
+    ("triton_mm", "matrix product", "triton_mm"),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t>, false, true>(pytorch_flash::Flash_fwd_params)", "attention", "flash_fwd_kernel"),  # noqa: E501
+    ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<(int)64, cutlass::bfloat16_t>>(pytorch_flash::Flash_bwd_params)", "attention", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),  # noqa: E501
+    ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2>>>>(T1::Params)", "attention", "FlashAttnFwdSm90"),  # noqa: E501
+    ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float, cutlass::arch::Sm80>::Params)", "attention", "fmha_cutlassF_f32_aligned_64x64_rf_sm80"),  # noqa: E501
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0", "attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"),  # noqa: E501
+    ("triton_tem_fused_add_flex_attention_mul_slice_16", "attention", "triton_tem_fused_add_flex_attention_mul_slice_16"),  # noqa: E501
+    ("forward_kernel", "attention", "forward_kernel"),
+    (SOFT, "softmax", "softmax forward"),
+    ("void at::native::(anonymous namespace)::cunn_SoftMaxBackward<8, c10::Half, float, c10::Half, at::native::(anonymous namespace)::LogSoftMaxBackwardEpilogue>(c10::Half*, c10::Half const*, c10::Half const*, long)", "softmax", "log-softmax backward"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::cunn_SoftMaxForwardReg<float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue, long, 1>(float*, float const*, long)", "softmax", "softmax forward"),  # noqa: E501
+    ("void <unnamed>::softmax_warp_forward<float, float, float, (int)9, (bool)0, (bool)0>(T2 *, const T1 *, int)", "softmax", "softmax forward"),  # noqa: E501
+    (MUL, "elementwise", "elementwise: mul"),
+    ("void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::DivFunctor<float>>>(at::TensorIteratorBase &, const T1 &)::[lambda(int) (instance 1)]>(int, T3)", "elementwise", "elementwise: div"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::AUnaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)2>>(int, T2, T3)", "elementwise", "elementwise: mul by a number"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)", "elementwise", "elementwise: add"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctorOnSelf_add<float>, std::array<char*, 2ul> >(int, at::native::CUDAFunctorOnSelf_add<float>, std::array<char*, 2ul>)", "elementwise", "elementwise: add a number"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>, std::array<char *, (unsigned long)1>>(int, T2, T3)", "elementwise", "elementwise: fill"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::rsqrt_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 2)]::operator ()() const::[lambda(float) (instance 1)], std::array<char *, (unsigned long)2>>(int, T2, T3)", "elementwise", "elementwise: rsqrt"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<(int)4, void at::native::<unnamed>::pow_tensor_scalar_kernel_impl<float, float>(at::TensorIteratorBase &, T2)::[lambda(float) (instance 1)], std::array<char *, (unsigned long)2>>(int, T2, T3)", "elementwise", "elementwise: pow"),  # noqa: E501
+    ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::(anonymous namespace)::masked_fill_kernel(at::TensorIterator&, c10::Scalar const&)::{lambda()#1}::operator()() const::{lambda(float, bool)#1}>(at::TensorIteratorBase&)::{lambda(int)#1}>(int)", "elementwise", "elementwise: masked_fill"),  # noqa: E501
+    ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<at::native::(anonymous namespace)::where_kernel_impl(at::TensorIterator&)::{lambda()#1}::operator()() const::{lambda(bool, c10::Half, c10::Half)#1}>(at::TensorIteratorBase&)>(int)", "elementwise", "elementwise: where"),  # noqa: E501
+    ("void at::native::elementwise_kernel_manual_unroll<128, 8, at::native::gpu_kernel_impl_nocast<at::native::CUDAFunctor_add<c10::BFloat16> >(at::TensorIteratorBase&)>(int)", "elementwise", "elementwise: add"),  # noqa: E501
+    ("void at::native::triu_tril_kernel<bool, int, (bool)0, (int)8, (bool)0>(at::cuda::detail::TensorInfo<T1, T2>)", "elementwise", "triu_tril_kernel"),  # noqa: E501
+    ("void at::native::reduce_kernel<(int)512, (int)1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>, unsigned int, float, (int)4, (int)4>>(T3)", "reduction", "reduction: mean"),  # noqa: E501
+    ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, at::native::sum_functor<float, float, float>::operator()(at::TensorIterator&)::{lambda(float, float)#1}>, unsigned int, float, 4> >(at::native::ReduceOp<float>)", "reduction", "reduction: sum"),  # noqa: E501
+    ("void at::native::<unnamed>::vectorized_layer_norm_kernel<float, float, (bool)0>(int, T2, const T1 *)", "reduction", "vectorized_layer_norm_kernel"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*)", "reduction", "nll_loss_forward_reduce_cuda_kernel_2d"),  # noqa: E501
+    ("void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]::operator ()() const::[lambda(float) (instance 1)]>(at::TensorIteratorBase &, const T1 &)::[lambda(int) (instance 1)]>(int, T3)", "copy/cast", "copy"),  # noqa: E501
+    ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}, std::array<char*, 2ul> >(int)", "copy/cast", "copy: bfloat16"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<4u>, unsigned int, 1, 128, 1>(at::native::(anonymous namespace)::OpaqueType<4u>*)", "copy/cast", "CatArrayBatchedCopy_contig"),  # noqa: E501
+    ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "Triton, fused", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0"),  # noqa: E501
+    ("triton_per_fused__softmax_masked_fill_2", "Triton, fused", "triton_per_fused__softmax_masked_fill_2"),
+    ("triton_poi_fused__unsafe_view_mm_silu_4", "Triton, fused", "triton_poi_fused__unsafe_view_mm_silu_4"),
+    ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::TensorListMetadata<(int)2>, at::native::<unnamed>::BinaryOpListAlphaFunctor<float, (int)2, (int)2, (int)0>, std::plus<float>, float>(T1, T2, T3...)", "optimizer", "foreach add"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<3>, at::native::(anonymous namespace)::PointwiseOpScalarFunctor<float, 3, 3, 0>, std::multiplies<float>, float>(float)", "optimizer", "foreach addcmul"),  # noqa: E501
+    ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::TensorListMetadata<(int)1>, at::native::<unnamed>::UnaryOpFunctor<float, (int)1, (int)1, (int)0>, at::native::Sqrt<float>>(T1, T2, T3...)", "optimizer", "foreach sqrt"),  # noqa: E501
+    ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::FusedOptimizerTensorListMetadata<(int)4>, at::native::<unnamed>::FusedAdamMathFunctor<float, (int)4, (at::native::<unnamed>::ADAM_MODE)1, (bool)0>, const float *, double>(T1, T2, T3...)", "optimizer", "fused Adam"),  # noqa: E501
+    ("void at::native::vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)", "embedding/index", "vectorized_gather_kernel"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float, unsigned int>)", "embedding/index", "indexSelectLargeIndex"),  # noqa: E501
+    ("void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*)", "embedding/index", "embedding_backward_feature_kernel"),  # noqa: E501
+    ("void at::native::index_elementwise_kernel<(int)128, (int)4, void at::native::gpu_index_kernel<void at::native::index_put_kernel_impl<at::native::OpaqueType<(int)4>>(at::TensorIterator &)>>(long, T3)", "embedding/index", "index_put"),  # noqa: E501
+    ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long>>(long)", "embedding/index", "DeviceRadixSortOnesweepKernel"),  # noqa: E501
+    ("[CUDA memcpy Host-to-Device]", "memcpy/memset", "memcpy HtoD"),
+    ("Memcpy HtoD (Pageable -> Device)", "memcpy/memset", "memcpy HtoD"),
+    ("Memcpy DtoD", "memcpy/memset", "memcpy DtoD"),
+    ("[CUDA memset]", "memcpy/memset", "memset"),
+    ("Memset (Device)", "memcpy/memset", "memset"),
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)", "communication", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),  # noqa: E501
+    ("_rotary_tail_kernel", "other", "_rotary_tail_kernel"),
+    ("[CUDA graph]", "other", "[CUDA graph]"),
+    ("aten::mm", "matrix product", "aten::mm"),
+    ("aten::_softmax_backward_data", "softmax", "aten::_softmax_backward_data"),
+    ("aten::add_", "elementwise", "aten::add_"),
+    ("aten::silu_backward", "elementwise", "aten::silu_backward"),
+    ("aten::expand", "other", "aten::expand"),  # not `exp`
+    ("aten::new_zeros", "other", "aten::new_zeros"),  # not `ne`
+    ("aten::_to_copy", "copy/cast", "aten::_to_copy"),
+    ("aten::mean", "reduction", "aten::mean"),
+    ("aten::embedding_dense_backward", "embedding/index", "aten::embedding_dense_backward"),
+    ("aten::_foreach_add_", "optimizer", "aten::_foreach_add_"),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),  # noqa: E501
+    ("autograd::engine::evaluate_function: MmBackward0", "other", "autograd::engine::evaluate_function: MmBackward0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "short"), NAMES, ids=[short for *_, short in NAMES])
+def test_class_and_short_name(name, kind, short):
+    assert class_of(name) == kind
+    assert short_name(name) == short
+
+
+def test_the_table_of_classes_is_whole():
+    assert (
+        set(CLASSES)
+        == {kind for kind, _ in kernels.RULES} | {kernels.OTHER}
+        == {kind for _, kind, _ in NAMES}
+    )
+    assert len(set(CLASSES)) == len(CLASSES)
+    used = {
+        next(row for row in kernels.RULES if re.search(row[1], name))
+        for name, kind, _ in NAMES
+        if kind != "other"
+    }
+    assert len(used) > 0.8 * len(kernels.RULES)
+
+
+def test_our_own_kernels_are_attention():
+    source = (Path(cs336_systems.__file__).parent / "attention" / "triton_kernels.py").read_text("utf-8")
+    functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    launched = [name for name in functions if not name.startswith("_")]
+    assert len(launched) >= 3 and {class_of(name) for name in launched} == {"attention"}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "void", "<", "(", "a<b", "void ()", ">>", "operator()", "x::", "[CUDA mem", " "]
+)
+def test_any_text_has_a_class_and_a_name(name):
+    assert class_of(name) in CLASSES and isinstance(short_name(name), str)
+
+
+# ----------------------------------------------------------------------------------------------------- condensing
+def long_trace(steps=3, layers=60, seed=0):
+    """Thousands of short kernels of changing classes on two streams, some long ones among them."""
+    rng = random.Random(seed)
+    operations, ranges, t = [], [], 0
+    for step in range(steps):
+        start = t
+        for phase in ("forward", "backward"):
+            begin = t
+            for _ in range(layers):
+                ranges.append(Range(f"attention {rng.choice(['scores', 'softmax'])}", t + 5, t + 60, 1, 1))
+                for _ in range(20):
+                    length = int(100 * 2 ** rng.uniform(0, 9 if rng.random() < 0.1 else 5))
+                    name = rng.choice([GEMM, MUL, SOFT, "Memset", "forward_kernel"])
+                    operations.append(Kernel(name, t + 10, t + 10 + length, 0, 7, t + 2, 1, 1))
+                    t += length + rng.choice([10, 300])
+                nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
+                operations.append(Kernel(nccl, t - 500, t + 700, 0, 23, t - 900, 1, 2))
+            ranges.append(Range(phase, begin, t, 1, 1))
+        ranges.append(Range("step", start, t + 100 * step, 1, 1))
+        t += 2000 + 100 * step
+    return Trace("nsys", tuple(operations), tuple(ranges), ("a note",))
+
+
+def sums(pieces):
+    out = Counter()
+    for kind, length in pieces:
+        out[kind] += length
+    return out
+
+
+def test_a_small_step_is_kept_as_it_is(tmp_path):
+    trace = read_nsys(training(steps=3).write(tmp_path / "t.sqlite"))
+    step = condense(trace, "step", occurrence=1)
+    assert (step.source, step.path, step.occurrence, step.occurrences) == ("nsys", "step", 1, 3)
+    assert step.length_ns == 1000 and step.slot_ns == 0 and step.usage == usage(trace, "step")[1]
+    assert [stream.label for stream in step.streams] == ["stream 7", "stream 13"]
+    assert step.streams[1].starts_ns == (470,) and step.streams[1].lengths_ns == (150,)
+    assert step.streams[0].kernels == len(step.streams[0].starts_ns) == 8
+    assert [CLASSES[kind] for kind in step.streams[0].kinds][:3] == [
+        "memcpy/memset",
+        "matrix product",
+        "softmax",
+    ]
+    assert [(use.kind, use.calls) for use in step.kinds] == [
+        ("matrix product", 4), ("elementwise", 2), ("softmax", 1), ("memcpy/memset", 2),
+    ]  # fmt: skip
+    assert [(r.name, r.level, r.start_ns, r.length_ns) for r in step.ranges] == [
+        ("step", 0, 0, 1000), ("forward", 1, 10, 190), ("attention softmax", 2, 50, 10),
+        ("backward", 1, 300, 400), ("optimizer", 1, 800, 190),
+    ]  # fmt: skip
+    forward = condense(trace, "forward", occurrence=0)
+    assert forward.length_ns == 280 and forward.ranges[0].name == "forward"  # to the end of its last kernel
+
+
+def test_the_busiest_stream_comes_first():
+    busy = [Kernel(MUL, 0, length, 0, stream, 0, 1, 1) for stream, length in [(1, 5), (2, 50), (3, 20)]]
+    step = condense(Trace("nsys", tuple(busy), (Range("step", 0, 100, 1, 1),)), "step")
+    assert [stream.label for stream in step.streams] == ["stream 2", "stream 3", "stream 1"]
+    ranks = [kernel._replace(device=kernel.stream % 2) for kernel in busy]
+    step = condense(Trace("nsys", tuple(ranks), (Range("step", 0, 100, 1, 1),)), "step")
+    assert step.streams[0].label == "device 0, stream 2"
+
+
+def test_the_median_occurrence_is_condensed():
+    ranges = [Range("s", t, t + length, 1, 1) for t, length in [(0, 50), (100, 10), (200, 40), (300, 30)]]
+    assert condense(Trace("nsys", (), tuple(ranges)), "s").occurrence == 3
+    with pytest.raises(ValueError, match="occurrence=4; allowed: 0 to 3"):
+        condense(Trace("nsys", (), tuple(ranges)), "s", occurrence=4)
+
+
+def test_ranges_of_other_threads_have_rows_of_their_own():
+    ranges = [Range("step", 0, 100, 1, 1), Range("a", 10, 20, 1, 2), Range("b", 12, 15, 1, 2)]
+    ranges += [Range("outside", 90, 110, 1, 3), Range("other", 10, 20, 2, 1)]
+    step = condense(Trace("nsys", (), tuple(ranges)), "step")
+    assert [(r.name, r.thread, r.level) for r in step.ranges] == [("step", 0, 0), ("a", 1, 0), ("b", 1, 1)]
+
+
+@pytest.mark.parametrize("most", [100, 700, 2000])
+def test_pooling_keeps_the_time_of_each_class(most):
+    trace = long_trace()
+    full, pooled = condense(trace, "step", max_kernels=10**6), condense(trace, "step", max_kernels=most)
+    assert full.slot_ns == 0 and sum(len(s.starts_ns) for s in full.streams) == 2520
+    assert sum(len(stream.starts_ns) for stream in pooled.streams) <= most and pooled.slot_ns > 0
+    assert sum(len(stream.starts_ns) for stream in pooled.streams) > most / 4  # no wider than needed
+    for before, after in zip(full.streams, pooled.streams, strict=True):
+        assert (before.label, before.kernels, before.busy_ms) == (after.label, after.kernels, after.busy_ms)
+        old = list(zip(before.starts_ns, before.lengths_ns, before.kinds, strict=True))
+        new = list(zip(after.starts_ns, after.lengths_ns, after.kinds, strict=True))
+        assert sums((kind, n) for _, n, kind in old) == sums((kind, n) for _, n, kind in new)
+        assert all(start + n <= follower[0] for (start, n, _), follower in itertools.pairwise(new))
+        assert {piece for piece in old if piece[1] >= pooled.slot_ns} <= set(new)  # long ones stay
+        ends = [max(start + n for start, n, _ in pieces) for pieces in (old, new)]
+        assert ends[1] <= ends[0] and old[0][0] == new[0][0]
+        for edge in range(0, full.length_ns, pooled.slot_ns):  # and no time moves further than a slot
+            seen = [sum(min(n, max(0, edge - start)) for start, n, _ in pieces) for pieces in (old, new)]
+            assert abs(seen[0] - seen[1]) <= 2 * pooled.slot_ns
+    assert full.kinds == pooled.kinds and full.usage == pooled.usage and pooled.notes == ("a note",)
+
+
+def test_the_innermost_ranges_are_left_out_first():
+    trace = long_trace(steps=1)
+    step = condense(trace, "step", max_ranges=50)
+    assert [found.name for found in step.ranges] == ["step", "forward", "backward"]
+    assert step.notes == ("a note", "120 ranges of inner levels are left out")
+    assert len(condense(trace, "step").ranges) == 123
+    with pytest.raises(ValueError, match="max_kernels=99"):
+        condense(trace, "step", max_kernels=99)
+
+
+def test_the_file_of_a_large_step_is_small(tmp_path):
+    trace = long_trace(steps=1, layers=600)
+    step = condense(trace, "step")
+    assert len(trace.kernels) == 25_200 and sum(len(s.starts_ns) for s in step.streams) > 2500
+    step.to_json(tmp_path / "s.json")
+    assert (tmp_path / "s.json").stat().st_size < 300_000
+    assert Step.from_json(tmp_path / "s.json") == step
+
+
+def test_step_json_round_trip(tmp_path):
+    trace = read_nsys(training().write(tmp_path / "t.sqlite"))
+    step = condense(trace, "step")
+    step.to_json(tmp_path / "s.json")
+    assert Step.from_json(tmp_path / "s.json") == step
+    text = (tmp_path / "s.json").read_text()
+    assert json.loads(text)["classes"] == list(CLASSES) and '\n {"label":"stream 7"' in text
+
+
+def test_classes_in_another_order_are_understood(tmp_path):
+    step = condense(read_nsys(training().write(tmp_path / "t.sqlite")), "step")
+    step.to_json(tmp_path / "s.json")
+    parts = json.loads((tmp_path / "s.json").read_text())
+    parts["classes"].reverse()
+    for stream in parts["streams"]:
+        stream["kinds"] = [len(CLASSES) - 1 - kind for kind in stream["kinds"]]
+    (tmp_path / "s.json").write_text(json.dumps(parts))
+    assert Step.from_json(tmp_path / "s.json") == step
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda p: p.update(format="x"), "is no trace of a step"),
+        (lambda p: p.update(version=2), "version 2; this code reads 1"),
+        (lambda p: p.pop("streams"), "lacks 'streams'"),
+        (lambda p: p.pop("path"), "path"),
+        (lambda p: p.update(color="red"), "color"),
+        (lambda p: p["classes"].append("x"), "not in tuple"),
+        (lambda p: p.update(length_ns=-1), "below 0"),
+        (lambda p: p.update(length_ns="1"), "no number"),
+        (lambda p: p["usage"].update(busy_ms=None), "no number"),
+        (lambda p: p["usage"].pop("busy_ms"), "busy_ms"),
+        (lambda p: p["kinds"][0].update(kind="x"), "unknown classes x"),
+        (lambda p: p["kinds"][0].update(calls=True), "no number"),
+        (lambda p: p["ranges"][0].update(name=5), "no text"),
+        (lambda p: p["ranges"][0].update(length_ns=-5), "below 0"),
+        (lambda p: p["ranges"][0].update(start_ns="1"), "no start"),
+        (lambda p: p["streams"][0]["kinds"].append(0), "different numbers"),
+        (lambda p: p["streams"][0]["kinds"].__setitem__(0, 99), "no valid trace"),
+        (lambda p: p["streams"][0]["kinds"].__setitem__(0, -1), "below 0"),
+        (lambda p: p["streams"][0]["lengths_ns"].__setitem__(0, -1), "ends before it begins"),
+        (lambda p: p["streams"][0]["starts_ns"].__setitem__(0, 0.5), "no list of integers"),
+        (lambda p: p["streams"][0].update(label=None), "no text"),
+        (lambda p: p["streams"][0].update(busy_ms=float("nan")), "no number"),
+        (lambda p: p.update(notes=[5]), "no text"),
+        (lambda p: p.update(streams=5), "no valid trace"),
+    ],
+)
+def test_invalid_step_json_is_refused(tmp_path, change, why):
+    path = tmp_path / "s.json"
+    condense(read_nsys(training().write(tmp_path / "t.sqlite")), "step").to_json(path)
+    parts = json.loads(path.read_text())
+    change(parts)
+    path.write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=why):
+        Step.from_json(path)
+    for contents, reason in [
+        (b"\xff\xfe x", "no JSON"),
+        (b"[1]", "no trace of a step"),
+        (b"[" * 10**5, "no JSON"),
+    ]:
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match=reason):
+            Step.from_json(path)
+
+
+# ----------------------------------------------------------------------------------------- nsys on the command line
+FAKE_NSYS = """#!{python}
+import pathlib, shutil, subprocess, sys
+log = pathlib.Path({log!r})
+log.write_text(log.read_text() + repr(sys.argv[1:]) + "\\n" if log.exists() else repr(sys.argv[1:]) + "\\n")
+output = [a.split("=", 1)[1] for a in sys.argv if a.startswith("--output=")]
+if sys.argv[1] == "--version":
+    print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
+elif sys.argv[1] == "profile":
+    rest = sys.argv[2:]
+    while rest[0].startswith("--"):
+        rest.pop(0)
+    code = subprocess.call(rest)
+    if {reports}:
+        pathlib.Path(output[0]).write_bytes(b"a report")
+    sys.exit(code)
+elif sys.argv[1] == "export":
+    {export}
+"""
+
+
+@pytest.fixture
+def fake_nsys(tmp_path, monkeypatch):
+    """Puts an `nsys` into PATH that runs the program, and copies an export made here."""
+    if os.name != "posix":
+        pytest.skip("needs scripts with #!")
+    made = training().write(tmp_path / "made.sqlite")
+
+    def install(export=f"shutil.copy({str(made)!r}, output[0])", reports=True):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        log = tmp_path / "calls.txt"
+        text = FAKE_NSYS.format(python=sys.executable, log=str(log), export=export, reports=reports)
+        (folder / "nsys").write_text(text)
+        (folder / "nsys").chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+        return lambda: [ast.literal_eval(line) for line in log.read_text().splitlines()]
+
+    return install
+
+
+def test_a_function_under_nsys(tmp_path, fake_nsys):
+    asked = fake_nsys()
+    keep = tmp_path / "kept"
+    result, trace = nsys.record_nsys("json:dumps", {"obj": [1, 2]}, timeout_s=60, keep=keep)
+    assert result == "[1, 2]" and len(trace.find("step")) == 2
+    assert sorted(path.name for path in keep.iterdir()) == ["report.nsys-rep", "report.sqlite"]
+    profile, export = asked()
+    program = profile.index(sys.executable)
+    assert profile[:program] == ["profile", *nsys.OPTIONS, f"--output={keep / 'report.nsys-rep'}"]
+    assert {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"} < set(
+        nsys.OPTIONS
+    )
+    assert {"--sample=none", "--cpuctxsw=none", "--kill=none", "--force-overwrite=true"} < set(nsys.OPTIONS)
+    assert profile[program + 1 : program + 3] == ["-m", "cs336_systems.measure.process"]
+    assert export == [
+        "export", "--type=sqlite", "--force-overwrite=true",
+        f"--output={keep / 'report.sqlite'}", str(keep / "report.nsys-rep"),
+    ]  # fmt: skip
+    assert nsys.version() == "2025.3.1.90"
+    assert nsys.prefix("x/report")[-1] == "--output=x/report.nsys-rep"
+
+
+def test_what_fails_under_nsys_says_why(tmp_path, fake_nsys):
+    fake_nsys()
+    with pytest.raises(measure_process.ChildError, match="TypeError"):
+        nsys.record_nsys("json:dumps", {"object": 1}, timeout_s=60)
+    (tmp_path / "report.nsys-rep").write_bytes(b"of an earlier run")
+    fake_nsys(reports=False)
+    with pytest.raises(nsys.NsysError, match=r"no report .*inside nsys\.capture"):
+        nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60, keep=tmp_path)
+    fake_nsys(export="print('starting'); print('cannot open', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(nsys.NsysError, match=r"nsys export failed with exit code 3: .*cannot open"):
+        nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60)
+    fake_nsys(export="print('done')")
+    with pytest.raises(nsys.NsysError, match=r"has not written .*: done"):
+        nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60)
+    fake_nsys(export="pathlib.Path(output[0]).write_bytes(b'SQLite format 3' + bytes(10))")
+    with pytest.raises(ValueError, match="is truncated"):
+        nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60)
+
+
+def test_nsys_that_does_not_start_or_end(tmp_path, fake_nsys):
+    fake_nsys(export="import time; time.sleep(60)")
+    report = tmp_path / "report.nsys-rep"
+    report.write_bytes(b"a report")
+    with pytest.raises(nsys.NsysError, match=r"nsys export took longer than 0\.5 s"):
+        nsys.export(report, timeout_s=0.5)
+    with pytest.raises(nsys.NsysError, match="nsys --version does not start"):
+        nsys.version(str(report))
+    (tmp_path / "bin" / "nsys").write_text("#!/bin/sh\necho no version here\n")
+    with pytest.raises(nsys.NsysError, match="says 'no version here'"):
+        nsys.version()
+
+
+def test_without_nsys(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nsys.find() is None
+    for call in (
+        nsys.require, nsys.version, lambda: nsys.prefix("x"),
+        lambda: nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=1),
+    ):  # fmt: skip
+        with pytest.raises(Skip, match="needs Nsight Systems"):
+            call()
+
+
+def test_capture_encloses_what_is_measured(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Skip, match="needs a CUDA device"), nsys.capture():
+        seen.append("never")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    with nsys.capture():
+        seen.append("steps")
+    assert seen == ["synchronize", "start", "steps", "synchronize", "stop"]
+    seen.clear()
+    with pytest.raises(RuntimeError, match="out of memory"), nsys.capture():
+        raise RuntimeError("out of memory")
+    assert seen == ["synchronize", "start", "stop"]
+
+
+def test_span_names_both_kinds_of_ranges(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    with pytest.raises(KeyError), span("forward"):
+        seen.append("inside")
+        raise KeyError
+    assert seen == ["forward", "inside", "pop"]
+
+
+# ----------------------------------------------------------------------------------------------------- the figure
+@pytest.fixture
+def drawn():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    yield __import__("cs336_systems.report.trace_figure", fromlist=["x"])
+    pyplot.close("all")
+
+
+def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
+    step = condense(long_trace(), "step")
+    figure = drawn.step_figure(step, "A step")
+    texts = {text.get_text() for text in figure.axes[0].texts}
+    assert {"step", "forward", "backward"} <= texts and figure.axes[0].get_title(loc="left") == "A step"
+    ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert ticks == ["host", "", "attention …", "stream 7", "stream 23"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert (
+        legend[0].startswith(step.kinds[0].kind) and len(legend) == 6 and all("%" in text for text in legend)
+    )
+    assert figure.get_size_inches()[0] == 7
+    for suffix in ("png", "svg", "pdf"):
+        figure.savefig(tmp_path / f"f.{suffix}")
+    assert (tmp_path / "f.png").stat().st_size > 10_000
+    assert (tmp_path / "f.svg").stat().st_size < 600_000
+
+
+def test_areas_are_time(drawn):
+    step = condense(long_trace(steps=1), "step")
+    edges = np.linspace(0, step.length_ns / 1e6, 101)
+    for stream in step.streams:
+        pieces = list(zip(stream.starts_ns, stream.lengths_ns, stream.kinds, strict=True))
+        filled = drawn._fill(stream, edges) * (edges[1] - edges[0])
+        assert filled.shape == (len(CLASSES), 100)
+        for place, kind in enumerate(CLASSES):
+            ns = sum(length for _, length, k in pieces if k == place)
+            assert filled[place].sum() == pytest.approx(ns / 1e6, abs=1e-9), kind
+        for column in (0, 37, 99):
+            low, high = edges[column] * 1e6, edges[column + 1] * 1e6
+            inside = sum(max(0, min(high, s + n) - max(low, s)) for s, n, _ in pieces)
+            assert filled[:, column].sum() == pytest.approx(inside / 1e6)
+
+
+def test_overlapping_kernels_fill_a_column_once(drawn):
+    stream = trace_step.Stream("stream 7", 2, 1.0, (0, 0), (10**6, 10**6), (0, 3))
+    filled = drawn._fill(stream, np.array([0.0, 0.5, 1.0, 2.0]))
+    assert filled[0] == pytest.approx([0.5, 0.5, 0]) and filled.sum(axis=0) == pytest.approx([1, 1, 0])
+
+
+def test_outlines_hold_the_area_of_their_columns(drawn):
+    rng = np.random.default_rng(2)
+    edges = np.linspace(0, 3, 51)
+    for _ in range(50):
+        height = np.round(rng.choice([0, 0, 0.2, 0.5, 1], 50), 4)
+        lower = np.round(rng.choice([1, 2.5], 50), 4)
+        area = 0.0
+        for outline in drawn._outlines(edges, lower, lower - height):
+            x, y = outline.T
+            area += abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2
+        assert area == pytest.approx(float(np.sum(height * np.diff(edges))))
+    [one] = drawn._outlines(edges, np.ones(50), np.zeros(50))
+    assert len(one) == 4  # columns that are alike are one
+
+
+def test_figures_of_odd_steps(tmp_path, drawn):
+    empty = condense(Trace("nsys", (), (Range("step", 0, 0, 1, 1),)), "step")
+    figure = drawn.step_figure(empty)
+    assert "no kernels" in [text.get_text() for text in figure.axes[0].texts] and not figure.legends
+    figure.savefig(tmp_path / "f.png")
+    many = [Kernel(MUL, 10 * i, 10 * i + 5, 0, i, 0, 1, 1) for i in range(9)]
+    step = condense(Trace("nsys", tuple(many), (Range("step", 0, 100, 1, 1),)), "step")
+    ticks = [label.get_text() for label in drawn.step_figure(step).axes[0].get_yticklabels()]
+    assert ticks == ["host", "stream 0", "stream 1", "stream 2", "stream 3", "5 more"]
+
+
+def test_every_class_has_a_color_of_its_own(drawn):
+    assert set(drawn.COLORS) == set(CLASSES) and len(set(drawn.COLORS.values())) == len(CLASSES)
+
+
+def test_long_names_are_cut_to_their_bars(drawn):
+    assert drawn._fitting("optimizer", 200) == "optimizer" and drawn._fitting("optimizer", 5) == ""
+    cut = drawn._fitting("optimizer", 30)
+    assert cut.endswith("…") and "optimizer".startswith(cut[:-1]) and len(cut) >= 5
+    assert drawn._common(["attention scores", "attention softmax"]) == "attention …"
+    assert drawn._common(["a b", "c"]) == "…" and drawn._common(["x", "x"]) == "x"
