@@ -3,13 +3,14 @@
     papermill book/benchmarking.ipynb out.ipynb -p size small,medium
     cs336 bench model --size small medium --context-length 128 512 --mode forward train_step
 
-Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 products as well. Five warm-up steps and
-ten measured ones, as the handout asks. At context 512 the smaller sizes again with 0, 1
-and 2 warm-up steps, each in a fresh process. AdamW; batch 4; attention in plain PyTorch.
+Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 products and with backward passes that no
+update follows as well. Five warm-up steps and ten measured ones, as the handout asks. At context 512 the smaller sizes
+again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; attention in plain PyTorch.
 """
 
 from __future__ import annotations
 
+from cs336_systems.accounting import MODES
 from cs336_systems.experiments import steps
 from cs336_systems.experiments.steps import GROUP, MEASURES, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
@@ -33,16 +34,25 @@ def grid(preset: str) -> list[Case]:
     cases = []
     for size in HANDOUT_SIZES:
         for context_length in CONTEXTS:
-            primary = context_length == PRIMARY
-            cases += _shape(size, context_length, ("fp32", "tf32") if primary else ("fp32",), again=primary)
+            if context_length == PRIMARY:
+                cases += _shape(size, context_length, ("fp32", "tf32"), again=True)
+            else:
+                cases += _shape(size, context_length, ("fp32",), modes=("forward", "train_step"))
+    # the one training step that 80 GB cannot hold, as far as they can
+    cases.append(Case("2.7B", 1024, "forward_backward"))
     for size in COLD_SIZES:
         cases += _cold(size, PRIMARY, (0, 1, 2))
     return cases
 
 
-def _shape(size: str, context_length: int, dtypes: tuple[str, ...], again: bool = False) -> list[Case]:
+def _shape(
+    size: str,
+    context_length: int,
+    dtypes: tuple[str, ...],
+    modes: tuple[str, ...] = MODES,
+    again: bool = False,
+) -> list[Case]:
     """All modes and dtypes of a shape; `again`: one of them twice (A/A)."""
-    modes = ("forward", "forward_backward", "train_step")
     cases = [Case(size, context_length, mode, dtype) for dtype in dtypes for mode in modes]
     return [*cases, Case(size, context_length, "forward_backward", dtypes[-1], repeat=1)] if again else cases
 

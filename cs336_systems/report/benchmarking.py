@@ -53,7 +53,7 @@ def floor_table(chapter: Chapter) -> pd.DataFrame:
     """Measured forward and backward beside the floor of their products, at the primary context."""
     out = []
     found = steps.found_roofs(chapter)
-    rows = chapter.rows(mode="forward_backward", repeat=0, context_length=primary(chapter))
+    rows = steps.passes(chapter.rows(repeat=0, context_length=primary(chapter)))
     rows = rows[rows["warmup"] >= WARM]
     for row in sorted(rows.to_dict("records"), key=lambda r: (r["dtype"], list(SIZES).index(r["size"]))):
         line = {"machine": row["machine"], "dtype": row["dtype"], "size": row["size"]}
@@ -77,7 +77,7 @@ def floor_table(chapter: Chapter) -> pd.DataFrame:
 
 def variation(chapter: Chapter) -> pd.DataFrame:
     """Standard deviation over mean of forward and backward, in percent, for each size: the least and the most."""
-    rows = warm(chapter, mode="forward_backward")
+    rows = steps.passes(warm(chapter))
     out = []
     for machine, of_machine in rows.groupby("machine"):
         for name in steps.in_order(of_machine["size"]):
@@ -93,7 +93,7 @@ def variation(chapter: Chapter) -> pd.DataFrame:
 
 def spread_figure(chapter: Chapter, machine: str) -> Figure:
     """Every measured step of forward and of backward, over the median of its case: a column for each size."""
-    rows = warm(chapter, mode="forward_backward", machine=machine, context_length=primary(chapter))
+    rows = steps.passes(warm(chapter, machine=machine, context_length=primary(chapter)))
     rows = rows[rows["dtype"] == "fp32"]
     figure, axes = figures.panels(columns=2, height=2.6, sharey=True)
     for ax, phase in zip(axes[0], ("forward", "backward"), strict=True):
@@ -114,7 +114,7 @@ def spread_figure(chapter: Chapter, machine: str) -> Figure:
 
 def context_figure(chapter: Chapter, machine: str) -> Figure:
     """Forward and backward over the context length, a line for each size, with one standard deviation as a band."""
-    rows = warm(chapter, mode="forward_backward", machine=machine, dtype="fp32")
+    rows = steps.passes(warm(chapter, machine=machine, dtype="fp32"))
     figure, axes = figures.panels(columns=2, height=3.0, sharey=True)
     for ax, phase in zip(axes[0], ("forward", "backward"), strict=True):
         mean, std = rows[f"{phase}_ms_mean"].astype(float), rows[f"{phase}_ms_std"].astype(float)
@@ -202,7 +202,7 @@ def warmup_words(chapter: Chapter) -> str:
 # ------------------------------------------------------------------------------------------------ sentences
 def times_words(chapter: Chapter) -> str:
     """Forward and backward of the smallest and the largest size that was measured, and how they vary."""
-    rows = warm(chapter, mode="forward_backward", context_length=primary(chapter), dtype="fp32")
+    rows = steps.passes(warm(chapter, context_length=primary(chapter), dtype="fp32"))
     if rows.empty:
         return f"Times of forward and backward: {NOT_MEASURED}."
     words = []
@@ -230,7 +230,7 @@ def times_words(chapter: Chapter) -> str:
 
 def growth_words(chapter: Chapter) -> str:
     """How the time grows with the context: far less than the tokens where the host sets the pace."""
-    rows = warm(chapter, mode="forward_backward", dtype="fp32")
+    rows = steps.passes(warm(chapter, dtype="fp32"))
     said = []
     for machine, of_machine in rows.groupby("machine"):
         for name in steps.in_order(of_machine["size"]):

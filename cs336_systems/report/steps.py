@@ -65,7 +65,8 @@ def floor_ms(found: Roofs, row: Mapping[str, Any]) -> float | None:
 def phase_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
     """Forward without a graph, forward, backward, optimizer (mean ± std, ms), and what the whole step comes to.
 
-    One line for each shape and dtype; the times of forward and backward are those of mode forward_backward.
+    One line for each shape and dtype. Forward and backward are those of the training step, or, where that was not
+    measured or did not fit, of mode forward_backward.
     """
     rows = chapter.rows(**where)
     keys = ["machine", "size", "context_length", "dtype"]
@@ -77,6 +78,8 @@ def phase_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
             part = part[part[field] == value]
         by_mode = {mode: one(part, mode=mode) for mode in accounting.MODES}
         both, whole = by_mode["forward_backward"], by_mode["train_step"]
+        if both is None or (whole is not None and whole["status"] == "ok"):
+            both = whole
         line = at | {
             "forward alone": spread(by_mode["forward"], "forward"),
             "forward": spread(both, "forward"),
@@ -100,6 +103,14 @@ def phase_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
         ["machine", "context", "size", "dtype"], key=lambda c: c.map(order) if c.name == "size" else c,
         ignore_index=True, kind="stable",
     )  # fmt: skip
+
+
+def passes(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each shape and dtype, with forward and backward: the training step's, else that of mode
+    forward_backward."""
+    found = rows[rows["mode"].isin(("train_step", "forward_backward"))]
+    found = found.sort_values("mode", key=lambda mode: mode != "train_step", kind="stable")
+    return found.drop_duplicates([*SHAPE, "dtype", "attention", "compile", "warmup", "repeat"]).sort_index()
 
 
 def noise(chapter: Chapter, metric: str = "step_ms_p50") -> pd.Series:
