@@ -14,8 +14,8 @@ import pytest
 from cs336_systems import accounting, experiments, report
 from cs336_systems.experiments import attention as experiment
 from cs336_systems.measure import rows as store
-from cs336_systems.report import attention as page
-from cs336_systems.report import attention_words as words
+from cs336_systems.report.pages import attention as page
+from cs336_systems.report.pages import attention_words as words
 from cs336_systems.report.roofs import Roofs, roofs
 
 torch = pytest.importorskip("torch")

@@ -12,9 +12,9 @@ from cs336_systems import cli, experiments
 from cs336_systems.experiments import benchmarking, steps
 from cs336_systems.experiments.steps import Case
 from cs336_systems.measure import machine, rows
-from cs336_systems.report import benchmarking as page
-from cs336_systems.report import steps as shared
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import benchmarking as page
+from cs336_systems.report.pages import steps as shared
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")

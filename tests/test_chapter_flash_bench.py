@@ -13,7 +13,9 @@ import pytest
 from cs336_systems import experiments, report
 from cs336_systems.experiments import flash_bench
 from cs336_systems.measure import rows as store
-from cs336_systems.report import flash, flash_words, headline
+from cs336_systems.report import headline
+from cs336_systems.report.pages import flash_bench as page
+from cs336_systems.report.pages import flash_bench_words as words
 from cs336_systems.report.roofs import roofs
 
 torch = pytest.importorskip("torch")
@@ -251,20 +253,20 @@ def test_the_page_with_few_rows_is_built_as_well(results_root, project_root, mon
 def test_nothing_is_claimed_below_the_spread(results_root):
     write_rows(results_root)
     chapter = report.Chapter("flash_bench", measure="no")
-    assert flash.spread(chapter)["forward"].max() == pytest.approx(0.01, rel=1e-3)
-    table = flash.ratios(chapter, "sdpa_flash", "forward", heads=16)
+    assert page.spread(chapter)["forward"].max() == pytest.approx(0.01, rel=1e-3)
+    table = page.ratios(chapter, "sdpa_flash", "forward", heads=16)
     assert (table["noise"] >= 0.0099).all()
-    assert flash.verdict(1.005, 0.01) == "even"
-    assert flash.verdict(1 / 1.005, 0.01) == "even"
-    assert flash.verdict(1.02, 0.01) == "faster"
-    assert flash.verdict(1 / 1.02, 0.01) == "slower"
+    assert page.verdict(1.005, 0.01) == "even"
+    assert page.verdict(1 / 1.005, 0.01) == "even"
+    assert page.verdict(1.02, 0.01) == "faster"
+    assert page.verdict(1 / 1.02, 0.01) == "slower"
 
 
 def test_floors_are_the_accounting_over_the_roofs(results_root):
     write_rows(results_root)
     chapter = report.Chapter("flash_bench", measure="no")
     found = roofs("h100-x1")
-    table = flash.floors(chapter, found, "forward", heads=16, head_dim=64, dtype="bf16")
+    table = page.floors(chapter, found, "forward", heads=16, head_dim=64, dtype="bf16")
     line = table[table["n"] == 16384].iloc[0]
     flops = 2 * 16 * 16384**2 * 64
     assert line["GFLOP"] == pytest.approx(flops / 1e9)
@@ -276,11 +278,11 @@ def test_floors_are_the_accounting_over_the_roofs(results_root):
 def test_what_loses_is_named_with_its_lengths(results_root):
     write_rows(results_root)
     chapter = report.Chapter("flash_bench", measure="no")
-    text = flash_words.losses(chapter, "h100-x1", heads=16, dtypes=("bf16",))
+    text = words.losses(chapter, "h100-x1", heads=16, dtypes=("bf16",))
     assert "SDPA (cuDNN) at" in text  # 0.7 of our time where the host's share is small
     assert "FlexAttention" not in text  # 1.5 times ours
-    assert flash_words.losses(chapter, "h100-x1", dtypes=("fp32",)) == "Ours is slower nowhere."
-    table = flash.courses(chapter, heads=16, dtype="bf16")
+    assert words.losses(chapter, "h100-x1", dtypes=("fp32",)) == "Ours is slower nowhere."
+    table = page.courses(chapter, heads=16, dtype="bf16")
     cudnn = table[(table["peer"] == "SDPA (cuDNN)") & (table["d"] == 128)].iloc[0]
     assert cudnn["forward + backward"] == "slower at 1k–32k"
 
@@ -292,12 +294,12 @@ def test_the_leaderboard_table_holds_what_others_published(results_root):
         "flash_bench,best entry of the board,1 x H100,some,end_to_end_ms,5.0,https://example.org\n"
     )
     chapter = report.Chapter("flash_bench", measure="no")
-    table = flash.leaderboard(chapter, roofs("h100-x1"), "h100-x1")
+    table = page.leaderboard(chapter, roofs("h100-x1"), "h100-x1")
     assert list(table["source"]) == ["measured here"] * 4 + ["[published](https://example.org)"]
     flops = 7 * 16 * 16384**2 * 64
     assert float(table.iloc[-1]["TFLOP/s"]) == pytest.approx(flops / 5e9, rel=1e-2)
     assert table.iloc[0]["over ours"] == "1.00 ×"
-    assert "[source](https://example.org)" in flash_words.leaderboard(chapter, "h100-x1")
+    assert "[source](https://example.org)" in words.leaderboard(chapter, "h100-x1")
 
 
 def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
@@ -313,10 +315,10 @@ def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
     write_rows(results_root)
     chapter = report.Chapter("flash_bench", measure="no")
     many = {"machine": "h100-x1", "heads": 16, "dtype": "bf16"}
-    text = flash_words.without_host(chapter, **many)
+    text = words.without_host(chapter, **many)
     assert "forward 0.67 to 0.67" in text  # the peer's kernels take 1.5 times ours
     assert "backward at 1024 tokens, $d = 64$" in text and "800" in text and "700" in text
     assert text.count("tokens") == 1
-    table = flash.gpu_and_host(chapter, 2048, **many)
+    table = page.gpu_and_host(chapter, 2048, **many)
     assert len(table) == 2 * 2 * 4
     assert table.iloc[0]["B: host µs"] == "800"

@@ -20,8 +20,8 @@ from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.memory import read_snapshot
 from cs336_systems.measure.memory_timeline import CATEGORIES, Timeline, timeline
 from cs336_systems.measure.process import ChildError, call
-from cs336_systems.report import memory as page
-from cs336_systems.report import memory_words as words
+from cs336_systems.report.pages import memory as page
+from cs336_systems.report.pages import memory_words as words
 from cs336_systems.sizes import SIZES, size
 
 torch = pytest.importorskip("torch")

@@ -12,9 +12,9 @@ from cs336_systems.accounting.formats import FORMATS, Format, number_format, run
 from cs336_systems.experiments import mixed_precision, steps
 from cs336_systems.experiments.mixed_precision import Case
 from cs336_systems.measure import rows
-from cs336_systems.report import mixed_precision as page
-from cs336_systems.report import mixed_precision_steps as models
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import mixed_precision as page
+from cs336_systems.report.pages import mixed_precision_steps as models
 from cs336_systems.sizes import size
 
 torch = pytest.importorskip("torch")

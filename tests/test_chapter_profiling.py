@@ -12,8 +12,8 @@ from cs336_systems.experiments.profiling import CLASS_COLUMNS, Case
 from cs336_systems.measure import kernels, nsys, rows
 from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.trace import Kernel, Range, Trace
-from cs336_systems.report import profiling as page
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import profiling as page
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")

@@ -10,8 +10,8 @@ from cs336_systems.experiments import torch_compile
 from cs336_systems.experiments.torch_compile import Case
 from cs336_systems.measure import rows
 from cs336_systems.measure.machine import cpp_compiler
-from cs336_systems.report import torch_compile as page
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import torch_compile as page
 
 torch = pytest.importorskip("torch")
 

@@ -12,8 +12,9 @@ from cs336_systems import accounting
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
 from cs336_systems.measure.kernels import CLASSES, PRODUCT, SOFTMAX
 from cs336_systems.measure.trace_step import Step
-from cs336_systems.report import figures, steps
+from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import steps
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.report.trace_figure import COLORS, step_figure
 from cs336_systems.sizes import SIZES, size

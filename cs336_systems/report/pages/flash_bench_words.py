@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 from cs336_systems import accounting
-from cs336_systems.report import figures, flash, headline
+from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.flash import OURS, PARTS
+from cs336_systems.report.pages import flash_bench as page
+from cs336_systems.report.pages.flash_bench import OURS, PARTS
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt
 
@@ -28,7 +29,7 @@ def balance(roofs: Roofs, dtype: str = "bf16") -> str:
     if dtype not in roofs.tflops or roofs.tb_per_s is None:
         return f"Where the two meet on a machine: {NOT_MEASURED}."
     ridge = accounting.ridge_flops_per_byte(roofs.tflops[dtype], roofs.tb_per_s)
-    length = 2 * flash.BYTES[dtype] * ridge
+    length = 2 * page.BYTES[dtype] * ridge
     return (
         f"At the measured roofs of this machine $\\pi/\\beta$ is {fmt(ridge)} FLOPs a byte in {dtype}, so the forward "
         f"pass is bound by compute from about $n = 2b\\,\\pi/\\beta$ = {fmt(length, 2)} tokens on."
@@ -37,7 +38,7 @@ def balance(roofs: Roofs, dtype: str = "bf16") -> str:
 
 def spread(chapter: Chapter) -> str:
     """What the A/A rows say."""
-    again = flash.spread(chapter)
+    again = page.spread(chapter)
     if again.empty:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
     long = again[again["seq_len"] >= 16384]
@@ -73,10 +74,10 @@ def backends(chapter: Chapter) -> str:
 def longest(chapter: Chapter, heads: int, part: str = "end_to_end") -> str:
     """The longest bf16 shape that both ran, against each peer, as a Markdown list."""
     out = []
-    for peer in flash.implementations(chapter, heads=heads):
+    for peer in page.implementations(chapter, heads=heads):
         if peer == OURS:
             continue
-        table = flash.ratios(chapter, peer, part, heads=heads, dtype="bf16")
+        table = page.ratios(chapter, peer, part, heads=heads, dtype="bf16")
         if table.empty:
             continue
         row = table.sort_values(["seq_len", "head_dim"]).iloc[-1]
@@ -84,7 +85,7 @@ def longest(chapter: Chapter, heads: int, part: str = "end_to_end") -> str:
             "faster": f"is {fmt(row['ratio'])} times as fast as",
             "slower": f"takes {fmt(1 / row['ratio'])} times as long as",
             "even": "is even with",
-        }[flash.verdict(row["ratio"], row["noise"])]
+        }[page.verdict(row["ratio"], row["noise"])]
         shape = f"{figures.short(row['seq_len'])} tokens, $d = {row['head_dim']}$"
         out.append(f"- {shape}, {PARTS[part]}: ours {words} {figures.label(peer)}.")
     return "\n".join(out) or f"The longest shapes, heads: {heads}: {NOT_MEASURED}."
@@ -97,17 +98,17 @@ def leaderboard(chapter: Chapter, machine: str) -> str:
         return f"The work of the leaderboard: {NOT_MEASURED}."
     words: dict[str, list[str]] = {"faster": [], "even": [], "slower": []}
     shape = {k: v for k, v in headline.CASE.items() if k != "repeat"}
-    for peer in flash.implementations(chapter, heads=headline.CASE["heads"]):
-        table = flash.ratios(chapter, peer, "end_to_end", machine=machine, **shape) if peer != OURS else ()
+    for peer in page.implementations(chapter, heads=headline.CASE["heads"]):
+        table = page.ratios(chapter, peer, "end_to_end", machine=machine, **shape) if peer != OURS else ()
         for row in table.itertuples() if len(table) else ():
-            words[flash.verdict(row.ratio, row.noise)].append(figures.label(peer))
+            words[page.verdict(row.ratio, row.noise)].append(figures.label(peer))
     said = [
         f"{word} {' and '.join(names)}"
         for word, names in zip(("faster than", "even with", "slower than"), words.values(), strict=True)
         if names
     ]
     text = f"Both passes take ours {fmt(ours)} ms" + (f": {', '.join(said)}." if said else ".")
-    for one in flash.published(chapter):
+    for one in page.published(chapter):
         ratio = float(one["value"]) / ours
         times = f"{fmt(ratio)} times"
         text += (
@@ -159,7 +160,7 @@ def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> st
     """Ours against a peer by the GPU's time alone, and where `do_bench` tells something else."""
     rows = chapter.measured(**where, repeat=0)
     ours, other = rows[rows["impl"] == OURS], rows[rows["impl"] == peer]
-    both = ours.merge(other, on=[*flash.SHAPE, "run"], suffixes=("", "_peer")).sort_values("seq_len")
+    both = ours.merge(other, on=[*page.SHAPE, "run"], suffixes=("", "_peer")).sort_values("seq_len")
     found = []
     reversed_by_host = []
     for part in ("forward", "backward"):
@@ -194,7 +195,7 @@ def memory(chapter: Chapter, **where: Any) -> str:
         return f"Peak memory: {NOT_MEASURED}."
     row = ours.iloc[-1]
     n, d, heads = int(row["seq_len"]), int(row["head_dim"]), int(row["heads"])
-    size = flash.BYTES[row["dtype"]]
+    size = page.BYTES[row["dtype"]]
     keep = heads * (8 * n * d * size + 2 * 4 * n) / 2**30  # Q, K, V, O and four gradients; L and D in fp32
     base = rows["peak_gib"].min()
     text = (
@@ -217,7 +218,7 @@ def memory(chapter: Chapter, **where: Any) -> str:
 def accuracy(chapter: Chapter) -> str:
     """The largest error of ours over that of plain PyTorch on the same inputs, by dtype."""
     rows = chapter.measured(repeat=0)
-    keys = [*flash.SHAPE, "run"]
+    keys = [*page.SHAPE, "run"]
     ours, plain = rows[rows["impl"] == OURS], rows[rows["impl"] == "reference"]
     both = ours.merge(plain, on=keys, suffixes=("", "_plain"))
     if both.empty:
@@ -250,14 +251,14 @@ def accuracy(chapter: Chapter) -> str:
 def findings(chapter: Chapter, machine: str) -> str:
     """The answer to `flash_benchmarking` in a few lines: one head, bf16, every peer and pass."""
     out = []
-    for peer in flash.implementations(chapter, heads=1):
+    for peer in page.implementations(chapter, heads=1):
         if peer == OURS:
             continue
         for dtype in dict.fromkeys(chapter.rows(heads=1, impl=peer)["dtype"]):
-            table = flash.ratios(chapter, peer, "end_to_end", machine=machine, heads=1, dtype=dtype)
+            table = page.ratios(chapter, peer, "end_to_end", machine=machine, heads=1, dtype=dtype)
             if table.empty:
                 continue
-            said = [flash.verdict(r.ratio, r.noise) for r in table.itertuples()]
+            said = [page.verdict(r.ratio, r.noise) for r in table.itertuples()]
             top, low = table.loc[table["ratio"].idxmax()], table.loc[table["ratio"].idxmin()]
             out.append(
                 f"- {figures.label(peer)}, {figures.label(dtype)}: ours is faster in {said.count('faster')} of "
@@ -273,13 +274,13 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
     out = []
     for dtype in dtypes:
         where = {"machine": machine, "heads": heads, "dtype": dtype}
-        for d in flash.values(chapter, "head_dim", **where):
+        for d in page.values(chapter, "head_dim", **where):
             words = []
-            for peer in flash.implementations(chapter, **where):
-                table = flash.ratios(chapter, peer, "end_to_end", **where, head_dim=d) if peer != OURS else ()
+            for peer in page.implementations(chapter, **where):
+                table = page.ratios(chapter, peer, "end_to_end", **where, head_dim=d) if peer != OURS else ()
                 if not len(table):
                     continue
-                at = [lengths for word, lengths in flash.stretches(table) if word == "slower"]
+                at = [lengths for word, lengths in page.stretches(table) if word == "slower"]
                 if at:
                     worst = 1 / table["ratio"].min()
                     words.append(f"{figures.label(peer)} at {', '.join(at)} (at most {fmt(worst)} ×)")

@@ -1,4 +1,4 @@
-"""The sentences of chapter `memory`: predictions by the closed forms, and what its rows say. See `report.memory`."""
+"""The sentences of chapter `memory`: predictions by the closed forms, and what its rows say. See `pages.memory`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.memory import (
+from cs336_systems.report.pages.memory import (
     DTYPES,
     GIB,
     MIB,

@@ -8,8 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems.experiments.torch_compile import SPEED_CONTEXT
-from cs336_systems.report import figures, steps
+from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import steps
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import SIZES
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.flash import verdict
+from cs336_systems.report.pages.flash_bench import verdict
 from cs336_systems.report.roofs import Roofs, machine_environment
 from cs336_systems.report.tables import EMPTY, fmt
 

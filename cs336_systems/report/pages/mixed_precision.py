@@ -1,6 +1,6 @@
 """Tables, figures and sentences of the chapter on mixed precision: formats, sums, the toy model's dtypes, layer norm.
 
-What it says about whole models is in `report.mixed_precision_steps`.
+What it says about whole models is in `mixed_precision_steps`.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems import accounting
-from cs336_systems.report import attention as page
 from cs336_systems.report import figures
-from cs336_systems.report.attention import CLOSED_FORM, COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import attention as page
+from cs336_systems.report.pages.attention import CLOSED_FORM, COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt
 
