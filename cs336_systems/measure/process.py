@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 
 class ChildError(RuntimeError):
     """The child process ended without a result; its traceback has been printed."""
@@ -40,8 +42,10 @@ def call(
         task = Path(folder) / "task.json"
         task.write_text(json.dumps({"function": function, "arguments": dict(arguments)}), encoding="utf-8")
         command = [*prefix, sys.executable, "-m", __name__, str(task)]
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]  # where the package is not installed, too
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
         child = subprocess.Popen(
-            command, env={**os.environ, **(environment or {})}, start_new_session=True,
+            command, env={**os.environ, **variables}, start_new_session=True,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
