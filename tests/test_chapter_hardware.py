@@ -1,7 +1,5 @@
 """Chapter hardware: its grid, what its rows hold, and that it runs on any CPU."""
 
-import time
-
 import pytest
 
 from cs336_systems import experiments
@@ -14,13 +12,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once, and how long that took."""
+    """The rows of the smoke preset, measured once."""
     root = tmp_path_factory.mktemp("results")
-    start = time.monotonic()
     rows.measure(hardware, hardware.grid("smoke"), root=root)
-    took = time.monotonic() - start
     [machine] = [p.name for p in root.iterdir()]
-    return rows.read(hardware, machine, root), took
+    return rows.read(hardware, machine, root)
 
 
 @pytest.mark.parametrize("preset", experiments.PRESETS)
@@ -41,15 +37,14 @@ def test_full_grid_has_every_dtype_and_kind():
     assert {case.dtype for case in cases if case.kind == "matmul"} == set(hardware.DTYPES)
 
 
-def test_smoke_fits_its_time_and_every_row_is_ok(smoke):
-    frame, took = smoke
+def test_every_row_of_the_smoke_preset_is_ok(smoke):
+    frame = smoke
     assert set(frame["status"]) == {"ok"}
     assert len(frame) == len(hardware.grid("smoke"))
-    assert took < 60  # 20 s is the promise; a loaded machine may take longer
 
 
 def test_each_kind_fills_its_own_columns(smoke):
-    frame, _ = smoke
+    frame = smoke
     rates = {"matmul": "tflops", "copy": "tb_per_s", "launch": "us_per_launch"}
     for kind, rate in rates.items():
         part = frame[frame["kind"] == kind]
@@ -59,7 +54,7 @@ def test_each_kind_fills_its_own_columns(smoke):
 
 
 def test_rates_follow_from_the_median(smoke):
-    frame, _ = smoke
+    frame = smoke
     for r in frame.to_dict("records"):
         if r["kind"] == "matmul":
             assert r["tflops"] == pytest.approx(2 * r["size"] ** 3 / r["ms_p50"] / 1e9, rel=1e-4)
@@ -70,14 +65,14 @@ def test_rates_follow_from_the_median(smoke):
 
 
 def test_products_carry_their_error(smoke):
-    frame, _ = smoke
+    frame = smoke
     error = frame[frame["kind"] == "matmul"].groupby("dtype")["error"].max()
     assert 0 < error["fp32"] < 1e-5
     assert 1e-4 < error["bf16"] < 1e-2  # rounding the result alone costs 2^-9 at most
 
 
 def test_a_pair_is_measured_in_one_run(smoke):
-    frame, _ = smoke
+    frame = smoke
     for _, pair in frame[frame.duplicated(["kind", "dtype", "size"], keep=False)].groupby("kind"):
         assert list(pair["repeat"]) == [0, 1] and pair["run"].nunique() == 1
 

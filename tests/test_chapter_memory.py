@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,19 +101,17 @@ def test_tensors_are_watched_from_their_making_to_their_end():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once; their root; and how long that took."""
+    """The rows of the smoke preset, measured once; and their root."""
     root = tmp_path_factory.mktemp("results")
-    start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CS336_RESULTS", str(root))
         store.measure(memory, memory.grid("smoke"))
-    return store.read(memory, machine_name(), root), root, time.monotonic() - start
+    return store.read(memory, machine_name(), root), root
 
 
 @without_gpu
-def test_smoke_fits_its_time_and_agrees_with_the_closed_form(smoke):
-    frame, _, took = smoke
-    assert took < 60  # 20 s is the promise; a loaded machine may take longer
+def test_smoke_agrees_with_the_closed_form(smoke):
+    frame, _ = smoke
     assert set(frame["status"]) == {"ok"} and set(frame["source"]) == {"tensors"}
     for row in frame.to_dict("records"):
         case = memory.Case(**{f: row[f] for f in store.case_fields(memory)})
@@ -132,7 +129,7 @@ def test_smoke_fits_its_time_and_agrees_with_the_closed_form(smoke):
 
 @without_gpu
 def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
-    frame, root, _ = smoke
+    frame, root = smoke
     for row in frame[frame["repeat"] == 0].to_dict("records"):
         case = memory.Case(**{f: row[f] for f in store.case_fields(memory)})
         path = memory.timeline_path(case, machine_name(), root)

@@ -161,6 +161,20 @@ def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(under_nsys):
     assert found["optimizer"] == {"status": "oom"} and found["backward"]["kernels"] == 6
 
 
+def test_memory_that_runs_out_while_recording_loses_only_its_step(monkeypatch):
+    from cs336_systems.training.step import Step
+
+    shape = profiling._Shape("tiny", 16, 2, "fp32")
+    assert list(shape.steps) == ["inference", "step"] and shape.said["status"] == {}
+
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Step, "backward", full)
+    shape.run()
+    assert set(shape.said["status"]) == set(profiling.RANGES) - {"inference"}
+
+
 def test_a_process_that_fails_is_a_row_for_every_range(under_nsys, monkeypatch):
     def fail(*args, **kwargs):
         raise nsys.NsysError("nsys export failed with exit code 1: no such option")
@@ -259,6 +273,7 @@ def test_page_of_made_up_rows(made_up):
     assert "`2.7B` at context 1024 (fp32) on `h100-x1`: optimizer." in page.out_of_memory(made_up)
     assert page.sources_words(made_up) == "Recorded with `h100-x1`: Nsight Systems 2025.3.1."
     assert len(page.tools_table(made_up)) == len(profiling.RANGES)
+    assert "take 1.00 to 1.00 times what they take by Nsight Systems" in page.tools_words(made_up)
     assert (
         "matrix products 85.7 % of the kernels' time; then softmax 8.6 %, elementwise 5.7 %"
         in page.others_words(made_up)
@@ -275,7 +290,7 @@ def test_page_without_rows():
     chapter = Chapter("profiling", measure="no", preset="full")
     for sentence in (
         page.timer_words, page.others_words, page.share_words, page.attention_words, page.out_of_memory,
-        page.sources_words,
+        page.sources_words, page.tools_words,
     ):  # fmt: skip
         assert "not measured" in sentence(chapter)
     for table in (page.timer_table, page.top_table, page.share_table, page.attention_table):

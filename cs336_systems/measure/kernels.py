@@ -35,9 +35,10 @@ RULES: tuple[tuple[str, str], ...] = (
     # cuBLAS and cuBLASLt (nvjet is their family for Hopper and later), CUTLASS, and the sums of split products
     (PRODUCT, r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitK"),
     (SOFTMAX, r"(?i:softmax)"),
+    # torch.flip is an index kernel that copies in another order
+    (CAST, r"(?<!index_)copy_kernel|flip_kernel|CatArrayBatchedCopy|transpose_kernel|nchwToNhwc|nhwcToNchw"),
     # sorting is part of the backward pass of an embedding
     (INDEX, r"(?i:embedding)|index|Index|gather|scatter|RadixSort|MergeSort|krn_partial|compute_grad_weight|segment"),
-    (CAST, r"copy_kernel|CatArrayBatchedCopy|transpose_kernel|nchwToNhwc|nhwcToNchw"),
     (REDUCTION, r"reduce|layer_norm|LayerNorm|rms_norm|RMSNorm|GammaBeta|cub::\w*::?\w*(Reduce|Scan)|cumsum"),
     (ELEMENTWISE, r"elementwise|triu_tril_kernel|distribution_|arange|nll_loss_backward|GeluCUDA"),
     # operators, for a machine without a GPU
@@ -117,6 +118,8 @@ def short_name(name: str) -> str:
         return _first(_FOREACH, plain) or "foreach"
     base, arguments = _split(plain)
     if re.search(r"elementwise_kernel(_manual_unroll)?$", base):
+        if "flip_kernel" in arguments:
+            return "copy: flip"
         if "index" in base:
             return "index_put" if "index_put" in arguments else "index"
         what = _first(_FUNCTORS, re.sub(r"\w*gpu_kernel_impl\w*", "", arguments))

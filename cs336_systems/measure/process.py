@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _ending(code: int) -> str:
     if code < 0:
-        killed = " (out of memory, if nobody sent it)" if code == -signal.SIGKILL else ""
+        killed = " (by the system, for want of memory, if nobody sent it)" if code == -signal.SIGKILL else ""
         return f"signal {signal.Signals(-code).name}{killed}"
     return f"exit code {code}"
 

@@ -314,7 +314,7 @@ def read_timeline(chapter: Chapter, row: Row | None) -> Timeline | None:
     if row is None or row["status"] not in ("ok", "oom"):
         return None
     path = chapter.experiment.timeline_path(case_of(chapter, row), row["machine"], chapter.root)
-    if not path.is_file():
+    if not path.is_file() or pd.isna(row["requested_bytes"]):
         return None
     found = Timeline.from_json(path)
     peak = chapter.experiment.peak_stage(found).peak.bytes

@@ -22,6 +22,9 @@ from cs336_systems.sizes import SIZES, size
 PRIMARY = 512
 PASSES = ("forward", "backward", "optimizer")
 SOFTMAX_FLOPS = 5  # for each score: compare, subtract, exponentiate, add, divide
+_TOOLS = {
+    "nsys": "Nsight Systems", "torch": "torch's profiler", "torch-cpu": "torch's profiler (operators of the CPU)",
+}  # fmt: skip
 SHAPE = ["machine", "size", "context_length", "dtype"]
 _SUMS = ("python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values())
 
@@ -297,7 +300,7 @@ def attention_table(chapter: Chapter) -> pd.DataFrame:
             rest = sum(row["kernel_ms"] for row in (scores, softmax, output)) - products - inside
             one, of_softmax = attention_flops(softmax)
             line |= {
-                "products, ms": fmt(products), "softmax, ms": fmt(inside), "scale, mask, casts, ms": fmt(rest),
+                "products, ms": fmt(products), "softmax, ms": fmt(inside), "scale, mask, copies, ms": fmt(rest),
                 "softmax / products, time": fmt(inside / products) if products else EMPTY,
                 "softmax / products, FLOPs": fmt(of_softmax / (2 * one)),
                 "products, TFLOP/s": fmt(2 * one / products / 1e9) if products else EMPTY,
@@ -305,7 +308,7 @@ def attention_table(chapter: Chapter) -> pd.DataFrame:
             }  # fmt: skip
         out.append(line)
     columns = [
-        "machine", "dtype", "size", "context", "products, ms", "softmax, ms", "scale, mask, casts, ms",
+        "machine", "dtype", "size", "context", "products, ms", "softmax, ms", "scale, mask, copies, ms",
         "softmax / products, time", "softmax / products, FLOPs", "products, TFLOP/s", "softmax, TFLOP/s",
     ]  # fmt: skip
     return pd.DataFrame(out, columns=columns)
@@ -337,7 +340,7 @@ def tools_table(chapter: Chapter) -> pd.DataFrame:
     both = frame[frame["tool"] == "torch"]
     out = []
     for other in both.to_dict("records"):
-        same = frame[frame["tool"] == "auto"]
+        same = frame[(frame["tool"] == "auto") & (frame["source"] != other["source"])]
         for field in (*SHAPE, "batch", "range"):
             same = same[same[field] == other[field]]
         for row in same.to_dict("records"):
@@ -351,6 +354,24 @@ def tools_table(chapter: Chapter) -> pd.DataFrame:
                 f"range, {other['source']}, ms": fmt(other["host_ms"]),
             })  # fmt: skip
     return pd.DataFrame(out)
+
+
+def tools_words(chapter: Chapter) -> str:
+    """How far the two tools' kernel times lie apart, and the ranges of the host."""
+    frame = chapter.rows(status="ok")
+    pairs = frame[frame["tool"] == "auto"].merge(
+        frame[frame["tool"] == "torch"], on=[*SHAPE, "batch", "range"], suffixes=("", "_torch")
+    )
+    pairs = pairs[pairs["source"] != pairs["source_torch"]]
+    if pairs.empty:
+        return f"Both tools on one shape: {NOT_MEASURED}."
+    kernel = pairs["kernel_ms_torch"].astype(float) / pairs["kernel_ms"].astype(float)
+    host = pairs["host_ms_torch"].astype(float) / pairs["host_ms"].astype(float)
+    return (
+        f"By torch's profiler the kernels of a range take {fmt(kernel.min())} to {fmt(kernel.max())} times what they"
+        f" take by {_TOOLS[pairs['source'].iloc[0]]}, and the range of the host {fmt(host.min())} to {fmt(host.max())}"
+        " times."
+    )
 
 
 def out_of_memory(chapter: Chapter) -> str:
@@ -376,13 +397,8 @@ def sources_words(chapter: Chapter) -> str:
     frame = rows(chapter, status="ok")
     if frame.empty:
         return f"Traces: {NOT_MEASURED}."
-    names = {
-        "nsys": "Nsight Systems",
-        "torch": "torch's profiler",
-        "torch-cpu": "torch's profiler, operators of the CPU",
-    }
     said = [
-        f"`{machine}`: {names[source]} {', '.join(sorted(map(str, group['tool_version'].unique())))}"
+        f"`{machine}`: {_TOOLS[source]} {', '.join(sorted(map(str, group['tool_version'].unique())))}"
         for (machine, source), group in frame.groupby(["machine", "source"])
     ]
     return f"Recorded with {'; '.join(said)}."
