@@ -104,7 +104,7 @@ class Chapter:
         that is not a parameter of the chapter is a ValueError.
         """
         allowed = [*_COMMON, *store.case_fields(experiments.load(name))]
-        unknown = [n for n in _last_parameters(namespace.get("In", [])) if n not in allowed]
+        unknown = [n for n in last_parameters(namespace.get("In", [])) if n not in allowed]
         if unknown:
             raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
         return cls(name, **{n: namespace[n] for n in allowed if n in namespace})
@@ -296,7 +296,7 @@ def _this_machine() -> str:
     return machine_name()
 
 
-def _last_parameters(history: Iterable[str]) -> list[str]:
+def last_parameters(history: Iterable[str]) -> list[str]:
     """The names assigned in the newest cell that begins with `# Parameters`, which is the one papermill
     injects.
     """

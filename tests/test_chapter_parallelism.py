@@ -1,0 +1,497 @@
+"""Chapter parallelism: closed forms against counts made another way, the page's tables, figures and sentences."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from cs336_systems.accounting import parallelism as model
+from cs336_systems.accounting.parallelism import (
+    GB,
+    GIB,
+    HANDOUT,
+    OVERLAPS,
+    TPU_V5P,
+    WIDE,
+    XXL,
+    Chip,
+    Layout,
+    Stack,
+)
+from cs336_systems.report.pages import parallelism as page
+from cs336_systems.report.pages import parallelism_words as words
+
+SMALL = Stack(d_model=8, d_ff=24, num_blocks=3)
+COUNTING = Chip(
+    1, axis_bytes_per_s=1, memory_bytes_per_s=1, network_bytes_per_s=1
+)  # times are FLOPs and bytes
+LAYOUTS = [
+    HANDOUT,
+    Layout(fsdp=64, tensor=1, fsdp_axes=3),
+    Layout(fsdp=8, tensor=8),
+    Layout(fsdp=32, tensor=16, fsdp_axes=1, tensor_axes=2),
+    Layout(fsdp=16, tensor=4, weight_bytes=1),
+    Layout(fsdp=16, tensor=8, activation_bytes=1),
+    Layout(fsdp=4, tensor=4, stages=4),
+]
+SETTINGS = [
+    {},
+    {"tensor": 32},
+    {"tensor": 1},
+    {"devices": 2, "tensor": 1},
+    {"devices": 4096, "tensor": 16},
+    {"tokens_per_device": 0},
+    {"tokens_per_device": 20_000, "nonlinearity": "gelu"},
+    {"capacity_gb": 3},
+]
+
+
+@pytest.fixture(autouse=True)
+def no_figures_left():
+    yield
+    plt.close("all")
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+def stack_of(stack, nonlinearity, residual):
+    """The blocks as modules in bf16, and a function that runs them."""
+    torch = pytest.importorskip("torch")
+    sizes = (stack.d_model, stack.d_ff)
+    blocks = [
+        (torch.nn.Linear(*sizes, bias=False).bfloat16(), torch.nn.Linear(*sizes[::-1], bias=False).bfloat16())
+        for _ in range(stack.num_blocks)
+    ]
+    between = {"none": lambda x: x} | {
+        name: getattr(torch.nn.functional, name) for name in ("relu", "gelu", "silu")
+    }
+
+    def run(x):
+        for first, second in blocks:
+            y = second(between[nonlinearity](first(x)))
+            x = x + y if residual else y
+        return x
+
+    return blocks, run
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("nonlinearity", WIDE)
+def test_saved_bytes_are_those_that_the_graph_saves(nonlinearity, residual):
+    torch = pytest.importorskip("torch")
+    tokens = 5
+    blocks, run = stack_of(SMALL, nonlinearity, residual)
+    weights = {layer.weight.untyped_storage()._cdata for block in blocks for layer in block}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(tokens, SMALL.d_model, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run(x)
+        assert sum(found.values()) == tokens * sum(model.saved_bytes_per_token(SMALL, nonlinearity).values())
+    assert out.shape == x.shape
+
+
+def test_state_is_what_training_with_adamw_holds():
+    torch = pytest.importorskip("torch")
+    blocks, run = stack_of(SMALL, "relu", residual=True)
+    parameters = [layer.float().weight for block in blocks for layer in block]
+    optimizer = torch.optim.AdamW(parameters)
+    run(torch.randn(5, SMALL.d_model)).sum().backward()
+    optimizer.step()
+    held = {
+        "master weights": sum(p.nbytes for p in parameters),
+        "accumulated gradients": sum(p.grad.nbytes for p in parameters),
+        "first moment": sum(optimizer.state[p]["exp_avg"].nbytes for p in parameters),
+        "second moment": sum(optimizer.state[p]["exp_avg_sq"].nbytes for p in parameters),
+    }
+    assert held == model.state_bytes(SMALL)
+    assert sum(p.numel() for p in parameters) == SMALL.num_parameters
+
+
+@pytest.mark.parametrize("num_bytes", [1, 79, 80, 81, 160, 3_517])
+def test_devices_worth_is_the_first_number_that_holds_it(num_bytes):
+    assert model.devices_worth(num_bytes, 80) == next(n for n in itertools.count() if n * 80 >= num_bytes)
+
+
+def held(*arguments):
+    return sum(model.memory_per_device(*arguments).values())
+
+
+@pytest.mark.parametrize("sharded", [0, 0.25, 0.5, 1])
+@pytest.mark.parametrize("nonlinearity", ["relu", "gelu"])
+@pytest.mark.parametrize("tokens", [0, 1, 100, 1024, 5000, 9000])
+def test_fewest_devices_is_what_a_search_finds(tokens, nonlinearity, sharded):
+    capacity = 95 * GB
+    found = next((n for n in range(1, 3000) if held(XXL, n, tokens, nonlinearity, sharded) < capacity), None)
+    assert model.fewest_devices(XXL, capacity, tokens, nonlinearity, sharded) == found
+
+
+@pytest.mark.parametrize("sharded", [0, 0.5, 1])
+@pytest.mark.parametrize("devices", [37, 38, 64, 1000])
+def test_most_tokens_is_the_last_number_that_fits(devices, sharded):
+    most = model.most_tokens(XXL, 95 * GB, devices, "relu", sharded)
+    if most is None:
+        assert held(XXL, devices, 0) >= 95 * GB
+    else:
+        assert (
+            held(XXL, devices, most, "relu", sharded)
+            < 95 * GB
+            <= held(XXL, devices, most + 1, "relu", sharded)
+        )
+
+
+def test_the_limit_itself_is_not_below_the_limit():
+    state = sum(model.state_bytes(SMALL).values())
+    assert model.fewest_devices(SMALL, state / 4, 0) == 5  # "under", so a fourth each is not enough
+    assert model.most_tokens(SMALL, state, 1, sharded=1) is None
+
+
+# ---------------------------------------------------------------------------------------- computing and sending
+class Mesh:
+    """X × Y devices with numpy arrays, which count the bytes that each receives and the FLOPs that it does."""
+
+    def __init__(self, x, y):
+        self.shape = (x, y)
+        self.received = {"weights": np.zeros((x, y)), "activations": np.zeros((x, y))}
+        self.flops = np.zeros((x, y))
+
+    def __iter__(self):
+        return itertools.product(*map(range, self.shape))
+
+    def gather(self, shards, over, axis, what, size):
+        """The shards of each device's row (over X: 0) or column (over Y: 1), joined along an axis of the tensor."""
+        out = {}
+        for x, y in self:
+            peers = [(i, y) if over == 0 else (x, i) for i in range(self.shape[over])]
+            self.received[what][x, y] += size * sum(shards[p].size for p in peers if p != (x, y))
+            out[x, y] = np.concatenate([shards[p] for p in peers], axis)
+        return out
+
+    def multiply(self, left, right):
+        out = {}
+        for at in self:
+            out[at] = left[at] @ right[at]
+            self.flops[at] += 2 * out[at].size * left[at].shape[1]
+        return out
+
+    def reduce_scatter(self, summands, axis, what, size):
+        """Over Y: device y gets the sum of the y-th parts; it receives its part from every peer."""
+        out = {}
+        for x, y in self:
+            parts = [np.split(summands[x, i], self.shape[1], axis)[y] for i in range(self.shape[1])]
+            self.received[what][x, y] += size * sum(p.size for i, p in enumerate(parts) if i != y)
+            out[x, y] = sum(parts)
+        return out
+
+
+@pytest.mark.parametrize(("x", "y"), [(4, 2), (2, 4), (1, 4), (4, 1), (8, 8)])
+def test_block_times_are_the_flops_and_bytes_of_the_algorithm_and_its_result_is_right(x, y):
+    rng = np.random.default_rng(x + y)
+    tokens, d, f = 16, SMALL.d_model, SMALL.d_ff
+    data, w_in, w_out = rng.normal(size=(tokens, d)), rng.normal(size=(d, f)), rng.normal(size=(f, d))
+    mesh = Mesh(x, y)
+
+    def split(array, over_rows, over_columns):
+        """Device (i, j) → its shard, with the rows and columns split over X (0) or Y (1)."""
+        return {
+            at: np.split(
+                np.split(array, mesh.shape[over_rows], 0)[at[over_rows]], mesh.shape[over_columns], 1
+            )[at[over_columns]]
+            for at in mesh
+        }
+
+    own = split(data, 0, 1)
+    gathered = mesh.gather(own, 1, 1, "activations", 2)
+    first = mesh.gather(split(w_in, 0, 1), 0, 0, "weights", 2)
+    inner = mesh.multiply(gathered, first)
+    second = mesh.gather(split(w_out, 1, 0), 0, 1, "weights", 2)
+    out = mesh.reduce_scatter(mesh.multiply(inner, second), 1, "activations", 2)
+
+    expected = split(data @ w_in @ w_out, 0, 1)
+    assert all(np.allclose(out[at], expected[at]) for at in mesh)
+    layout = Layout(fsdp=x, tensor=y, fsdp_axes=1, tensor_axes=1)
+    times = model.block_times(SMALL, COUNTING, layout, tokens, exact=True)
+    assert (mesh.flops == pytest.approx(times.compute)) and mesh.flops.min() == mesh.flops.max()
+    assert mesh.received["weights"] == pytest.approx(np.full((x, y), times.weights))
+    assert mesh.received["activations"] == pytest.approx(np.full((x, y), times.activations))
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8, 16])
+def test_a_ring_in_both_directions_takes_the_exact_time(devices):
+    """Each step moves half a shard to either side; after n - 1 of them every device has both halves of all shards."""
+    halves = [{(i, "right"), (i, "left")} for i in range(devices)]
+    moving = [{"right": i, "left": i} for i in range(devices)]
+    steps = 0
+    while any(len(found) < 2 * devices for found in halves):
+        moving = [
+            {"right": moving[i - 1]["right"], "left": moving[(i + 1) % devices]["left"]}
+            for i in range(devices)
+        ]
+        for found, now in zip(halves, moving, strict=True):
+            found |= {(now["right"], "right"), (now["left"], "left")}
+        steps += 1
+    num_bytes, both_directions = 1200.0, 10.0
+    seconds = steps * (num_bytes / devices / 2) / (both_directions / 2)
+    assert model.gather_seconds(num_bytes, devices, both_directions, exact=True) == pytest.approx(seconds)
+    assert (
+        model.gather_seconds(num_bytes, devices, both_directions, axes=3) == num_bytes / both_directions / 3
+    )
+
+
+def compute_bound(layout, tokens, overlap, exact=False):
+    times = model.block_times(XXL, TPU_V5P, layout, tokens, exact)
+    return times.compute >= times.communication(overlap)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["simple", "exact"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_threshold_is_where_bisection_finds_it(layout, overlap, exact):
+    low, high = 1e-3, 1e12
+    assert not compute_bound(layout, low, overlap, exact)
+    assert compute_bound(layout, high, overlap, exact)
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if compute_bound(layout, middle, overlap, exact) else (middle, high)
+    assert model.compute_bound_tokens(XXL, TPU_V5P, layout, overlap, exact) == pytest.approx(high, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_beyond_the_limit_of_tensor_parallelism_no_batch_is_compute_bound(overlap):
+    for tensor_axes, size in ((1, 2), (2, 2), (1, 1)):
+        limit = model.tensor_limit(XXL, TPU_V5P, tensor_axes, size)
+        for share, bound in ((0.99, True), (1.01, False)):
+            layout = Layout(16, share * limit, tensor_axes=tensor_axes, activation_bytes=size)
+            assert math.isfinite(model.compute_bound_tokens(XXL, TPU_V5P, layout, overlap)) == bound
+            assert compute_bound(layout, 1e15, overlap) == bound
+            assert (model.block_times(XXL, TPU_V5P, layout, 1e15).bound(overlap) == "compute") == bound
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:], ids=str)
+def test_the_best_split_is_the_shortest_of_all(layout, overlap):
+    tokens, devices = 50_000, layout.fsdp * layout.tensor
+
+    def sent(fsdp):
+        split = replace(layout, fsdp=fsdp, tensor=devices / fsdp)
+        return model.block_times(XXL, TPU_V5P, split, tokens).communication(overlap)
+
+    grid = np.geomspace(1.01, 0.99 * devices, 4001)
+    best = model.best_fsdp(XXL, tokens, layout)
+    if 1 < best < devices:
+        assert sent(best) <= min(map(sent, grid)) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_split_is_compute_bound_with_fewer_tokens_per_device(layout, overlap):
+    least, tensor = model.least_tokens_per_device(XXL, TPU_V5P, layout, overlap)
+
+    def per_device(y):
+        split = replace(layout, fsdp=1024, tensor=y)
+        return model.compute_bound_tokens(XXL, TPU_V5P, split, overlap) / split.devices
+
+    grid = np.geomspace(tensor / 30, tensor * 3, 20_001)
+    found = [per_device(y) for y in grid]
+    assert min(found) == pytest.approx(least, rel=1e-3)
+    assert grid[int(np.argmin(found))] == pytest.approx(tensor, rel=2e-2)
+    assert min(found) >= least * (1 - 1e-9)
+
+
+def test_the_formula_of_the_page_for_collectives_in_turn():
+    alpha, y, m_x, m_y = TPU_V5P.alpha, 4, 2, 1
+    expected = alpha * m_y * XXL.d_ff / (m_x * y * (m_y * XXL.d_ff - alpha * y))
+    assert model.compute_bound_tokens(XXL, TPU_V5P, HANDOUT, "in turn") / 64 == pytest.approx(expected)
+
+
+def test_the_answers_by_hand():
+    assert XXL.num_parameters == 126 * 2 * 16_384 * 53_248
+    state = 16 * XXL.num_parameters
+    assert [math.ceil(state / (80 * unit)) for unit in (GB, GIB)] == [44, 41]
+    assert model.devices_worth(state, 80 * GB) == 44
+    assert sum(model.saved_bytes_per_token(XXL).values()) == 126 * 2 * (16_384 + 53_248)
+    assert model.fewest_devices(XXL, 95 * GB, 0) == math.ceil(state / 95e9) == 38
+    together = (4.6e14 / (2 * 9e10)) / (2 * 4)
+    assert model.compute_bound_tokens(XXL, TPU_V5P, HANDOUT) / 64 == pytest.approx(together)
+    assert (round(together, 1), math.ceil(64 * together)) == (319.4, 20_445)
+
+
+# ---------------------------------------------------------------------------------------------------- pipeline
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [(1, 4, 1), (4, 4, 1), (4, 7, 1), (4, 8, 2), (3, 6, 4)]
+)
+def test_the_bubble_is_that_of_a_schedule_played_through(stages, microbatches, chunks):
+    """Devices take groups of Z microbatches through their first chunk, then their second, and so on."""
+    finished, free = {}, [0] * stages
+    order = [
+        (chunk, batch)
+        for group in range(0, microbatches, stages)
+        for chunk in range(chunks)
+        for batch in range(group, min(group + stages, microbatches))
+    ]
+    for chunk, batch in order:
+        for device in range(stages):
+            stage = chunk * stages + device
+            start = max(free[device], finished.get((stage - 1, batch), 0))
+            free[device] = finished[stage, batch] = start + 1
+    busy = chunks * microbatches
+    assert 1 - busy / max(free) == pytest.approx(model.bubble_share(stages, microbatches, chunks))
+
+
+def test_handing_over_is_the_bytes_of_the_residual_stream():
+    layout = Layout(fsdp=2, tensor=4, stages=3)
+    tokens = 64
+    sent = 2 * (tokens / 2) * SMALL.d_model / 4
+    products = SMALL.num_blocks / 3 * 4 * tokens * SMALL.d_model * SMALL.d_ff / (2 * 4)
+    assert model.stage_send_share(SMALL, COUNTING, layout, 1) == pytest.approx(sent / products)
+    assert model.gathered_bytes(SMALL, layout) == 2 * SMALL.num_parameters / (4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: model.saved_bytes_per_token(XXL, "tanh"), "'tanh'; allowed: none, relu, gelu, silu"),
+        (lambda: model.compute_bound_tokens(XXL, TPU_V5P, HANDOUT, "never"), "'never'; allowed: together, in turn"),
+        (lambda: model.block_times(XXL, TPU_V5P, HANDOUT, 1).communication("x"), "'x'; allowed: together, in turn"),
+        (lambda: model.least_tokens_per_device(XXL, TPU_V5P, HANDOUT, "x"), "'x'; allowed: together, in turn"),
+        (lambda: Stack(0, 1, 1), "d_model=0"),
+        (lambda: Layout(fsdp=16, tensor=-4), "tensor=-4"),
+        (lambda: model.memory_per_device(XXL, 1, -1), "tokens=-1"),
+        (lambda: model.memory_per_device(XXL, 0, 1), "devices=0"),
+        (lambda: model.fewest_devices(XXL, 1, 1, sharded=1.5), "sharded=1.5"),
+        (lambda: model.fewest_devices(XXL, 0, 1), "capacity=0"),
+        (lambda: model.bubble_share(0, 1), "stages=0"),
+        (lambda: model.gather_seconds(1, 2, 1, axes=0), "axes=0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(call, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        call()
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"tokens_per_device": -1}, "tokens_per_device=-1; allowed: integers from 0 on"),
+        ({"tokens_per_device": 10.5}, "tokens_per_device=10.5; allowed: integers from 0 on"),
+        ({"devices": "many"}, "devices='many'; allowed: integers from 2 on"),
+        ({"devices": True}, "devices=True; allowed: integers from 2 on"),
+        ({"capacity_gb": 0}, "capacity_gb=0; allowed: positive numbers"),
+        ({"capacity_gb": math.inf}, "capacity_gb=inf; allowed: positive numbers"),
+        ({"tensor": 3}, "tensor=3 of devices=64; allowed: 1, 2, 4, 8, 16, 32"),
+        ({"tensor": 64}, "tensor=64 of devices=64; allowed: 1, 2, 4, 8, 16, 32"),
+        ({"nonlinearity": "tanh"}, "'tanh'; allowed: none, relu, gelu, silu"),
+        ({"measure": "yes"}, "'yes'; this page only computes: no"),
+    ],
+)
+def test_bad_parameters_are_named_with_the_allowed_ones(parameters, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        page.Setting.from_parameters(parameters)
+
+
+def test_parameters_are_read_and_a_misspelled_one_is_refused():
+    names = {
+        "measure": False,
+        "devices": 128,
+        "tensor": 8,
+        "other": 1,
+        "In": ["", "# Parameters\ndevices = 128"],
+    }
+    assert page.Setting.from_parameters(names) == page.Setting(devices=128, tensor=8)
+    with pytest.raises(
+        ValueError, match=r"device; allowed: measure, tokens_per_device, capacity_gb, devices"
+    ):
+        page.Setting.from_parameters({"In": ["# Parameters\ndevice = 128"]})
+
+
+def sentences(setting):
+    return {
+        name: (text(setting) if text.__code__.co_argcount else text())
+        for name, text in vars(words).items()
+        if name.endswith("_words") or name.startswith("answer_")
+    }
+
+
+@pytest.mark.parametrize("parameters", SETTINGS, ids=str)
+def test_every_setting_has_sentences_tables_and_figures(parameters):
+    setting = page.Setting(**parameters)
+    for name, text in sentences(setting).items():
+        assert text.endswith(".") and not re.search(r"\b(inf|nan|None|∞)\b", text), name
+    for table in (
+        page.devices_table,
+        page.saved_table,
+        page.fewest_table,
+        page.times_table,
+        page.lever_table,
+    ):
+        assert len(table(setting))
+    for figure in (page.memory_figure, page.times_figure, page.region_figure):
+        drawn = figure(setting)
+        drawn.canvas.draw()
+        assert all(ax.has_data() for ax in drawn.axes)
+
+
+def test_tables_hold_the_closed_forms():
+    setting = page.Setting()
+    fewest = page.fewest_table(setting).set_index("tokens")
+    assert fewest.loc[1024, "half sharded, relu"] == str(model.fewest_devices(XXL, 95 * GB, 1024))
+    assert fewest.loc[8192, "none sharded, relu"] == "–"
+    assert list(page.times_table(setting)["B"]) == ["20,445", "25,302"]
+    assert list(page.state_table()["bytes a parameter"]) == [4, 4, 4, 4, 16]
+    levers = page.lever_table(setting)
+    assert all(levers["X"] * levers["Y"] * levers["Z"] == setting.devices)
+    assert levers["B, together"].iloc[0] == "20,445"
+
+
+def test_random_levers_keep_the_number_of_devices():
+    for _ in range(30):
+        tensor = 2 ** random.randint(0, 5)
+        setting = page.Setting(devices=tensor * 2 ** random.randint(1, 6), tensor=tensor)
+        assert all(layout.devices == setting.devices for layout in page.levers(setting).values())
+
+
+def test_a_measured_h100_is_read(results_root):
+    assert page.h100_gib() is None
+    assert len(page.devices_table(page.Setting())) == 2
+    (results_root / "h100-x1").mkdir()
+    env = {"abcd": {"gpu": "NVIDIA H100 80GB HBM3", "gpu_memory_gib": 79.2}}
+    (results_root / "h100-x1" / "machine.json").write_text(json.dumps(env))
+    assert page.h100_gib() == 79.2
+    assert list(page.devices_table(page.Setting())["devices, state"]) == [44, 41, 42]
+
+
+def test_answers_have_a_box_in_markdown_and_html():
+    text = "From $a < b$ on, **two** of *them*: `x`.\n\nAnd $c$."
+    assert page.box_markdown("a", text) == f":::{{admonition}} Answer (a)\n:class: tip\n\n{text}\n:::\n"
+    box = page.box_html("a", text)
+    assert "<p>From $a &lt; b$ on, <b>two</b> of <em>them</em>: <code>x</code>.</p><p>And $c$.</p>" in box
+    for name, answer in sentences(page.Setting()).items():
+        if name.startswith("answer_"):
+            assert "*" not in page.box_html("a", answer), name
+
+
+@pytest.mark.parametrize("parameters", SETTINGS[:2], ids=str)
+def test_the_notebook_runs_with_its_own_and_other_parameters(parameters, project_root: Path):
+    notebook = json.loads((project_root / "book" / "parallelism.ipynb").read_text())
+    names: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            if "parameters" in cell["metadata"]["tags"]:
+                names |= parameters
+    assert names["setting"] == page.Setting(**parameters)
