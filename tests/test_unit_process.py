@@ -48,7 +48,9 @@ def test_an_error_of_the_child_says_what_it_was(child, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("function", "words"), [("die", "SIGKILL.*for want of memory"), ("leave", "exit code 3")])
+@pytest.mark.parametrize(
+    ("function", "words"), [("die", "SIGKILL.*for want of memory"), ("leave", "exit code 3")]
+)
 def test_an_ending_without_result(child, function, words):
     with pytest.raises(ChildError, match=words):
         call(f"{child}:{function}", {}, timeout_s=60)

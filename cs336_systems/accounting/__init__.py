@@ -41,6 +41,7 @@ from cs336_systems.accounting.operations import (
     attention_flops,
     matmul_flops,
 )
+from cs336_systems.accounting.zero import shard_imbalance, zero_memory, zero_stage_bytes, zero_step_bytes
 
 __all__ = [
     "ATTENTION_IMPLS",
@@ -75,4 +76,8 @@ __all__ = [
     "roofline_ms",
     "saved_activation_bytes",
     "saved_layer_bytes",
+    "shard_imbalance",
+    "zero_memory",
+    "zero_stage_bytes",
+    "zero_step_bytes",
 ]

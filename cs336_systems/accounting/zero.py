@@ -1,0 +1,142 @@
+"""Data-parallel training with AdamW in fp32, with and without a sharded optimizer state: memory and communication.
+
+Symbols: N ranks, Ψ parameters. Sharded means what `parallel.zero` does: each rank updates whole parameters of
+its own and broadcasts them; gradients are all-reduced before, so that all ranks hold all of them. Unsharded is the same
+with one rank, since plain data parallelism repeats on every rank what one would hold.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054),
+sections 3, 5 and 7. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from cs336_systems.accounting.model import check_choice
+from cs336_systems.accounting.operations import check_sizes
+from cs336_systems.sizes import ModelConfig
+
+SCHEMES = ("ddp", "sharded", "zero1")
+"""Plain data parallelism; `ShardedOptimizer` after it; ZeRO stage 1, which reduces gradients to their owners alone."""
+MOMENTS = ("initialized", "before_step", "after_step")
+_FP32 = 4
+
+
+# ------------------------------------------------------------------------------------------------------ shares
+def tensor_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each parameter of `cs336_systems.model.TransformerLM`."""
+    d, f = config.d_model, config.d_ff
+    block = 4 * [d * d] + 3 * [d * f] + 2 * [d]
+    return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
+
+
+def shards(config: ModelConfig, num_ranks: int) -> list[list[int]]:
+    """Elements of the parameters that each of N ranks owns, in the order of ranks.
+
+    The rule of `parallel.zero.assign`: the largest parameter first, each to the rank that holds least so far (of equal
+    ones the lowest). The order of equally large parameters changes whose they are, but not how many each rank gets.
+    ValueError unless num_ranks is positive.
+    """
+    check_sizes(num_ranks=num_ranks)
+    owned: list[list[int]] = [[] for _ in range(num_ranks)]
+    held = [0] * num_ranks
+    for size in sorted(tensor_sizes(config), reverse=True):
+        rank = held.index(min(held))
+        owned[rank].append(size)
+        held[rank] += size
+    return owned
+
+
+def shard_imbalance(config: ModelConfig, num_ranks: int) -> float:
+    """By how much the fullest rank exceeds an N-th of the parameters: max / mean - 1. ValueError as `shards`."""
+    held = [sum(sizes) for sizes in shards(config, num_ranks)]
+    return num_ranks * max(held) / sum(held) - 1
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+def adamw_state_bytes(sizes: list[int]) -> int:
+    """Two fp32 moments for each element of the parameters of these sizes, and one fp32 step counter a parameter.
+
+    A fused AdamW keeps the counters on the GPU; otherwise they lie in main memory.
+    """
+    return 2 * _FP32 * sum(sizes) + _FP32 * len(sizes)
+
+
+def zero_memory(
+    config: ModelConfig, num_ranks: int, rank: int | None = None, first_step: bool = True
+) -> dict[str, dict[str, int]]:
+    """Bytes alive on one of N ranks between the phases of a training step: moment → component → bytes.
+
+    Moments: initialized (the model), before_step (after backward, activations gone), after_step (gradients not yet
+    dropped). Components: parameters and gradients, 4·Ψ each and whole on every rank; optimizer_state, 8 bytes for each
+    parameter that the rank owns and 4 for each tensor, made by the first step: before it there is none if `first_step`.
+    num_ranks=1 is unsharded. rank: None for the rank that holds most.
+
+    Counted are tensors. An allocator rounds each up to 512 bytes, a bucketed data-parallel container may hold gradients
+    from initialization on, and within the step a foreach optimizer has temporaries as large as what it updates at once
+    (a round of the share), a fused one none. ValueError for a rank that is not there or num_ranks that is not positive.
+    """
+    states = [adamw_state_bytes(sizes) for sizes in shards(config, num_ranks)]
+    if rank is not None and not 0 <= rank < num_ranks:
+        raise ValueError(f"rank={rank}; allowed: 0 ... {num_ranks - 1}, or None for the rank that holds most")
+    state = max(states) if rank is None else states[rank]
+    weights = _FP32 * sum(tensor_sizes(config))
+    alive = {
+        "initialized": (0, 0),
+        "before_step": (weights, 0 if first_step else state),
+        "after_step": (weights, state),
+    }
+    return {
+        moment: {"parameters": weights, "gradients": gradients, "optimizer_state": held}
+        for moment, (gradients, held) in alive.items()
+    }
+
+
+def zero_stage_bytes(
+    num_parameters: int, num_ranks: int, stage: int, parameter: int = 2, gradient: int = 2, state: int = 12
+) -> dict[str, float]:
+    """Component → bytes on each of N ranks if shares are equal, after the paper's figure 1.
+
+    stage: 0 shards nothing, 1 the optimizer state, 2 gradients as well, 3 parameters as well. parameter, gradient,
+    state: bytes of one parameter's; the defaults are the paper's mixed precision, with an fp32 copy of the weights in
+    the state (K = 12). Plain fp32 has 4, 4 and 8. `ShardedOptimizer` is stage 1. ValueError for an unknown stage or a
+    size that is not positive.
+    """
+    check_sizes(
+        num_parameters=num_parameters,
+        num_ranks=num_ranks,
+        parameter=parameter,
+        gradient=gradient,
+        state=state,
+    )
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage}; allowed: 0, 1, 2, 3")
+    return {
+        "parameters": parameter * num_parameters / (num_ranks if stage >= 3 else 1),
+        "gradients": gradient * num_parameters / (num_ranks if stage >= 2 else 1),
+        "optimizer_state": state * num_parameters / (num_ranks if stage >= 1 else 1),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- communication
+def zero_step_bytes(
+    scheme: str, num_ranks: int, parameter_bytes: float, gradient_bytes: float
+) -> dict[str, float]:
+    """Phase → bytes that a rank sends, and as many that it receives, in one step; on average over ranks.
+
+    A ring's reduce-scatter or all-gather of b bytes passes (N - 1)/N · b through each rank, and an all-reduce is one
+    after the other. A broadcast hands its b bytes from rank to rank N - 1 times; if every rank has an N-th of the
+    parameters to broadcast, that is (N - 1)/N of them a rank, as in an all-gather.
+
+        ddp      gradients 2·(N - 1)/N · G    all-reduce
+        sharded  gradients 2·(N - 1)/N · G    all-reduce        parameters (N - 1)/N · P    broadcasts
+        zero1    gradients   (N - 1)/N · G    reduce-scatter    parameters (N - 1)/N · P    all-gather
+
+    With P = G, sharding costs half as much again as data parallelism, and ZeRO stage 1 no more than that (section 7).
+    A rank whose share is s bytes receives P - s. ValueError for an unknown scheme or a size that is not positive.
+    """
+    check_choice("scheme", scheme, SCHEMES)
+    check_sizes(num_ranks=num_ranks, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
+    passes = {"ddp": (2, 0), "sharded": (2, 1), "zero1": (1, 1)}[scheme]
+    return {
+        "gradients": passes[0] * (num_ranks - 1) * gradient_bytes / num_ranks,
+        "parameters": passes[1] * (num_ranks - 1) * parameter_bytes / num_ranks,
+    }

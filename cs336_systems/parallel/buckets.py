@@ -1,0 +1,130 @@
+"""What one all-reduce carries, which parameters share it, and when it goes: buckets, their assignment, launch order.
+
+Nothing here communicates; `ddp.py` puts the three together with hooks and collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+_ALIGNMENT = 16  # bytes: what vectorized loads want a tensor to start at
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of a parameter's gradient: its own, unless `parameter.grad_dtype` says otherwise."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+# ---------------------------------------------------------------------------------------------------- bucket
+class Bucket:
+    """The gradients of some parameters, one after the other in one flat buffer: each `parameter.grad` is a view of it.
+
+    parameters: of one gradient dtype and one device. The buffer has room for them in their order, each starting at a
+    multiple of 16 bytes.
+
+    The gradients own the buffer, not the bucket: it is made for the first gradient that `take` brings home and goes
+    with the last one that is dropped (`zero_grad(set_to_none=True)`). So buckets cost no memory while activations
+    are at their peak, as gradients cost none without buckets.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        (self.dtype,) = {gradient_dtype(p) for p in self.parameters}
+        (self.device,) = {p.device for p in self.parameters}
+        step = _ALIGNMENT // self.dtype.itemsize
+        self._offsets: dict[nn.Parameter, int] = {}
+        self.numel = 0
+        for p in self.parameters:
+            self._offsets[p] = self.numel
+            self.numel += -(-p.numel() // step) * step
+        self._buffer: TensorWeakRef | None = None
+
+    def _living_buffer(self) -> torch.Tensor:
+        buffer = self._buffer() if self._buffer is not None else None
+        if buffer is None:
+            buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self._buffer = TensorWeakRef(buffer)
+        return buffer
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Brings the parameter's gradient into the buffer, unless it is there already.
+
+        It is there while gradients accumulate, and after `zero_grad(set_to_none=False)`: autograd then adds in place.
+        Otherwise autograd has left a tensor of its own, and one copy is cheaper than the alternative, a zeroed view
+        attached before the backward pass, which autograd would have to read as well as write. That tensor cannot
+        serve in place of a copy: it may be memory that the backward pass is yet to read (with `y = x + p[None]`, the
+        gradients of p and of x are one), so nothing may reduce it before the pass has ended.
+        """
+        buffer, offset = self._living_buffer(), self._offsets[parameter]
+        if parameter.grad.data_ptr() != buffer.data_ptr() + offset * buffer.element_size():
+            view = buffer.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            parameter.grad = view.copy_(parameter.grad)
+
+    def gathered(self) -> torch.Tensor:
+        """The buffer (numel,) with all gradients in it, each of which must exist: what is to be reduced."""
+        for parameter in self.parameters:
+            self.take(parameter)
+        return self._living_buffer()
+
+
+# ------------------------------------------------------------------------------------------------ assignment
+def assign(parameters: Iterable[nn.Parameter], max_bytes: float) -> list[Bucket]:
+    """Fills buckets with the parameters in the order given, those of one gradient dtype and device together.
+
+    A bucket is closed by the parameter that would take it over `max_bytes` of gradients, so only a parameter which is
+    larger on its own makes a larger bucket. Buckets come in the order in which they were begun.
+    """
+    filled: list[list[nn.Parameter]] = []
+    # of each kind, the bucket being filled and its bytes
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        kind = gradient_dtype(parameter), parameter.device
+        num_bytes = parameter.numel() * kind[0].itemsize
+        bucket, used = current.get(kind, (None, 0))
+        if bucket is None or used + num_bytes > max_bytes:
+            bucket, used = [], 0
+            filled.append(bucket)
+        bucket.append(parameter)
+        current[kind] = bucket, used + num_bytes
+    return [Bucket(bucket) for bucket in filled]
+
+
+# ---------------------------------------------------------------------------------------------- launch order
+class LaunchOrder:
+    """Units 0 … n − 1 that are launched once a step in one order, each when it and all its predecessors are ready.
+
+    `order` may be replaced by another permutation between two steps.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.order = list(range(num_units))
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Nothing is ready, nothing launched."""
+        self._seen: dict[int, None] = {}  # the ready ones as they came: an ordered set
+        self._num_launched = 0
+
+    def ready(self, unit: int) -> list[int]:
+        """Notes that a unit is ready; the units to launch now, in this order: none while a predecessor is not ready."""
+        self._seen[unit] = None
+        end = self._num_launched
+        while end < len(self.order) and self.order[end] in self._seen:
+            end += 1
+        return self._advance(end)
+
+    def rest(self) -> list[int]:
+        """The units not launched yet, ready or not, in their order; all are launched with this."""
+        return self._advance(len(self.order))
+
+    def _advance(self, end: int) -> list[int]:
+        begin, self._num_launched = self._num_launched, end
+        return self.order[begin:end]
+
+    def observed(self) -> list[int]:
+        """The order in which units became ready in this step; those that did not follow in the order they had."""
+        return [*self._seen, *(unit for unit in self.order if unit not in self._seen)]

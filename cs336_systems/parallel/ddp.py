@@ -1,0 +1,310 @@
+"""Data parallel training: every rank has the whole model and a share of the batch, and gradients are averaged.
+
+    model = BucketedDDP(model, bucket_size_mb=25)
+    for inputs, targets in share_of_this_rank:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+Four classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
+one by one), `FlatDDP` (after it, all together), `OverlappedDDP` (during it, one by one), `BucketedDDP` (during it, some
+together). All follow one protocol.
+
+1. Collectives match. In every step each rank launches the same collectives in the same order, whatever its backward
+   pass has reached: a gradient that a rank lacks goes as zeros. So ranks may use different parts of the model, in some
+   steps only, without a hang.
+2. The order is fixed before the step begins: reverse parameter order in the first one, thereafter the order in which
+   rank 0 saw the gradients become ready in the first, broadcast once. A unit that is ready early waits for its
+   predecessors; what the backward pass has not made ready goes at `finish_gradient_synchronization()`.
+3. A last all-reduce tells which gradients exist anywhere: one byte a parameter, the maximum over ranks. Only a rank
+   that lacks a gradient must know, so only such a rank reads the answer (and waits for the GPU): a gradient that
+   nobody has becomes None again, as in a single process. For everybody else the price is the latency of one small
+   collective behind the last gradients, which have synchronized the ranks already: tens of microseconds a step, and
+   the host does not wait.
+
+The mean over ranks of the gradients of their mean losses is that of the whole batch where the shares are of one size;
+where they are not, each rank counts the same, so an example in a small share counts for more.
+
+Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704,
+sections 3.2 (gradient reduction) and 3.2.4 (gradient accumulation).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import numbers
+import reprlib
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype
+
+
+def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """Replaces a contiguous tensor by its mean over the ranks of the group, on all of them; `async_op` as in torch."""
+    if dist.get_backend(group) == "nccl":  # divides while it reduces
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op)
+    tensor.div_(group.size())  # before the sum, so that half precision does not overflow
+    return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
+
+
+# -------------------------------------------------------------------------------------------- common surface
+class DataParallel(nn.Module):
+    """What the four classes share; `_average_gradients` is what they differ in.
+
+    module: the model, the same on all ranks in names, shapes, dtypes and what is frozen, on its device already; it
+        stays `self.module`, and its parameters remain those that optimizers get. Rank 0's parameters and buffers are
+        copied to all ranks here; buffers that change in training (running statistics) are each rank's own afterwards.
+    process_group: the ranks that share the batch; None for all.
+
+    Parameters that require no gradient here are left alone: freeze first, wrap then. The wrapper's hooks go when it
+    does; a module has one wrapper at a time. torch.compile may be used inside the module, on it, or on the wrapper; a
+    graph hands over its gradients when its whole backward pass has ended, so compile the blocks, not the model, where
+    communication is to overlap.
+
+    Errors: ValueError for a module without a parameter to train, one that differs between ranks (on all of them), or
+    a group that this process is not in; RuntimeError where torch.distributed has not been initialized.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module is {module!r}; expected a torch.nn.Module")
+        self.module = module
+        self.process_group = _checked(process_group)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        if not self._trained:
+            raise ValueError(
+                f"module {type(module).__name__} has no parameter that requires a gradient; expected one at least"
+            )
+        self._accumulating = False
+        tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+        layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+        self._check_same_on_all_ranks("the module's parameters and buffers", layout)
+        self._copy_from_rank_0()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's share of the batch."""
+        return self.module(*inputs, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Call after the backward pass and before gradients are used, once a step on every rank of the group.
+
+        Afterwards each gradient is the mean over ranks, on every rank, bit for bit; on the GPU this is queued, not
+        waited for. Errors: RuntimeError inside `no_sync()`, or if a frozen parameter has been unfrozen since.
+        """
+        if self._accumulating:
+            raise RuntimeError("finish_gradient_synchronization() inside no_sync(): leave that first")
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when the module was wrapped requires a gradient now"
+            )
+        absent = [i for i, p in enumerate(self._trained) if p.grad is None]
+        for i in absent:
+            p = self._trained[i]
+            p.grad = torch.zeros_like(p, dtype=gradient_dtype(p), requires_grad=False)
+        self._average_gradients()
+        self._drop_those_that_nobody_has(absent)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only add to this rank's gradients; the first one outside sends the sum.
+
+        It is the backward pass that counts, not the forward pass. One backward pass outside, or none, and then
+        `finish_gradient_synchronization()` end the accumulation.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _average_gradients(self) -> None:
+        """Averages all gradients of `_trained`, each of which exists by now."""
+        raise NotImplementedError
+
+    def _drop_those_that_nobody_has(self, absent: list[int]) -> None:
+        """Takes back the zeros in place of gradients (`absent`: this rank's) that no rank has computed."""
+        present = torch.ones(len(self._trained), dtype=torch.uint8, device=self._trained[0].device)
+        if absent:
+            present[absent] = 0
+        dist.all_reduce(present, dist.ReduceOp.MAX, self.process_group)
+        if absent:  # only now does the host wait for the device
+            somewhere = present.tolist()
+            for i in absent:
+                if not somewhere[i]:
+                    self._trained[i].grad = None
+
+    def _check_same_on_all_ranks(self, what: str, value: object) -> None:
+        """ValueError on all ranks unless `value` has the same `repr` on all of them."""
+        digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+        largest = torch.tensor([digest, -digest], device=self._trained[0].device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.process_group)
+        highest, lowest = largest[0].item(), -largest[1].item()
+        if highest != lowest:
+            rank = dist.get_rank(self.process_group)
+            raise ValueError(
+                f"{what} differ between the ranks; expected the same on all; rank {rank} has {reprlib.repr(value)}"
+            )
+
+    @torch.no_grad()
+    def _copy_from_rank_0(self) -> None:
+        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+            contiguous = tensor.contiguous()
+            dist.broadcast(contiguous, group=self.process_group, group_src=0)
+            tensor.copy_(contiguous)
+
+
+def _checked(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks for None; see `DataParallel` for the errors."""
+    if not dist.is_initialized():
+        raise RuntimeError("data parallel training needs torch.distributed.init_process_group() first")
+    if group is None:
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group is {group!r} on rank {dist.get_rank()}; expected a group that this rank is in, or None"
+        )
+    return group
+
+
+# -------------------------------------------------------------------------------------------- after backward
+class NaiveDDP(DataParallel):
+    """One all-reduce a parameter, one after the other, when the backward pass has ended.
+
+    Arguments, methods and errors: see `DataParallel`.
+    """
+
+    def _average_gradients(self) -> None:
+        for parameter in self._trained:
+            parameter.grad = parameter.grad.contiguous()  # as a transposed parameter's is not
+            average(parameter.grad, self.process_group)
+
+
+class FlatDDP(DataParallel):
+    """One all-reduce of all gradients, concatenated, when the backward pass has ended (one of each dtype and device).
+
+    The gradients become views of what was reduced, so nothing is copied back; memory for all of them must be found a
+    second time while they are concatenated. Arguments, methods and errors: see `DataParallel`.
+    """
+
+    def _average_gradients(self) -> None:
+        for bucket in assign(self._trained, math.inf):
+            average(bucket.gathered(), self.process_group)
+
+
+# ------------------------------------------------------------------------------------------- during backward
+class HookedDDP(DataParallel):
+    """Averages buckets of gradients while the backward pass computes the others: what two of the classes share.
+
+    max_bytes: what fills a bucket (see `buckets.assign`). Between two calls of `finish_gradient_synchronization()`
+    the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, max_bytes: float) -> None:
+        super().__init__(module, process_group)
+        self._check_same_on_all_ranks("sizes of buckets (in bytes)", max_bytes)
+        # the last layers' gradients come first
+        self.buckets: list[Bucket] = assign(reversed(self._trained), max_bytes)
+        self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self._order = LaunchOrder(len(self.buckets))
+        self._order_is_rank_0s = False
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._begin_step()
+
+        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep.
+        hook = functools.partial(_call_gradient_is_ready, weakref.ref(self))
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in self._trained]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def _begin_step(self) -> None:
+        self._order.begin_step()
+        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        self._works: list[dist.Work] = []
+
+    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        index = self._bucket_of[parameter]
+        missing = self._missing[index]
+        if parameter not in missing:
+            raise RuntimeError(
+                f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
+                "on its way; run all backward passes of a step but the last inside no_sync()"
+            )
+        self.buckets[index].take(parameter)
+        if self._accumulating:
+            return
+        with self._lock:
+            missing.remove(parameter)
+            if not missing:
+                self._launch(self._order.ready(index))
+
+    def _launch(self, indices: list[int]) -> None:
+        for index in indices:
+            self._works.append(average(self.buckets[index].gathered(), self.process_group, async_op=True))
+
+    def _average_gradients(self) -> None:
+        self._launch(self._order.rest())
+        for work in self._works:
+            work.wait()  # on the GPU: the current stream waits, the host does not
+        if not self._order_is_rank_0s:
+            order = torch.tensor(self._order.observed(), device=self._trained[0].device)
+            dist.broadcast(order, group=self.process_group, group_src=0)
+            self._order.order, self._order_is_rank_0s = order.tolist(), True
+        self._begin_step()
+
+
+def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], parameter: nn.Parameter) -> None:
+    if (alive := wrapper()) is not None:
+        alive._gradient_is_ready(parameter)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class OverlappedDDP(HookedDDP):
+    """One all-reduce a parameter, as soon as the backward pass has its gradient.
+
+    Each is a bucket of its own: see `Bucket.take` for why autograd's tensor cannot be reduced where it is while the
+    backward pass is under way. Arguments, methods and errors: see `DataParallel` and `HookedDDP`.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(module, process_group, max_bytes=0)
+
+
+class BucketedDDP(HookedDDP):
+    """One all-reduce a bucket of gradients, as soon as the backward pass has the last of them.
+
+    bucket_size_mb: the most that a bucket holds, in MB of 2^20 bytes (a larger parameter has a bucket to itself); None
+        for one bucket of each gradient dtype and device. Buckets are filled in reverse parameter order.
+
+    Arguments, methods and errors: see `DataParallel` and `HookedDDP`; ValueError for a size that is not positive.
+    """
+
+    def __init__(
+        self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        if bucket_size_mb is None:
+            max_bytes = math.inf
+        elif isinstance(bucket_size_mb, numbers.Real) and bucket_size_mb > 0:
+            max_bytes = bucket_size_mb * 2.0**20
+        else:
+            raise ValueError(
+                f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
+            )
+        super().__init__(module, process_group, max_bytes)

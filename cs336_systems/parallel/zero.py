@@ -1,0 +1,378 @@
+"""Optimizer state sharding (ZeRO stage 1): every rank updates its share of the parameters, and holds its state only.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+
+After a data-parallel backward pass all N ranks hold all gradients. A step then has three parts:
+
+1. `assign` has given each whole parameter an owner, so that bytes are balanced, and one of the owner's rounds.
+2. Each rank runs the optimizer over its own parameters, round by round: 1/N of the work, 1/N of the state.
+3. The owners broadcast what they have updated. A round's broadcasts travel while the next round is computed.
+
+Owning whole parameters serves every optimizer that treats parameters one by one, also those that look at a matrix as a
+matrix (Adafactor, Muon), and an update is made of the very operations of the plain optimizer: results are equal bit by
+bit. The price is that shares differ, by one parameter at most; slices of equal length would be perfectly balanced, but
+serve elementwise optimizers only.
+
+**What travels.** The broadcasts read and write the parameters' own memory: no flat copy of the model or of a round.
+With NCCL those of a round, from all owners, are one group call: one launch in which every rank sends while it receives,
+as in an all-gather of shares of unequal size. Against flattening into a buffer and one all-gather this saves the buffer
+and a pass through memory on each side, and costs the host one call for each parameter. Gloo has no group calls: there
+a round's broadcasts are started one after the other and waited for together. On average a rank sends (N - 1)/N of the
+parameters' bytes in a step, beside the 2 (N - 1)/N of the gradients' that their all-reduce takes
+(`accounting.zero_step_bytes`).
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054),
+section 5.1; there gradients are reduced to their owners alone, which costs less.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def assign(sizes: Sequence[int], loads: list[list[int]]) -> list[tuple[int, int]]:
+    """The (rank, round) of each parameter of `sizes` bytes, given what ranks and rounds hold already.
+
+    loads: `loads[rank][round]`, bytes; it grows by what is assigned. The largest parameter comes first (of equal ones
+    the earlier), and goes to the rank that holds least (of equal ones the lowest), there to the round that holds least.
+    So no two ranks ever differ by more than the largest parameter, and what was assigned before stays where it is.
+    Source: Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969): given at once, the
+    fullest rank holds at most 4/3 of what the best assignment gives its fullest.
+    """
+    homes = [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = min(range(len(loads)), key=lambda r: sum(loads[r]))
+        round_ = min(range(len(loads[rank])), key=lambda k: loads[rank][k])
+        loads[rank][round_] += sizes[index]
+        homes[index] = (rank, round_)
+    return homes
+
+
+class ShardedOptimizer(Optimizer):
+    """`optimizer_cls(params, **kwargs)`, spread over the ranks of a process group.
+
+    params: parameters or param groups, the same on all ranks in the same order. optimizer_cls: any subclass of
+    `torch.optim.Optimizer` that updates each parameter from its own gradient and state (so not LBFGS). process_group:
+    the ranks among which state is spread; None: all, or this process alone if there is no default group. num_rounds:
+    in how many parts a rank computes and sends its share; 1 overlaps nothing. kwargs: the optimizer's.
+
+    It is used as the plain optimizer is: `param_groups` holds all parameters and their settings, which schedulers and
+    callers may change between steps, and `zero_grad` and gradient clipping see all gradients. `state` holds what this
+    rank owns. Constructor, `add_param_group`, `step` and `state_dict` communicate: all ranks call them alike. Gradients
+    must be equal on all ranks, which is the data-parallel container's work. Frozen parameters without a gradient stay
+    at home. With one rank nothing is communicated.
+
+    Errors: ValueError for an optimizer_cls, process_group or num_rounds that cannot be, for parameters whose memory has
+    gaps, and where ranks were given different parameters; whatever optimizer_cls raises, on all ranks.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], optimizer_cls: type[Optimizer], process_group: dist.ProcessGroup | None = None,
+        *, num_rounds: int = 4, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+            raise ValueError(f"optimizer_cls={optimizer_cls!r}; allowed: subclasses of torch.optim.Optimizer")
+        if issubclass(optimizer_cls, torch.optim.LBFGS | ShardedOptimizer):
+            raise ValueError(
+                f"optimizer_cls={optimizer_cls.__name__}; allowed: optimizers that update each parameter by itself"
+            )
+        if not isinstance(num_rounds, int) or isinstance(num_rounds, bool) or num_rounds < 1:
+            raise ValueError(f"num_rounds={num_rounds!r}; it must be a positive integer")
+        if process_group is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
+            raise ValueError(
+                f"process_group={process_group!r}; allowed: None, or a process group that this rank is in"
+            )
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group) if process_group else 0
+        self.world_size = dist.get_world_size(process_group) if process_group else 1
+        self._new = lambda groups: optimizer_cls(groups, **kwargs)
+        rounds = num_rounds if self.world_size > 1 else 1
+        # Bytes by rank and round. Frozen parameters have no state, but may be thawed: they have a ledger of their own.
+        self._loads = {kind: [[0] * rounds for _ in range(self.world_size)] for kind in (True, False)}
+        # by round: parameter → owner, and the optimizer over what this rank owns
+        self._owners: list[dict[Tensor, int]] = [{} for _ in range(rounds)]
+        self._inner: list[Optimizer] = []
+        super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
+        self._share_out(self.param_groups)
+
+    # --------------------------------------------------------------------------------------- parameters and owners
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's does, and shares out its parameters; those added before keep their owners."""
+        super().add_param_group(param_group)
+        if self._inner:  # not while the base class constructs: those groups are shared out together
+            try:
+                self._share_out(self.param_groups[-1:])
+            except Exception:
+                self.param_groups.pop()
+                raise
+
+    def _share_out(self, groups: list[dict[str, Any]]) -> None:
+        parameters = list(dict.fromkeys(p for group in groups for p in group["params"]))
+        for parameter in parameters:
+            if not _is_dense(parameter):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()} and layout "
+                    f"{parameter.layout}; allowed: strided memory without gaps or overlaps"
+                )
+        # The optimizer over stand-ins without elements: it holds no memory, tells the settings of all groups, and
+        # raises the class's own errors on all ranks, also on those that own nothing.
+        pattern = self._new(
+            [_settings(group) | {"params": map(_stand_in, group["params"])} for group in groups]
+        )
+        self.defaults = pattern.defaults
+        for group, told in zip(groups, pattern.param_groups, strict=True):
+            group.update(_settings(told))
+        self._check_that_ranks_agree(parameters)
+
+        homes = {}
+        for trainable, loads in self._loads.items():
+            alike = [p for p in parameters if p.requires_grad == trainable]
+            homes |= dict(zip(alike, assign([p.nbytes for p in alike], loads), strict=True))
+        for parameter in parameters:
+            owner, round_ = homes[parameter]
+            self._owners[round_][parameter] = owner
+        # Every rank has an optimizer for each round with all groups, some of them empty perhaps: groups then go through
+        # the same on all ranks, whatever an optimizer keeps in them.
+        for round_ in range(len(self._owners)):
+            here = (self.rank, round_)
+            shares = [
+                _settings(group) | {"params": [p for p in group["params"] if homes[p] == here]}
+                for group in groups
+            ]
+            if len(self._inner) == round_:
+                self._inner.append(self._new(shares))
+            else:
+                for share in shares:
+                    self._inner[round_].add_param_group(share)
+            self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
+
+    def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
+        """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
+        if self.world_size == 1:
+            return
+        everyones: list[Any] = [None] * self.world_size
+        mine = [(tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad) for p in parameters]
+        dist.all_gather_object(everyones, mine, group=self.process_group)
+        for rank, theirs in enumerate(everyones):
+            for index, (first, other) in enumerate(itertools.zip_longest(everyones[0], theirs)):
+                if first != other:
+                    raise ValueError(
+                        f"all ranks must give the same parameters in the same order; the shape, strides, dtype and "
+                        f"requires_grad of parameter {index} are {first} on rank 0 and {other} on rank {rank}"
+                    )
+
+    def owner(self, parameter: Tensor) -> int:
+        """The rank (in the process group) that updates this parameter. KeyError for one that is not optimized here."""
+        return collections.ChainMap(*self._owners)[parameter]
+
+    @property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """Bytes of the trainable parameters of each rank, in the order of ranks."""
+        return tuple(sum(rounds) for rounds in self._loads[True])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer state that this rank holds, step counters included."""
+        values = (value for state in self.state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    # ---------------------------------------------------------------------------------------------------- a step
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates all parameters on all ranks; the loss that `closure` returns, or None.
+
+        closure: evaluated once, with gradients enabled, before anything is updated; the inner optimizers do not see it
+        (they would call it once each). kwargs: handed to each inner optimizer's step. With NCCL the step has been
+        enqueued, not finished, when this returns, like any other work of the current stream.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._lend()
+        works = []
+        for inner, owners in zip(self._inner, self._owners, strict=True):
+            inner.step(**kwargs)
+            if self.world_size > 1:
+                works += self._broadcast(owners)
+        for work in works:
+            work.wait()
+        self._collect_settings()
+        return loss
+
+    def _lend(self) -> None:
+        """What `state` and `param_groups` hold now is what the inner optimizers work with."""
+        for inner in self._inner:
+            inner.state = self.state
+            for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+                own.update(_settings(group))
+
+    def _collect_settings(self) -> None:
+        """Settings that the inner optimizers changed, alike in all rounds, come back."""
+        for inner in self._inner:
+            for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+                group.update(_settings(own))
+
+    def _broadcast(self, owners: dict[Tensor, int]) -> list[Any]:
+        """Starts the broadcasts of one round; what to wait for."""
+        moving = [p for p in owners if p.numel() and (p.requires_grad or p.grad is not None)]
+        # c10d does not tell autograd what it writes
+        torch.autograd.graph.increment_version([p for p in moving if owners[p] != self.rank])
+        by_device: dict[torch.device, list[tuple[Tensor, int]]] = {}
+        for parameter in moving:
+            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owners[parameter]))
+        works: list[Any] = []
+        for device, sent in by_device.items():
+            if self.process_group._get_backend(device).supports_coalescing:
+                with dist._coalescing_manager(self.process_group, device, async_ops=True) as together:
+                    for memory, owner in sent:
+                        dist.broadcast(memory, group=self.process_group, group_src=owner, async_op=True)
+                works.append(together)
+            else:
+                works += [
+                    dist.broadcast(memory, group=self.process_group, group_src=owner, async_op=True)
+                    for memory, owner in sent
+                ]
+        return works
+
+    # -------------------------------------------------------------------------------------------- saving, loading
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0 what the plain optimizer's `state_dict` would be: all state, numbered as there.
+
+        All ranks call it. Rank 0 takes the others' state tensor by tensor, (N - 1)/N of all state over one link, into
+        its main memory, where it holds all of it in the end; on the device the cost is one parameter's state. It can be
+        saved and loaded by `torch.load(..., weights_only=True)`, by the plain optimizer, and by a ShardedOptimizer of
+        any number of ranks. Other ranks get their own state, where it lies, with an entry "shard" that says whose it
+        is: good for `load_state_dict` on the same rank. With one rank it is the plain optimizer's own.
+        """
+        local = super().state_dict()
+        if self.world_size == 1:
+            return local
+        numbered = {
+            index: parameter
+            for group, packed in zip(self.param_groups, local["param_groups"], strict=True)
+            for parameter, index in zip(group["params"], packed["params"], strict=True)
+        }
+        whole = self._gather_state(local["state"], numbered)
+        if self.rank == 0:
+            return {**local, "state": whole}
+        return {**local, "shard": [i for i, p in numbered.items() if self.owner(p) == self.rank]}
+
+    def _gather_state(self, local: dict[Any, Any], numbered: dict[int, Tensor]) -> dict[Any, Any]:
+        """The state of all parameters on rank 0, tensors on the CPU; {} on the others."""
+
+        def exchange(operation: Callable[..., Any], tensors: Iterable[Tensor], peer: int) -> None:
+            mail = [
+                dist.P2POp(operation, _bytes_of(tensor), group=self.process_group, group_peer=peer)
+                for tensor in tensors
+                if tensor.numel()
+            ]
+            for work in dist.batch_isend_irecv(mail) if mail else []:
+                work.wait()
+
+        # Tensors where their parameter lies go from device to device. One message before tells the rest (counters,
+        # numbers) and announces those tensors, by tensors without memory.
+        heavy = {
+            index: {
+                name: value
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.dim() and value.device == numbered[index].device
+            }
+            for index, state in local.items()
+            if index in numbered
+        }
+        light = {
+            index: local[index] | {k: torch.empty_like(v, device="meta") for k, v in tensors.items()}
+            for index, tensors in heavy.items()
+        }
+        letters: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(_saved(light), letters, group=self.process_group, group_dst=0)
+        if letters is None:
+            for tensors in heavy.values():
+                dense = (
+                    v if _is_dense(v) else v.clone() for v in tensors.values()
+                )  # clones leave out the gaps
+                exchange(dist.isend, dense, peer=0)
+            return {}
+        whole = {
+            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in local[index].items()}
+            for index in heavy
+        }
+        for owner, letter in enumerate(letters[1:], start=1):
+            for index, state in torch.load(io.BytesIO(letter), map_location="cpu", weights_only=True).items():
+                arriving = {
+                    name: torch.empty_like(value, device=numbered[index].device)
+                    for name, value in state.items()
+                    if isinstance(value, Tensor) and value.is_meta
+                }
+                exchange(dist.irecv, arriving.values(), peer=owner)
+                whole[index] = state | {k: v.cpu() for k, v in arriving.items()}
+        return {k: v for k, v in local.items() if k not in numbered} | dict(sorted(whole.items()))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the settings, and of the state this rank's share, from what the plain or any sharded one has saved.
+
+        No communication; each rank reads the whole dict (`torch.load(..., mmap=True)` reads no more than is taken).
+        Errors: ValueError where groups differ in number or size, or where the dict is another rank's share.
+        """
+        numbers = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        # where the two differ in length, torch's own check says so below
+        mine = {i for i, p in zip(numbers, parameters, strict=False) if self.owner(p) == self.rank}
+        missing = mine - set(state_dict.get("shard", mine))
+        if missing:
+            raise ValueError(
+                f"shard={state_dict['shard']}: this is the share of another rank or world size, without parameters "
+                f"{sorted(missing)}; allowed: what rank 0 or a plain optimizer returned"
+            )
+        others = set(numbers) - mine
+        state = {index: value for index, value in state_dict["state"].items() if index not in others}
+        super().load_state_dict({**state_dict, "state": state})
+        # as torch does it for the plain optimizer: the class fills in what its older versions did not save
+        for inner in self._inner:
+            own = [
+                _settings(group) | {"params": share["params"]}
+                for group, share in zip(self.param_groups, inner.param_groups, strict=True)
+            ]
+            inner.__setstate__({"state": self.state, "param_groups": own})
+        self._collect_settings()
+
+
+# ---------------------------------------------------------------------------------------------------------- helpers
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """A parameter alike, without elements (a scalar has one)."""
+    return parameter.detach().new_empty((0,) * parameter.dim()).requires_grad_(parameter.requires_grad)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a piece of memory, in any order of dimensions."""
+    if tensor.layout != torch.strided:
+        return False
+    # torch keeps the strides of such a tensor, and of no other, when it makes one like it
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as one vector of bytes: any dtype, any order of dimensions, no copy."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,786 @@
+"""Data parallel training: the weights of a single process, launches in one order, no hang, memory of the buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import random
+import re
+
+import adapters
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.parallel import ddp as ddp_module
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign
+from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+
+BUCKET_SIZES_MB = (0.0001, 0.0016, 0.01, None, 1e6)
+WRAPPERS = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    **{f"bucketed {mb}": functools.partial(BucketedDDP, bucket_size_mb=mb) for mb in BUCKET_SIZES_MB},
+}
+OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
+}
+SETTINGS = list(itertools.product(OPTIMIZERS, (True, False)))
+"""Optimizer and `set_to_none`. Where two cores have much to do, the first and the last."""
+
+
+# ---------------------------------------------------------------------------------------------------- models
+class Layer(nn.Module):
+    """tanh(W x + b)."""
+
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Plain(nn.Module):
+    """Layers in the order in which they are used; inputs (B, 6) → (B, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Layer(6, 40), Layer(40, 12), nn.Linear(12, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Tied(nn.Module):
+    """Embedding and output projection are one tensor; a module is used twice; inputs are numbers (B, 6)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        ids = (x.abs() * 4).long() % 9  # (B, 6)
+        logits = self.head(torch.tanh(self.twice(torch.tanh(self.twice(self.embedding(ids))))))  # (B, 6, 9)
+        return logits.mean(1)[:, :3]
+
+
+class Odd(nn.Module):
+    """Frozen parts, parts nobody uses, buffers, odd shapes and layouts, and definition in another order than use."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(7, 3)
+        self.no_grad_fixed_param = nn.Parameter(torch.randn(2, 2), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Linear(5, 5)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.transposed = nn.Parameter(torch.randn(7, 6).t())
+        self.first = nn.Linear(6, 6)
+        self.first.bias.requires_grad_(False)
+        # For a batch of one, autograd gives `positions` the memory that the gradient of `first` is computed from later.
+        self.positions = nn.Parameter(torch.randn(6))
+        self.register_buffer("shift", torch.randn(7))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+    def forward(self, x):
+        x = self.first(x) + self.positions[None]
+        x = torch.tanh(x @ self.transposed + self.shift) * self.scalar + self.empty.sum()
+        return self.last(x)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, one in the middle of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def after_cast(self):
+        self.second.to(torch.float32)
+        return self
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(x.float())).to(x.dtype))
+
+
+MODELS = {"plain": Plain, "tied": Tied, "odd": Odd, "mixed": Mixed}
+
+
+def build(name, seed):
+    torch.manual_seed(seed)
+    model = MODELS[name]().double()
+    return model.after_cast() if hasattr(model, "after_cast") else model
+
+
+# ------------------------------------------------------------------------------------------- what ranks share
+@contextlib.contextmanager
+def about(*what):
+    """Says in the error which of many cases has failed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case: {what}, rank {dist.get_rank()} of {dist.get_world_size()}")
+        raise
+
+
+def spoil(model):
+    """Other weights and buffers on every rank but 0: the wrapper must copy rank 0's."""
+    with torch.no_grad():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if dist.get_rank():
+                tensor.copy_(torch.ones_like(tensor) * dist.get_rank())
+    return model
+
+
+def share(batch):
+    """This rank's part of a batch whose length is a multiple of the number of ranks."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def assert_like(model, reference):
+    """Parameters and gradients of the reference; the same gradients are None."""
+    narrow = any(p.dtype != torch.float64 for p in reference.parameters())
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if narrow else {"rtol": 1e-10, "atol": 1e-12}
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"the gradient of {name}: {p.grad}, not {q.grad}"
+        torch.testing.assert_close(p, q, **bounds, msg=lambda m, name=name: f"{name}: {m}")
+        if p.grad is not None:
+            assert p.grad.dtype == p.dtype and p.grad.shape == p.shape
+            torch.testing.assert_close(
+                p.grad, q.grad, **bounds, msg=lambda m, name=name: f"gradient of {name}: {m}"
+            )
+
+
+def assert_same_bits(model, group=None):
+    """Parameters and gradients are the same on all ranks, bit for bit."""
+    for name, p in model.named_parameters():
+        for tensor in (p, p.grad):
+            if tensor is not None:
+                everywhere = [
+                    torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size(group))
+                ]
+                dist.all_gather(everywhere, tensor.detach().contiguous(), group=group)
+                assert all(torch.equal(t, everywhere[0]) for t in everywhere), name
+
+
+def data(steps, batch, seed):
+    """steps × (inputs (batch, 6), targets (batch, 3)), fp64, the same on all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, 9, generator=g, dtype=torch.float64).split((6, 3), -1) for _ in range(steps)]
+
+
+def new_seed():
+    """Another one in each run, repeated by CS336_TEST_SEED (conftest.py)."""
+    return torch.randint(2**31, ()).item()
+
+
+@pytest.fixture
+def alone():
+    """A group of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------- the weights of a single process
+def train_beside_a_single_process(model_name, seed):
+    """Ten steps of every wrapper, and of the same model on the whole batch."""
+    ranks = dist.get_world_size()
+    settings = SETTINGS if ranks <= 2 else SETTINGS[::3]
+    cases = itertools.product(WRAPPERS, settings)
+    for (wrapper, (optimizer, set_to_none)), examples in zip(cases, itertools.cycle((1, 3, 2)), strict=False):
+        with about(wrapper, optimizer, f"set_to_none={set_to_none}", f"{examples} examples a rank"):
+            reference = build(model_name, seed)
+            model = WRAPPERS[wrapper](spoil(build(model_name, seed)))
+            for mine, his in zip(
+                model.module.state_dict().values(), reference.state_dict().values(), strict=True
+            ):
+                assert torch.equal(mine, his), "parameters and buffers are rank 0's"
+            steps = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, reference)]
+            for x, y in data(10, examples * ranks, seed):
+                for step in steps:
+                    step.zero_grad(set_to_none=set_to_none)
+                loss_of(model, share(x), share(y)).backward()
+                model.finish_gradient_synchronization()
+                loss_of(reference, x, y).backward()
+                for step in steps:
+                    step.step()
+            assert_like(model, reference)
+            assert_same_bits(model)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_weights_equal_a_single_process(ranks, model_name):
+    distributed.run(train_beside_a_single_process, ranks, model_name, new_seed())
+
+
+def train_with_unequal_shares(seed):
+    """Rank r has r + 1 examples: the average of the ranks' mean losses is what is minimized."""
+    ranks = dist.get_world_size()
+    for wrapper in WRAPPERS:
+        with about(wrapper):
+            reference, model = build("plain", seed), WRAPPERS[wrapper](build("plain", seed))
+            steps = [OPTIMIZERS["AdamW"](m.parameters()) for m in (model, reference)]
+            for x, y in data(3, ranks * (ranks + 1) // 2, seed):
+                shares = list(zip(*(t.split([*range(1, ranks + 1)]) for t in (x, y)), strict=True))
+                for step in steps:
+                    step.zero_grad()
+                loss_of(model, *shares[dist.get_rank()]).backward()
+                model.finish_gradient_synchronization()
+                (sum(loss_of(reference, *part) for part in shares) / ranks).backward()
+                for step in steps:
+                    step.step()
+            assert_like(model, reference)
+            assert_same_bits(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_unequal_shares_count_the_same(ranks):
+    distributed.run(train_with_unequal_shares, ranks, new_seed())
+
+
+# --------------------------------------------------------------------------------------- gradients that lack
+class Optional(nn.Module):
+    """Sums the layers that are asked for; they differ in size."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 4 + i), nn.Tanh(), nn.Linear(4 + i, 3)) for i in range(4)
+        ).double()
+
+    def forward(self, x, used):
+        return sum(self.layers[i](x) for i in used)
+
+
+def train_with_layers_skipped(plans, seed):
+    """plans: for each step, for each rank, the layers that it uses in this order; a rank may use none."""
+    for wrapper, (optimizer, set_to_none) in itertools.product(WRAPPERS, SETTINGS[::3]):
+        with about(wrapper, optimizer, f"set_to_none={set_to_none}", plans):
+            model, reference = WRAPPERS[wrapper](Optional(seed)), Optional(seed)
+            steps = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, reference)]
+            for (x, y), plan in zip(data(len(plans), 2 * len(plans[0]), seed), plans, strict=True):
+                for step in steps:
+                    step.zero_grad(set_to_none=set_to_none)
+                losses = [
+                    (reference(x, used) - y).square().mean() / len(plan)
+                    for x, y, used in zip(x.chunk(len(plan)), y.chunk(len(plan)), plan, strict=True)
+                    if used
+                ]
+                if losses:
+                    sum(losses).backward()
+                if used := plan[dist.get_rank()]:
+                    (model(share(x), used) - share(y)).square().mean().backward()
+                model.finish_gradient_synchronization()
+                assert_like(model, reference)
+                for step in steps:
+                    step.step()
+            assert_like(model, reference)
+            assert_same_bits(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_may_use_different_layers(ranks):
+    """No hang; a gradient that some ranks lack counts as zero there, one that all lack stays None."""
+    seed = new_seed()
+    rng = random.Random(seed)
+    plans = [
+        [
+            rng.sample(range(4), rng.randint(0, 3)) for _ in range(ranks)
+        ],  # what rank 0 sees of it becomes the order
+        [[0, 1, 2, 3]] * ranks,
+        [[3, 2, 1, 0]] * ranks,
+        [[0, 2]] * ranks,
+        [[]] * ranks,
+        [[0], *[[1, 2, 0]] * (ranks - 1)],
+        [[], *[[3]] * (ranks - 1)],
+        *([rng.sample(range(4), rng.randint(0, 4)) for _ in range(ranks)] for _ in range(5)),
+    ]
+    distributed.run(train_with_layers_skipped, ranks, plans, seed)
+
+
+# -------------------------------------------------------------------------------- several backward passes
+def train_with_accumulation(seed):
+    """Three small batches a step, two of them under no_sync(), against one batch of all."""
+    ranks, parts = dist.get_world_size(), 3
+    for wrapper, set_to_none, inside in itertools.product(WRAPPERS, (True, False), (parts - 1, parts)):
+        with about(wrapper, f"set_to_none={set_to_none}", f"{inside} of {parts} under no_sync"):
+            model, reference = WRAPPERS[wrapper](build("odd", seed)), build("odd", seed)
+            steps = [OPTIMIZERS["AdamW"](m.parameters()) for m in (model, reference)]
+            for x, y in data(4, 2 * parts * ranks, seed):
+                for step in steps:
+                    step.zero_grad(set_to_none=set_to_none)
+                small = list(zip(share(x).chunk(parts), share(y).chunk(parts), strict=True))
+                with model.no_sync():
+                    for part in small[:inside]:
+                        (loss_of(model, *part) / parts).backward()
+                for part in small[inside:]:
+                    (loss_of(model, *part) / parts).backward()
+                model.finish_gradient_synchronization()
+                loss_of(reference, x, y).backward()
+                assert_like(model, reference)
+                for step in steps:
+                    step.step()
+            assert_same_bits(model)
+
+
+def forward_several_times(seed):
+    """Two forward passes with one loss, and one more for looking only."""
+    for wrapper in WRAPPERS:
+        with about(wrapper):
+            model, reference = WRAPPERS[wrapper](build("tied", seed)), build("tied", seed)
+            for x, y in data(3, 4 * dist.get_world_size(), seed):
+                for m in (model, reference):
+                    m.zero_grad()
+                first, second = loss_of(model, share(x), share(y)), loss_of(model, -share(x), share(y))
+                with torch.no_grad():
+                    model(share(x))
+                (first + second).backward()
+                model.finish_gradient_synchronization()
+                (loss_of(reference, x, y) + loss_of(reference, -x, y)).backward()
+                assert_like(model, reference)
+
+
+def second_backward_pass_is_refused(seed):
+    """Where gradients are under way; after the error the step can be finished and the next one is right."""
+    for wrapper, quietly in itertools.product(OVERLAPPING, (False, True)):
+        with about(wrapper, quietly):
+            model, reference = OVERLAPPING[wrapper](build("plain", seed)), build("plain", seed)
+            (x, y), *_ = data(1, 4 * dist.get_world_size(), seed)
+            loss_of(model, share(x), share(y)).backward()
+            with pytest.raises(RuntimeError, match=r"second backward pass .* shape \(3,\) .*no_sync\(\)"):  # noqa: SIM117
+                with model.no_sync() if quietly else contextlib.nullcontext():
+                    loss_of(model, share(x), share(y)).backward()
+            model.finish_gradient_synchronization()
+            model.zero_grad()
+            loss_of(model, share(x), share(y)).backward()
+            model.finish_gradient_synchronization()
+            model.finish_gradient_synchronization()  # the mean of means is the mean
+            loss_of(reference, x, y).backward()
+            assert_like(model, reference)
+
+
+def share_memory_between_gradients():
+    """Autograd gives both parameters one memory; each must be averaged once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for wrapper in WRAPPERS:
+        with about(wrapper):
+            module = nn.ParameterList(nn.Parameter(torch.randn(2, 50)) for _ in range(2))
+            a, b = module
+            model = WRAPPERS[wrapper](module)
+            ((a.view(100) + b.view(100)) * (1 + rank)).sum().backward()
+            model.finish_gradient_synchronization()
+            for p in (a, b):
+                torch.testing.assert_close(p.grad, torch.full((2, 50), (ranks + 1) / 2))
+
+
+@pytest.mark.parametrize(
+    "check", [train_with_accumulation, forward_several_times, second_backward_pass_is_refused]
+)
+def test_several_passes(check):
+    distributed.run(check, 2, new_seed())
+
+
+def test_gradients_may_share_memory():
+    distributed.run(share_memory_between_gradients, 2)
+
+
+# ------------------------------------------------------------------------------------------------- launches
+def record_launches(permutations, wrapper):
+    """The sizes of what was reduced, by step; how many at the call of finish; and what became ready, in its order."""
+    model = Optional(seed=0)
+    ready = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: ready.append(p.numel()))
+    model = OVERLAPPING[wrapper](model)
+    launched, early = [], []
+
+    def average(tensor, *args, **kwargs):
+        launched[-1].append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    original, ddp_module.average = ddp_module.average, average
+    for layers in permutations[dist.get_rank()]:
+        launched.append([])
+        ready.clear()
+        model.zero_grad()
+        model(torch.ones(2, 6).double(), layers).sum().backward()
+        early.append(len(launched[-1]))
+        model.finish_gradient_synchronization()
+        if len(launched) == 1:
+            first = list(ready)
+    return launched, early, first
+
+
+def test_launches_have_rank_0s_order():
+    rounds = [[2, 0, 3, 1], [2, 0, 3, 1], [2, 1, 3, 0], [0, 2, 3]]
+    other = [[3, 0, 2, 1], [1, 2, 0, 3], [0, 1], [0, 1, 2, 3]]
+    (launched, early, ready), (theirs, _, _) = distributed.run(
+        record_launches, 2, (rounds, other), "overlapped"
+    )
+    sizes = [p.numel() for p in Optional(0).parameters()]
+    padded = lambda numels: [n + n % 2 for n in numels]  # a bucket starts and ends at a multiple of 16 bytes
+    assert launched == theirs
+    assert launched[0] == padded(reversed(sizes))
+    assert launched[1:] == [padded(ready)] * 3 and launched[1] != launched[0]
+    assert early[1] == len(sizes), "the pass is as it was in the first step: all were launched before finish"
+    assert early[3] == 0, "layer 1 goes first and is not used"
+
+
+def test_the_first_bucket_goes_before_the_backward_pass_ends():
+    rounds = [[0, 1, 2, 3]] * 2
+    for wrapper in ("bucketed 0.0001", "bucketed 0.0016"):
+        for launched, early, _ in distributed.run(record_launches, 2, (rounds, rounds), wrapper):
+            assert early[1] == len(launched[1]) > 1
+
+
+def test_launch_order_releases_each_unit_once_and_in_order():
+    rng = random.Random(new_seed())
+    for _ in range(200):
+        n = rng.randint(1, 7)
+        units = LaunchOrder(n)
+        units.order = rng.sample(range(n), n)
+        for _ in range(2):
+            seen = rng.sample(range(n), rng.randint(0, n))
+            launched = []
+            for unit in seen:
+                launched += units.ready(unit)
+                expected = list(
+                    itertools.takewhile(set(seen[: seen.index(unit) + 1]).__contains__, units.order)
+                )
+                assert launched == expected
+            assert launched + units.rest() == units.order
+            assert units.observed() == seen + [u for u in units.order if u not in seen]
+            units.begin_step()
+
+
+# ------------------------------------------------------------------------------------------------- buckets
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+
+
+def test_assign_fills_in_order_up_to_the_limit():
+    a, b, c, d, e = parameters((4,), (8,), (100,), (1,), (3,))
+    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    groups = lambda limit: [bucket.parameters for bucket in assign([a, b, half, c, d, e], limit)]
+    same = lambda got, wanted: [[id(p) for p in g] for g in got] == [[id(p) for p in g] for g in wanted]
+    assert same(groups(float("inf")), [[a, b, c, d, e], [half]])
+    assert same(groups(48), [[a, b], [half], [c], [d, e]])
+    assert same(groups(47.9), [[a], [b], [half], [c], [d, e]])
+    assert same(groups(0), [[a], [b], [half], [c], [d], [e]])
+    assert assign([], 1) == []
+
+
+def test_bucket_holds_gradients_as_aligned_views_while_there_are_any():
+    a, b, c = parameters((3, 5), (), (2, 2))
+    bucket = Bucket([a, b, c])
+    grads = {p: torch.randn_like(p) for p in (a, b, c)}
+    for p in (c, a, b):
+        p.grad = grads[p].clone()
+        bucket.take(p)
+    buffer = bucket.gathered()
+    begins = [(p.grad.data_ptr() - buffer.data_ptr()) // 4 for p in (a, b, c)]
+    assert begins == [0, 16, 20] and buffer.numel() == bucket.numel == 24
+    assert all(torch.equal(p.grad, grads[p]) and p.grad.is_contiguous() for p in (a, b, c))
+
+    buffer.mul_(2)  # as a reduction does
+    (a.sum() + b).backward()  # autograd adds in place
+    assert torch.equal(a.grad, 2 * grads[a] + 1) and torch.equal(b.grad, 2 * grads[b] + 1)
+    assert bucket.gathered() is buffer
+
+    a.grad = None
+    (3 * a).sum().backward()
+    c.grad = c.grad * 5  # someone's own tensor
+    assert bucket.gathered() is buffer and torch.equal(buffer[:15], torch.full((15,), 3.0))
+    assert torch.equal(buffer[20:], 10 * grads[c].flatten())
+
+    living = bucket._buffer
+    del buffer
+    assert living() is not None
+    for p in (a, b, c):
+        p.grad = None
+    gc.collect()
+    assert living() is None, "no gradients, no memory"
+    for p in (a, b, c):
+        p.grad = grads[p].clone()
+    assert torch.equal(bucket.gathered()[:15], grads[a].flatten())
+
+
+def test_gradients_live_in_the_buckets(alone):
+    model = BucketedDDP(Plain(), 0.001)
+    assert 1 < len(model.buckets) < len(list(model.parameters()))
+    pointers = lambda: [p.grad.data_ptr() for p in model.parameters()]
+    storages = lambda: {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    for round, set_to_none in enumerate((True, False, False, True)):
+        before = None if round == 0 else pointers()
+        model.zero_grad(set_to_none=set_to_none)
+        model(torch.randn(4, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+        assert len(storages()) == len(model.buckets)
+        assert set_to_none or pointers() == before
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_gradient_dtype_may_differ_from_the_parameters(alone):
+    a, b = parameters((4,), (5,), dtype=torch.bfloat16)
+    if not hasattr(a, "grad_dtype"):
+        pytest.skip("this torch has no Tensor.grad_dtype")
+    a.grad_dtype = torch.float32
+    module = nn.ParameterList([a, b])
+    for wrapper in WRAPPERS.values():
+        model = wrapper(module)
+        model.zero_grad()
+        (3 * a.float().sum() + b.sum()).backward()
+        model.finish_gradient_synchronization()
+        assert a.grad.dtype == torch.float32 and b.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(a.grad, torch.full((4,), 3.0))
+        del model
+
+
+def test_hooks_go_with_the_wrapper(alone):
+    module = Plain()
+    for wrapper in OVERLAPPING.values():
+        model = wrapper(module)
+        assert all(p._post_accumulate_grad_hooks for p in module.parameters())
+        del model
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+# ------------------------------------------------------------------------------------- compiled, autocast
+def compile_around(where, wrap, module):
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    if where == "before":
+        return wrap(compiled(module))
+    if where == "inside":
+        module.layers[0] = compiled(module.layers[0])
+        module.layers[1].compile(backend="aot_eager", fullgraph=True)
+        return wrap(module)
+    if where == "in place, later":
+        model = wrap(module)
+        module.compile(backend="aot_eager", fullgraph=True)
+        return model
+    return compiled(wrap(module))
+
+
+def train_compiled(seed):
+    places = ("before", "inside", "in place, later", "around")
+    for where, wrapper in itertools.product(places, ("overlapped", "bucketed 0.0016")):
+        with about(wrapper, where):
+            torch.compiler.reset()
+            reference = build("plain", seed)
+            model = compile_around(where, WRAPPERS[wrapper], build("plain", seed))
+            for x, y in data(3, 4 * dist.get_world_size(), seed):
+                for m in (model, reference):
+                    m.zero_grad()
+                loss_of(model, share(x), share(y)).backward()
+                model.finish_gradient_synchronization()
+                loss_of(reference, x, y).backward()
+                assert_like(model, reference)
+
+
+def test_compiled():
+    distributed.run(train_compiled, 2, new_seed())
+
+
+def gradients_under_autocast(seed):
+    """Errors against fp64 of this and of a single process under autocast, and their size."""
+    exact, found = build("plain", seed), []
+    (x, y), *_ = data(1, 8 * dist.get_world_size(), seed)
+    loss_of(exact, x, y).backward()
+    for wrapper in (None, *WRAPPERS):
+        model = build("plain", seed).float()
+        if wrapper is not None:
+            model = WRAPPERS[wrapper](model)
+        with torch.autocast("cpu", torch.bfloat16):
+            inputs = (x, y) if wrapper is None else (share(x), share(y))
+            loss = loss_of(model, *(t.float() for t in inputs))
+        loss.backward()
+        if wrapper is not None:
+            model.finish_gradient_synchronization()
+            assert_same_bits(model)
+        pairs = zip(model.parameters(), exact.parameters(), strict=True)
+        found.append(max((p.grad - q.grad).norm() / q.grad.norm() for p, q in pairs).item())
+    return found
+
+
+def test_autocast():
+    for plain, *wrapped in distributed.run(gradients_under_autocast, 2, new_seed()):
+        assert max(wrapped) <= 2 * plain + 1e-3
+
+
+# ---------------------------------------------------------------------------------- groups and wrong arguments
+def train_in_two_groups(seed):
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    for wrapper in WRAPPERS:
+        with about(wrapper):
+            reference, model = build("tied", seed + mine), build("tied", seed + dist.get_rank())
+            model = WRAPPERS[wrapper](model, process_group=groups[mine])
+            for x, y in data(2, 4, seed + mine):
+                half = slice(0, 2) if dist.get_rank() < 2 else slice(2, 4)
+                for m in (model, reference):
+                    m.zero_grad()
+                loss_of(model, x[half], y[half]).backward()
+                model.finish_gradient_synchronization()
+                loss_of(reference, x, y).backward()
+                assert_like(model, reference)
+            assert_same_bits(model, groups[mine])
+    with pytest.raises(
+        ValueError, match=r"process_group is .* on rank \d; expected a group that this rank is in"
+    ):
+        NaiveDDP(Plain(), groups[1 - mine])
+
+
+def test_groups_are_passed_explicitly():
+    distributed.run(train_in_two_groups, 4, new_seed())
+
+
+def refuse_what_differs():
+    found = []
+    rank = dist.get_rank()
+    frozen = Plain()
+    frozen.layers[0].linear.bias.requires_grad_(rank == 0)
+    for make in (
+        lambda: NaiveDDP(nn.Linear(3, 2 + rank)),
+        lambda: FlatDDP(nn.Linear(3, 2, dtype=(torch.float32, torch.float64)[rank])),
+        lambda: OverlappedDDP(frozen),
+        lambda: BucketedDDP(Plain(), 1 + rank),
+    ):
+        with pytest.raises(ValueError, match="differ between the ranks; expected the same") as error:
+            make()
+        found.append(str(error.value))
+    return found
+
+
+def test_a_module_that_differs_between_ranks_is_refused_on_all():
+    first, second = distributed.run(refuse_what_differs, 2)
+    assert "rank 0 has [('weight', (2, 3), 'torch.float32', True)" in first[0]
+    assert "rank 1 has [('weight', (3, 3), 'torch.float32', True)" in second[0]
+    assert "rank 1 has 2097152.0" in second[3]
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), "10", [1]])
+def test_bucket_sizes_are_positive_numbers(bad):
+    message = f"bucket_size_mb is {bad!r}; expected a positive number, or None"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketedDDP(Plain(), bad)
+
+
+@pytest.mark.parametrize("wrapper", ["naive", "flat", "overlapped", "bucketed 0.01"])
+def test_errors_say_what_is_expected(wrapper, alone):
+    wrap = WRAPPERS[wrapper]
+    with pytest.raises(ValueError, match=r"module is 3; expected a torch.nn.Module"):
+        wrap(3)
+    with pytest.raises(ValueError, match="module ReLU has no parameter that requires a gradient"):
+        wrap(nn.ReLU())
+    with pytest.raises(ValueError, match="process_group is 'all' on rank 0; expected a group"):
+        wrap(Plain(), process_group="all")
+    module = Plain()
+    module.layers[0].linear.bias.requires_grad_(False)
+    model = wrap(module)
+    with model.no_sync(), model.no_sync(), pytest.raises(RuntimeError, match="inside no_sync"):
+        model.finish_gradient_synchronization()
+    model.finish_gradient_synchronization()
+    assert all(p.grad is None for p in model.parameters())
+    module.layers[0].linear.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen when the module was wrapped"):
+        model.finish_gradient_synchronization()
+
+
+def test_a_group_is_needed():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        NaiveDDP(Plain())
+
+
+# -------------------------------------------------------------------------- as the course's own suites test it
+class CourseToy(nn.Module):
+    """fp32, a frozen parameter, a frozen bias, and, with `tied`, one weight in two layers; (B, 10) → (B, 5)."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.fc1 = nn.Linear(10, 10, bias=False)
+        self.fc2 = nn.Linear(10, 50)
+        self.fc3 = nn.Linear(50, 10, bias=False)
+        self.fc4 = nn.Linear(10, 50, bias=False)
+        self.fc5 = nn.Linear(50, 5)
+        self.fc2.bias.requires_grad_(False)
+        self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+        if tied:
+            self.fc4.weight = self.fc2.weight
+
+    def forward(self, x):
+        x = torch.relu(self.fc2(torch.relu(self.fc1(x))))
+        return self.fc5(torch.relu(self.fc4(self.fc3(x))))
+
+
+def train_as_the_course_does(seed):
+    """Five steps through tests/adapters.py, each beside the model that sees all the data."""
+    nothing = lambda ddp_model, optimizer: None
+    adapted = {
+        "2025, per parameter": (
+            adapters.get_ddp_individual_parameters,
+            adapters.ddp_individual_parameters_on_after_backward,
+            nothing,
+        ),
+        "2026": (adapters.get_ddp, adapters.ddp_on_after_backward, nothing),
+    } | {
+        f"2025, buckets of {mb} MB": (
+            functools.partial(adapters.get_ddp_bucketed, bucket_size_mb=mb),
+            adapters.ddp_bucketed_on_after_backward,
+            adapters.ddp_bucketed_on_train_batch_start,
+        )
+        for mb in (0.0001, 0.0016, 0.01)
+    }
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for (name, (get, after_backward, batch_start)), tied in itertools.product(adapted.items(), (False, True)):
+        with about(name, f"tied={tied}"):
+            torch.manual_seed(seed + rank)
+            everything = CourseToy(tied)
+            ddp_model = get(copy.deepcopy(everything))
+            for p, q in zip(everything.parameters(), ddp_model.module.parameters(), strict=True):
+                fixed = p.shape == (2,)
+                assert torch.equal(p, q) == (fixed or rank == 0), "rank 0's values, others' are overwritten"
+            everything.load_state_dict(ddp_model.module.state_dict())
+            torch.manual_seed(seed)
+            x, y = torch.randn(20, 10), torch.randn(20, 5)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp_model, everything)]
+            for _ in range(5):
+                batch_start(ddp_model, optimizers[0])
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                mine = slice(rank * 20 // ranks, (rank + 1) * 20 // ranks)
+                nn.functional.mse_loss(ddp_model(x[mine]), y[mine]).backward()
+                after_backward(ddp_model, optimizers[0])
+                nn.functional.mse_loss(everything(x), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for p, q in zip(everything.parameters(), ddp_model.module.parameters(), strict=True):
+                    torch.testing.assert_close(p, q)
+                order = torch.randperm(20)
+                x, y = x[order], y[order]
+            assert_same_bits(ddp_model)
+
+
+def test_as_the_course_tests_it():
+    distributed.run(train_as_the_course_does, 2, new_seed())

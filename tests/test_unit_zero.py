@@ -1,0 +1,761 @@
+"""The sharded optimizer against the plain one, bit by bit, on several processes; its closed forms against both.
+
+Starting processes takes seconds, so all checks for one number of ranks (functions named `two_…`, `four_…`) run in one
+run. On each rank the plain optimizer trains a copy of the model beside the sharded one.
+"""
+
+import copy
+import functools
+import inspect
+import warnings
+from pathlib import Path
+
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from cs336_systems.accounting import zero as accounting
+from cs336_systems.model import build
+from cs336_systems.parallel.launch import launch
+from cs336_systems.parallel.zero import ShardedOptimizer, assign
+from cs336_systems.sizes import size
+
+ADAMW = functools.partial(dict, lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
+
+
+class Toy(nn.Module):
+    """Tied weights, a frozen parameter, a frozen bias, and a parameter that the loss never reaches."""
+
+    def __init__(self, dtype=torch.float64, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(10, 10, bias=False)
+        self.norm = nn.LayerNorm(10)
+        self.up = nn.Linear(10, 48)
+        self.down = nn.Linear(48, 10, bias=False)
+        self.again = nn.Linear(10, 48, bias=False)
+        self.again.weight = self.up.weight
+        self.head = nn.Linear(48, 5)
+        self.head.bias.requires_grad_(False)
+        self.frozen = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+        self.idle = nn.Parameter(torch.ones(7))
+        self.to(dtype)
+
+    def forward(self, x):
+        x = self.norm(F.relu(self.first(x)))
+        return self.head(F.relu(self.again(self.down(F.relu(self.up(x))))))
+
+
+class Matrices(nn.Sequential):
+    """Matrices only, as Muon wants them."""
+
+    def __init__(self, dtype=torch.float64):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(10, 24, bias=False), nn.ReLU(), nn.Linear(24, 5, bias=False))
+        self.to(dtype)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number of its own in its groups, and lets it decide the update."""
+
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= factor * group["lr"] / group["taken"] * p.grad
+
+
+def batch(step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 + step)
+    x, y = (torch.randn(8, n, generator=generator, device="cpu") for n in (10, 5))
+    return x.to(torch.get_default_device(), dtype), y.to(torch.get_default_device(), dtype)
+
+
+def loss_of(model, step):
+    x, y = batch(step, next(model.parameters()).dtype)
+    return F.mse_loss(model(x), y)
+
+
+def train(model, optimizer, steps, after_backward=lambda: None):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        after_backward()
+        optimizer.step()
+
+
+def pair(make=Toy):
+    """Two models with the same weights."""
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+def assert_same(parameters, others):
+    for i, (one, other) in enumerate(zip(parameters, others, strict=True)):
+        assert torch.equal(one, other), f"parameter {i}"
+
+
+def assert_same_on_all_ranks(parameters, group=None):
+    for i, p in enumerate(parameters):
+        everyones = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, p.detach().cpu(), group=group)
+        assert all(torch.equal(other, everyones[0]) for other in everyones), f"parameter {i}"
+
+
+def assert_same_state(state, other):
+    """Of two state dicts: what they say of each parameter, and of each group."""
+    assert state.keys() == other.keys() == {"state", "param_groups"}
+    assert list(state["state"]) == list(other["state"])
+    for index in state["state"]:
+        assert list(state["state"][index]) == list(other["state"][index])
+        for name, value in state["state"][index].items():
+            theirs = other["state"][index][name]
+            same = torch.equal(value.cpu(), theirs.cpu()) if torch.is_tensor(value) else value == theirs
+            assert same, (index, name)
+            assert type(value) is type(theirs)
+    assert state["param_groups"] == other["param_groups"]
+
+
+def raised(error, *words):
+    return pytest.raises(error, match=".*".join(words))
+
+
+# ---------------------------------------------------------------------------------------------------- on 2 ranks
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, ADAMW(), Toy),
+    "AdamW foreach": (torch.optim.AdamW, ADAMW(foreach=True), Toy),
+    "AdamW fused": (torch.optim.AdamW, ADAMW(fused=True), Toy),
+    "AdamW amsgrad, tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}, Toy),
+    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}, Toy),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}, Toy),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}, Toy),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}, Toy),
+    "NAdam": (torch.optim.NAdam, {}, Toy),
+    "ASGD": (torch.optim.ASGD, {}, Toy),
+    "Muon": (torch.optim.Muon, {"lr": 0.01}, Matrices),
+}
+
+
+def two_equal_the_plain_optimizer():
+    for name, (cls, kwargs, make) in OPTIMIZERS.items():
+        for rounds in (1, 4) if cls is torch.optim.AdamW else (3,):
+            one, other = pair(make)
+            plain = cls(one.parameters(), **kwargs)
+            sharded = ShardedOptimizer(other.parameters(), cls, num_rounds=rounds, **kwargs)
+            train(one, plain, range(10))
+            train(other, sharded, range(10))
+            try:
+                assert_same(one.parameters(), other.parameters())
+                assert_same_on_all_ranks(other.parameters())
+                whole = sharded.state_dict()
+                if dist.get_rank() == 0:
+                    assert_same_state(plain.state_dict(), whole)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {rounds} rounds") from error
+
+
+def two_halves_of_a_batch():
+    """Data parallel: averaged gradients of half batches, clipped as usual, against the whole batch on one process."""
+    one, other = pair()
+    plain = torch.optim.AdamW(one.parameters(), **ADAMW())
+    sharded = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **ADAMW())
+    for step in range(10):
+        x, y = batch(step)
+        for model, part in ((one, slice(None)), (other, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))):
+            model.zero_grad()
+            F.mse_loss(model(x[part]), y[part]).backward()
+        for p in other.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in (one, other)]
+        torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
+        plain.step()
+        sharded.step()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-14)
+    assert_same_on_all_ranks(other.parameters())
+
+
+def groups_of(model):
+    decayed = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return [
+        {"params": iter(decayed), "weight_decay": 0.3},
+        {"params": rest, "lr": 0.02, "weight_decay": 0.0},
+    ]
+
+
+def two_groups_and_schedulers():
+    for schedule in (
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.1, 0.03], total_steps=12),  # lr and betas
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (s + 1)]),
+    ):
+        one, other = pair()
+        plain = torch.optim.AdamW(groups_of(one), **ADAMW())
+        sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, **ADAMW())
+        assert sharded.defaults == plain.defaults
+        schedulers = schedule(plain), schedule(sharded)
+        for step in range(10):
+            train(one, plain, [step])
+            train(other, sharded, [step])
+            for scheduler in schedulers:
+                scheduler.step()
+            assert_same(one.parameters(), other.parameters())
+            for group, expected in zip(sharded.param_groups, plain.param_groups, strict=True):
+                assert group.keys() == expected.keys()
+                assert all(group[k] == expected[k] for k in group.keys() - {"params"})
+        plain.param_groups[1]["weight_decay"] = sharded.param_groups[1]["weight_decay"] = 0.5
+        train(one, plain, [10])
+        train(other, sharded, [10])
+        assert_same(one.parameters(), other.parameters())
+
+
+def two_named_parameters():
+    one, other = pair()
+    plain = torch.optim.AdamW(one.named_parameters(), **ADAMW())
+    sharded = ShardedOptimizer(other.named_parameters(), torch.optim.AdamW, **ADAMW())
+    train(one, plain, range(2))
+    train(other, sharded, range(2))
+    whole = sharded.state_dict()
+    assert whole["param_groups"] == plain.state_dict()["param_groups"]
+    assert whole["param_groups"][0]["param_names"][0] == "frozen"
+    sharded.load_state_dict(whole)
+    train(one, plain, [2])
+    train(other, sharded, [2])
+    assert_same(one.parameters(), other.parameters())
+
+
+def two_groups_added_while_training():
+    one, other = pair()
+    plain = torch.optim.AdamW([one.up.weight, one.head.weight], **ADAMW())
+    sharded = ShardedOptimizer([other.up.weight, other.head.weight], torch.optim.AdamW, **ADAMW())
+    train(one, plain, range(3))
+    train(other, sharded, range(3))
+    before = [sharded.owner(p) for p in (other.up.weight, other.head.weight)]
+    plain.add_param_group({"params": one.down.weight, "lr": 0.01})
+    sharded.add_param_group({"params": other.down.weight, "lr": 0.01})
+    plain.add_param_group({"params": [*one.norm.parameters()], "weight_decay": 0.0})
+    sharded.add_param_group({"params": [*other.norm.parameters()], "weight_decay": 0.0})
+    assert before == [sharded.owner(p) for p in (other.up.weight, other.head.weight)]
+    train(one, plain, range(3, 8))
+    train(other, sharded, range(3, 8))
+    assert_same(one.parameters(), other.parameters())
+    for wrong in ({"params": [other.norm.weight]}, {"params": torch.zeros(6, 6)[:, :2].requires_grad_()}):
+        with pytest.raises(ValueError):
+            sharded.add_param_group(wrong)
+    assert len(sharded.param_groups) == 3
+    train(one, plain, [8])
+    train(other, sharded, [8])
+    assert_same(one.parameters(), other.parameters())
+    # parameters that were frozen before
+    for model, optimizer in ((one, plain), (other, sharded)):
+        model.head.bias.requires_grad_(True)
+        optimizer.add_param_group({"params": model.head.bias})
+    train(one, plain, [9])
+    train(other, sharded, [9])
+    assert_same(one.parameters(), other.parameters())
+
+
+def two_closures():
+    one, other = pair()
+    plain = torch.optim.AdamW(one.parameters(), **ADAMW())
+    sharded = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **ADAMW())
+    calls = {"plain": 0, "sharded": 0}
+
+    def closure(name, model, optimizer):
+        calls[name] += 1
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        expected = plain.step(lambda: closure("plain", one, plain))
+        assert torch.equal(sharded.step(closure=lambda: closure("sharded", other, sharded)), expected)
+        assert sharded.step() is None and plain.step() is None
+    assert calls == {"plain": 3, "sharded": 3}
+    assert_same(one.parameters(), other.parameters())
+
+
+def two_dtypes_and_layouts():
+    """Every dtype and order of dimensions travels: complex, bf16, channels last, transposed, scalar, empty."""
+    torch.manual_seed(2)
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(5, 3, dtype=torch.bfloat16).t(),
+        torch.randn(4, 3, 2, 2, dtype=torch.float64).to(memory_format=torch.channels_last),
+        torch.randn(6, dtype=torch.complex64),
+        torch.randn((), dtype=torch.float16),
+        torch.randn(0, 3),
+        torch.randn(4, 4)[1:3],
+    ]
+    one, other = ([nn.Parameter(t.clone()) for t in tensors] for _ in range(2))
+    assert not other[1].is_contiguous() and not other[2].is_contiguous()
+    plain = torch.optim.AdamW(one, lr=0.1)
+    sharded = ShardedOptimizer(other, torch.optim.AdamW, lr=0.1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(one, other, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+            q.grad = p.grad.clone()
+        plain.step()
+        sharded.step()
+    assert_same(one, other)
+    assert_same_on_all_ranks(other)
+    whole = sharded.state_dict()
+    if dist.get_rank() == 0:
+        assert_same_state(plain.state_dict(), whole)
+
+
+def two_frozen_parameters_stay_at_home(monkeypatch):
+    model = Toy()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    frozen = {id(model.frozen), id(model.head.bias)}
+    sent = []
+    broadcast = dist.broadcast
+    monkeypatch.setattr(
+        dist, "broadcast", lambda t, *a, **k: sent.append(t.data_ptr()) or broadcast(t, *a, **k)
+    )
+    train(model, optimizer, [0])
+    trainable = [p for p in model.parameters() if id(p) not in frozen]
+    assert sorted(sent) == sorted(p.data_ptr() for p in trainable)  # once each, from and into its own memory
+    # a gradient from before it was frozen still counts, as it does for the plain optimizer
+    sent.clear()
+    model.norm.weight.grad = torch.ones_like(model.norm.weight)
+    model.norm.weight.requires_grad_(False)
+    optimizer.step()
+    assert model.norm.weight.data_ptr() in sent
+    assert_same_on_all_ranks(model.parameters())
+    # trainable and frozen bytes are balanced each for itself
+    owners = [optimizer.owner(p) for p in (model.frozen, model.head.bias)]
+    assert sorted(owners) == [0, 1]
+
+
+def two_sparse_gradients_and_scaled_ones():
+    one, other = (nn.Embedding(30, 8, sparse=True) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    dist.broadcast(one.weight.detach(), 0)
+    dist.broadcast(other.weight.detach(), 0)
+    plain = torch.optim.SparseAdam(one.parameters(), lr=0.1)
+    sharded = ShardedOptimizer(other.parameters(), torch.optim.SparseAdam, lr=0.1)
+    for step in range(3):
+        for model, optimizer in ((one, plain), (other, sharded)):
+            optimizer.zero_grad()
+            model(torch.tensor([step, 3, 7])).square().sum().backward()
+            optimizer.step()
+    assert_same(one.parameters(), other.parameters())
+
+    one, other = pair()
+    for model, optimizer in (
+        (one, torch.optim.AdamW(one.parameters(), **ADAMW())),
+        (other, ShardedOptimizer(other.parameters(), torch.optim.AdamW, **ADAMW())),
+    ):
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=64.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, step) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(one.parameters(), other.parameters())
+
+
+def two_settings_that_an_optimizer_changes():
+    one, other = pair()
+    plain = Counting(groups_of(one), lr=0.1)
+    sharded = ShardedOptimizer(groups_of(other), Counting, lr=0.1, num_rounds=3)
+    for step in range(4):
+        for model, optimizer in ((one, plain), (other, sharded)):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            with torch.no_grad():
+                optimizer.step(factor=0.5)
+    assert_same(one.parameters(), other.parameters())
+    assert [group["taken"] for group in sharded.param_groups] == [4, 4]
+
+
+def two_autograd_hears_of_updates():
+    """Backward through weights that a step has changed since is refused, also on the rank that only received them."""
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.1)
+    loss = (weight**2).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with raised(RuntimeError, "modified by an inplace operation"):
+        loss.backward()
+
+
+def two_bytes():
+    """What the closed forms say is what the optimizer holds."""
+    for num_rounds in (1, 4):
+        model = build(size("tiny"))
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, num_rounds=num_rounds, fused=True)
+        assert optimizer.state_bytes == 0
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        shares = accounting.shards(size("tiny"), 2)
+        assert optimizer.shard_bytes == tuple(4 * sum(share) for share in shares)
+        expected = accounting.zero_memory(size("tiny"), 2, rank=dist.get_rank())["after_step"]
+        assert optimizer.state_bytes == expected["optimizer_state"]
+        assert sum(p.nbytes for p in model.parameters()) == expected["parameters"]
+        assert sum(p.grad.nbytes for p in model.parameters()) == expected["gradients"]
+    # as the model's class counts them, so do the closed forms
+    assert sorted(p.numel() for p in model.parameters()) == sorted(accounting.tensor_sizes(size("tiny")))
+
+
+def two_errors():
+    """Raised on all ranks alike, so none waits for another."""
+    model = Toy()
+    with raised(ValueError, "parameter 1", r"\(3,\)", "rank 0", r"\(4,\)", "rank 1"):
+        parts = [torch.zeros(2), torch.zeros(3 + dist.get_rank())]
+        ShardedOptimizer([p.requires_grad_() for p in parts], torch.optim.SGD, lr=0.1)
+    with raised(ValueError, "parameter 1", "None", "rank 1"):
+        parts = [torch.zeros(2), torch.zeros(2)][: 2 - dist.get_rank()]
+        ShardedOptimizer([p.requires_grad_() for p in parts], torch.optim.SGD, lr=0.1)
+    with raised(ValueError, "Muon only supports 2D"):
+        ShardedOptimizer(model.parameters(), torch.optim.Muon)
+    optimizer = ShardedOptimizer(Matrices().parameters(), torch.optim.Muon)
+    with raised(ValueError, "Muon only supports 2D"):
+        optimizer.add_param_group({"params": [model.norm.weight]})
+    with raised(TypeError, "no_such_setting"):
+        ShardedOptimizer(model.parameters(), torch.optim.AdamW, no_such_setting=1)
+    with raised(ValueError, "Invalid learning rate: -1"):
+        ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- on 4 ranks
+def four_with_few_parameters():
+    """More ranks than parameters, and a parameter larger than all others together."""
+    for widths in ((3, 2), (1000, 3, 2, 2, 1)):
+        one = [nn.Parameter(torch.arange(float(n))) for n in widths]
+        other = copy.deepcopy(one)
+        plain = torch.optim.AdamW(one, lr=0.1)
+        sharded = ShardedOptimizer(other, torch.optim.AdamW, lr=0.1)
+        for _ in range(3):
+            for p, q in zip(one, other, strict=True):
+                p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+            plain.step()
+            sharded.step()
+        assert_same(one, other)
+        assert_same_on_all_ranks(other)
+        assert sharded.shard_bytes == ((12, 8, 0, 0) if len(widths) == 2 else (4000, 12, 12, 8))
+        whole = sharded.state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(plain.state_dict(), whole)
+
+
+def four_save_load_reshard(folder):
+    """Train on 4 ranks, go on with 2, then with 1, then plain: the same as plain all the time, state and weights."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([r]) for r in range(4)]
+    one, other = pair()
+    plain = torch.optim.AdamW(groups_of(one), **ADAMW())
+    train(one, plain, range(3))
+    sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, **ADAMW())
+    train(other, sharded, range(3))
+    step = 3
+    for group in (halves[rank // 2], alone[rank], None):
+        saved = sharded.state_dict()
+        last = dist.get_rank(sharded.process_group) == 0
+        name = folder / f"{step}-{rank if sharded.world_size == 1 else rank // sharded.world_size}.pt"
+        if last:
+            assert_same_state(plain.state_dict(), saved)
+            torch.save(saved, name)
+        dist.barrier()
+        name = name if sharded.world_size <= 2 else folder / f"{step}-0.pt"
+        loaded = torch.load(name, weights_only=True)
+        assert_same_state(plain.state_dict(), loaded)
+        if group is not None:
+            # other settings than the saved ones, which the loaded ones replace
+            sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, group, lr=5.0, num_rounds=2)
+            assert sharded.world_size == dist.get_world_size(group)
+        else:
+            sharded = torch.optim.AdamW(groups_of(other), lr=5.0)
+        sharded.load_state_dict(loaded)
+        for optimizer, model in ((plain, one), (sharded, other)):
+            train(model, optimizer, range(step, step + 3))
+        step += 3
+        assert_same(one.parameters(), other.parameters())
+    # and from the plain one's to four ranks
+    everyone = ShardedOptimizer(groups_of(other), torch.optim.AdamW)
+    everyone.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train(one, plain, range(step, step + 3))
+    train(other, everyone, range(step, step + 3))
+    assert_same(one.parameters(), other.parameters())
+    assert everyone.state_bytes < sum(v.nbytes for s in plain.state.values() for v in s.values()) / 2
+    # each rank's own dict is good for itself, and for no other
+    own = everyone.state_dict()
+    everyone.load_state_dict(own)
+    train(one, plain, [step + 3])
+    train(other, everyone, [step + 3])
+    assert_same(one.parameters(), other.parameters())
+    theirs = [None] * 4
+    dist.all_gather_object(theirs, own)
+    with raised(ValueError, "shard=", "without parameters", "rank 0"):
+        everyone.load_state_dict(theirs[3 if rank != 3 else 2])
+    everyone.load_state_dict(theirs[0])
+
+
+def four_state_of_many_kinds():
+    """State as other optimizers keep it: none, numbers, tensors with gaps, state made in the constructor."""
+    for cls, kwargs in ((torch.optim.SGD, {}), (torch.optim.Adagrad, {}), (Odd, {}), (torch.optim.ASGD, {})):
+        one, other = pair()
+        plain = cls(one.parameters(), lr=0.1, **kwargs)
+        sharded = ShardedOptimizer(other.parameters(), cls, lr=0.1, **kwargs)
+        for model, optimizer in ((one, plain), (other, sharded)):
+            train(model, optimizer, range(2))
+        whole = sharded.state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(plain.state_dict(), whole)
+
+
+class Odd(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    gaps = (torch.arange(12.0).reshape(3, 4) + p.grad.sum())[:, 1::2]
+                    self.state[p] |= {"gaps": gaps, "count": 3, "nothing": None, "empty": torch.zeros(0, 2)}
+                    p -= group["lr"] * p.grad
+
+
+def four_groups_of_ranks():
+    member = dist.new_group([0, 2])
+    if dist.get_rank() in (0, 2):
+        model = Toy()
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, member)
+        assert (optimizer.rank, optimizer.world_size) == (dist.get_rank() // 2, 2)
+        train(model, optimizer, range(2))
+        assert_same_on_all_ranks(model.parameters(), member)
+        optimizer.state_dict()
+    else:
+        with raised(ValueError, "process_group=", "None, or a process group that this rank is in"):
+            ShardedOptimizer(Toy().parameters(), torch.optim.AdamW, member)
+
+
+# ------------------------------------------------------------------------------------------------------- running
+def checks(word):
+    return [name for name in globals() if name.startswith(f"{word}_")]
+
+
+def run_checks(names, folder):
+    given = {"folder": Path(folder)}
+    for name in names:
+        with pytest.MonkeyPatch.context() as given["monkeypatch"]:
+            check = globals()[name]
+            check(**{argument: given[argument] for argument in inspect.signature(check).parameters})
+    return names
+
+
+def run_checks_without_warnings(names, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run_checks(names, folder)
+
+
+def run_checks_where_rank_is(rank, names, folder):
+    with torch.device(rank.device):
+        return run_checks(names, folder)
+
+
+@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+def test_on_several_ranks(word, num_ranks, tmp_path):
+    names = checks(word)
+    assert names
+    done = distributed.run(run_checks_without_warnings, num_ranks, names, tmp_path)
+    assert done == num_ranks * [names]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+def test_on_several_gpus(word, num_ranks, tmp_path):
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, {torch.cuda.device_count()} are here")
+    arguments = {"names": checks(word), "folder": str(tmp_path)}
+    done = launch(f"{__name__}:run_checks_where_rank_is", num_ranks, arguments, backend="nccl", timeout_s=300)
+    assert done == num_ranks * [checks(word)]
+
+
+# -------------------------------------------------------------------------------------------------------- alone
+def test_alone_it_is_the_plain_optimizer():
+    assert not dist.is_initialized()
+    for cls, kwargs, make in OPTIMIZERS.values():
+        one, other = pair(make)
+        plain, sharded = cls(one.parameters(), **kwargs), ShardedOptimizer(other.parameters(), cls, **kwargs)
+        train(one, plain, range(3))
+        train(other, sharded, range(3))
+        assert_same(one.parameters(), other.parameters())
+        assert_same_state(plain.state_dict(), sharded.state_dict())
+        assert sharded.state[next(other.parameters())].keys() == plain.state[next(one.parameters())].keys()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"optimizer_cls": None}, ["optimizer_cls=None", "subclasses of torch.optim.Optimizer"]),
+        ({"optimizer_cls": nn.Linear}, ["optimizer_cls=", "Linear", "subclasses"]),
+        ({"optimizer_cls": torch.optim.LBFGS}, ["optimizer_cls=LBFGS", "each parameter by itself"]),
+        ({"optimizer_cls": ShardedOptimizer}, ["optimizer_cls=ShardedOptimizer", "each parameter by itself"]),
+        ({"num_rounds": 0}, ["num_rounds=0", "positive integer"]),
+        ({"num_rounds": 2.0}, ["num_rounds=2.0", "positive integer"]),
+        ({"process_group": "world"}, ["process_group='world'", "None"]),
+        ({"params": []}, ["empty parameter list"]),
+        ({"params": [torch.zeros(4, 4)[:, :2].requires_grad_()]}, [r"\(4, 2\)", r"\(4, 1\)", "without gaps"]),
+        ({"params": [torch.zeros(2, requires_grad=True) * 2]}, ["non-leaf"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(arguments, words):
+    good = {"params": Matrices().parameters(), "optimizer_cls": torch.optim.AdamW}
+    with raised(ValueError, *words):
+        ShardedOptimizer(**good | arguments)
+
+
+def test_missing_and_mistyped_arguments():
+    with raised(TypeError, "optimizer_cls"):
+        ShardedOptimizer(Matrices().parameters())
+    with raised(TypeError, "params argument"):
+        ShardedOptimizer(torch.zeros(2, requires_grad=True), torch.optim.AdamW)
+    p = torch.zeros(2, requires_grad=True)
+    with raised(ValueError, "more than one parameter group"):
+        ShardedOptimizer([{"params": [p]}, {"params": [p]}], torch.optim.AdamW)
+    optimizer = ShardedOptimizer([p], torch.optim.AdamW)
+    with raised(ValueError, "doesn't match the size"):
+        optimizer.load_state_dict(torch.optim.AdamW([p, torch.zeros(1, requires_grad=True)]).state_dict())
+    with pytest.raises(KeyError):
+        optimizer.owner(torch.zeros(2))
+
+
+def test_adapter():
+    from adapters import get_sharded_optimizer
+
+    optimizer = get_sharded_optimizer(Matrices().parameters(), torch.optim.AdamW, lr=0.5, weight_decay=0.1)
+    assert isinstance(optimizer, ShardedOptimizer)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.1)
+
+
+# ------------------------------------------------------------------------------------------------ whose is what
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_assignment_is_balanced_and_stable(num_ranks, rounds):
+    sizes = [*torch.randint(0, 1000, (60,)).tolist(), 5000]
+    loads = [[0] * rounds for _ in range(num_ranks)]
+    homes = assign(sizes, loads)
+    first = copy.deepcopy(loads)
+    later = torch.randint(0, 3000, (17,)).tolist()
+    homes_later = assign(later, loads)
+    expected = [[0] * rounds for _ in range(num_ranks)]
+    for number, (rank, round_) in zip(sizes + later, homes + homes_later, strict=True):
+        expected[rank][round_] += number
+    assert loads == expected
+    for held in (first, loads):
+        by_rank = [sum(rounds) for rounds in held]
+        assert max(by_rank) - min(by_rank) <= max(sizes + later)
+        for of_rank in held:
+            assert max(of_rank) - min(of_rank) <= max(sizes + later)
+    assert assign(sizes, [[0] * rounds for _ in range(num_ranks)]) == homes
+    # Graham's bound, against what no assignment can beat
+    least = max(sum(sizes) / num_ranks, max(sizes))
+    assert max(sum(rounds) for rounds in first) <= 4 / 3 * least + max(sorted(sizes)[:-1])
+
+
+def test_assignment_by_hand():
+    loads = [[0, 0], [0, 0]]
+    # 9 → rank 0; 7 → rank 1; 5 → rank 1 (12); 5 → rank 0 (14); 1 → rank 1 (13), there to the round with 5
+    assert assign([1, 9, 5, 7, 5], loads) == [(1, 1), (0, 0), (1, 1), (1, 0), (0, 1)]
+    assert loads == [[9, 5], [7, 6]]
+
+
+# ------------------------------------------------------------------------------------------------ closed forms
+@pytest.mark.parametrize("name", ["tiny", "xl", "2.7B"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
+def test_shares_of_a_model(name, num_ranks):
+    config = size(name)
+    sizes = accounting.tensor_sizes(config)
+    shares = accounting.shards(config, num_ranks)
+    loads = [[0] * 4 for _ in range(num_ranks)]
+    assign([4 * n for n in sizes], loads)
+    assert [4 * sum(share) for share in shares] == [sum(rounds) for rounds in loads]
+    assert sorted(n for share in shares for n in share) == sorted(sizes)
+    fullest = max(sum(share) for share in shares)
+    imbalance = accounting.shard_imbalance(config, num_ranks)
+    assert imbalance == pytest.approx(fullest / (sum(sizes) / num_ranks) - 1)
+    assert 0 <= imbalance < max(sizes) / (sum(sizes) / num_ranks)
+
+
+def test_memory_of_xl_on_two_ranks():
+    config = size("xl")
+    parameters = 48 * (4 * 1600**2 + 3 * 1600 * 6400 + 2 * 1600) + 1600 + 2 * 10_000 * 1600
+    plain, sharded = accounting.zero_memory(config, 1), accounting.zero_memory(config, 2)
+    assert list(plain) == list(sharded) == list(accounting.MOMENTS)
+    assert plain["initialized"] == {"parameters": 4 * parameters, "gradients": 0, "optimizer_state": 0}
+    assert plain["before_step"] == {**plain["initialized"], "gradients": 4 * parameters}
+    tensors = 48 * 9 + 3
+    assert plain["after_step"] == {
+        **plain["before_step"],
+        "optimizer_state": 8 * parameters + 4 * tensors,
+    }
+    # all matrices come in even numbers; one of the 97 gains is left over
+    assert [sum(share) for share in accounting.shards(config, 2)] == [
+        (parameters + 1600) // 2,
+        (parameters - 1600) // 2,
+    ]
+    assert sharded["before_step"] == plain["before_step"]
+    assert sharded["after_step"]["optimizer_state"] == 4 * (parameters + 1600) + 4 * 218
+    later = accounting.zero_memory(config, 2, rank=1, first_step=False)
+    assert (
+        later["before_step"]
+        == later["after_step"]
+        == {
+            **plain["before_step"],
+            "optimizer_state": 4 * (parameters - 1600) + 4 * 217,
+        }
+    )
+
+
+def test_stages_as_the_paper_has_them():
+    """Figure 1: 7.5 billion parameters on 64 devices, 120, 31.4, 16.6 and 1.9 GB."""
+    totals = [sum(accounting.zero_stage_bytes(7_500_000_000, 64, stage).values()) / 1e9 for stage in range(4)]
+    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+    # and stage 1 in fp32 is the sharded optimizer, but for its counters and the last parameter's bytes
+    config = size("xl")
+    whole = sum(accounting.tensor_sizes(config))
+    stage = accounting.zero_stage_bytes(whole, 2, 1, parameter=4, gradient=4, state=8)
+    assert stage == pytest.approx(accounting.zero_memory(config, 2)["after_step"], rel=1e-5)
+
+
+def test_communication_of_a_step():
+    megabytes = {"parameter_bytes": 1200.0, "gradient_bytes": 1200.0}
+    at_four = {scheme: accounting.zero_step_bytes(scheme, 4, **megabytes) for scheme in accounting.SCHEMES}
+    assert at_four == {
+        "ddp": {"gradients": 1800.0, "parameters": 0.0},
+        "sharded": {"gradients": 1800.0, "parameters": 900.0},
+        "zero1": {"gradients": 900.0, "parameters": 900.0},
+    }
+    for scheme in accounting.SCHEMES:
+        assert sum(accounting.zero_step_bytes(scheme, 1, **megabytes).values()) == 0
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: accounting.zero_step_bytes("fsdp", 2, 1, 1), ["scheme 'fsdp'", "ddp, sharded, zero1"]),
+        (lambda: accounting.zero_step_bytes("ddp", 0, 1, 1), ["num_ranks=0", "positive"]),
+        (lambda: accounting.zero_stage_bytes(10, 2, 4), ["stage=4", "0, 1, 2, 3"]),
+        (lambda: accounting.zero_stage_bytes(0, 2, 1), ["num_parameters=0", "positive"]),
+        (lambda: accounting.zero_memory(size("tiny"), 2, rank=2), ["rank=2", "0 ... 1"]),
+        (lambda: accounting.zero_memory(size("tiny"), 0), ["num_ranks=0", "positive"]),
+        (lambda: accounting.shards(size("tiny"), -1), ["num_ranks=-1", "positive"]),
+    ],
+)
+def test_wrong_arguments_of_closed_forms(call, words):
+    with raised(ValueError, *words):
+        call()
