@@ -257,7 +257,10 @@ def test_nothing_outlives_a_script_without_main_guard(name, tmp_path):
         "from cs336_systems.parallel.launch import launch\n"
         f"launch('{here(sleep)}', 2, {{'folder': {str(tmp_path)!r}}}, backend='gloo', device='cpu')\n"
     )
-    caller = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed caller leaves its folder
+    caller = subprocess.Popen(
+        [sys.executable, str(script)], stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
         wait_until(lambda: len(pids(tmp_path)) == 2 or caller.poll() is not None, 100)
         assert len(pids(tmp_path)) == 2 and all(map(running, pids(tmp_path)))

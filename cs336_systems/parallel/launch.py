@@ -133,7 +133,8 @@ def _end(agent: subprocess.Popen, lifeline: socket.socket) -> None:
         except subprocess.TimeoutExpired:
             agent.kill()
             agent.wait()
-    lifeline.shutdown(socket.SHUT_WR)
+    with suppress(OSError):  # macOS: nobody is there any more
+        lifeline.shutdown(socket.SHUT_WR)
     lifeline.settimeout(30)
     try:
         lifeline.recv(1)  # nothing comes; it returns when nobody holds the other end
