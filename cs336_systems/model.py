@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from cs336_systems.attention import IMPLEMENTATIONS, attention
+from cs336_systems.attention import IMPLEMENTATIONS, _triton_usable, attention
 from cs336_systems.attention.inputs import autocast_inputs
 from cs336_systems.sizes import ModelConfig
 
@@ -233,6 +233,8 @@ def choose_attention(model: nn.Module, name: str) -> None:
     ValueError for an unknown name, or for a model without a `CausalSelfAttention`.
     """
     _check_attention(name)
+    if name in ("auto", "flash_triton"):
+        _triton_usable()  # asked here once: torch.compile cannot trace the question
     blocks = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
     if not blocks:
         raise ValueError(

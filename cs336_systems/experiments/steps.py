@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GROUP = ("model", "size", "context_length", "batch", "warmup", "steps")
 PHASES = ("forward", "backward", "optimizer")
 DTYPES = ("fp32", "tf32", "bf16")
+GRAPHED = ("reduce-overhead", "max-autotune")  # these record CUDA graphs
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
 OWN = "own"
 METRICS = (
@@ -158,12 +160,21 @@ def run_group(
     if cases[0].warmup >= WARM:
         yield from measure(cases, nvtx=nvtx, snapshot=snapshot)
         return
+    _give_back()
     for case in cases:
         arguments = {"case": dataclasses.asdict(case), "nvtx": nvtx, "snapshot": snapshot and str(snapshot)}
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
             metrics = call(f"{__name__}:_alone", arguments, timeout_s=120 + 10 * estimate_s([case]))
         yield metrics
+
+
+def _give_back() -> None:
+    """Leaves the device's memory to other processes, as far as this one has any."""
+    torch = sys.modules.get("torch")
+    gc.collect()
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _alone(case: dict[str, Any], nvtx: bool, snapshot: str | None) -> dict[str, Any]:
@@ -235,25 +246,38 @@ def _measure(candidates: list[_Candidate], workload: Workload, trial: bool, nvtx
     if len(ready) > 1:
         with failure_is_a_row(together):
             _time(ready, workload, trial, nvtx)
-    if len(ready) == 1 or together.get("status") == "oom":  # together too large, maybe: then each alone
+    if len(ready) == 1 or together:  # together too large, maybe, or one of them failed: then each alone
         for candidate in ready:
-            _tidy(candidate, workload)
+            _tidy(candidate, workload)  # all of them: the one that failed may still hold its graph
+        _empty(workload)
+        for candidate in ready:
             with failure_is_a_row(candidate.metrics):
                 _time([candidate], workload, trial, nvtx)
             _tidy(candidate, workload)
-    elif together:
-        for candidate in ready:
-            candidate.metrics |= together
+    workload.forget()  # the next mode's first step must not add to these gradients
     for candidate in ready:
-        candidate.step = (
-            None  # what was compiled for this mode is not needed any more, nor its graphs' memory
-        )
+        candidate.step = None
+    if any(c.case.compile != "off" for c in candidates):
+        import torch
+
+        torch._dynamo.reset()  # only this gives back what was compiled for this mode, and its graphs' memory
+
+
+def _empty(workload: Workload) -> None:
+    """Gives back to the device what exceptions' frames and the allocator still hold."""
+    import torch
+
+    gc.collect()
+    if workload.device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def _first_step(candidate: _Candidate) -> None:
     """One step before all others: compiles, finds out about missing parts and memory."""
     import torch
     from torch._dynamo.utils import counters
+
+    from cs336_systems.measure.timing import peak_gib
 
     graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     step = candidate.step
@@ -264,7 +288,11 @@ def _first_step(candidate: _Candidate) -> None:
     candidate.metrics["first_step_ms"] = whole["step"].steps_ms[0]
     if step.compile != "off":
         candidate.metrics["graphs"] = counters["stats"]["unique_graphs"] - graphs
-        if step.compile == "reduce-overhead":
+        if step.compile in GRAPHED:
+            # the second step records and the third replays: what fails, fails here; only a recording allocates
+            with torch.compiler.set_stance("fail_on_recompile"):
+                candidate.metrics["peak_gib"] = peak_gib(step.run)
+                step.run()
             candidate.metrics["cuda_graph_skips"] = counters["inductor"]["cudagraph_skips"] - skips
         if candidate.metrics["graphs"] < 1 or torch._dynamo.config.disable:
             raise RuntimeError(f"torch.compile made no graph for {candidate.name}")
@@ -272,16 +300,13 @@ def _first_step(candidate: _Candidate) -> None:
 
 def _tidy(candidate: _Candidate, workload: Workload) -> None:
     """Gives back what a candidate holds between its turns; after a failure the optimizer's state, half made, too."""
-    import torch
-
     if candidate.step is not None:
         candidate.step.loss = None
     if not candidate.ok:
         candidate.step = None
     workload.forget(optimizer=not candidate.ok)
-    if workload.device != "cpu" and not candidate.ok:
-        gc.collect()
-        torch.cuda.empty_cache()
+    if not candidate.ok:
+        _empty(workload)
 
 
 def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) -> None:
@@ -310,7 +335,8 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
             for phase, times in (by_phase | {"step": whole}).items():
                 candidate.metrics |= times.metrics(phase)
             candidate.step.prepare()
-            candidate.metrics["peak_gib"] = peak_gib(candidate.step.run)
+            if "peak_gib" not in candidate.metrics:
+                candidate.metrics["peak_gib"] = peak_gib(candidate.step.run)
             if trial and candidate.case.compile != "off":
                 candidate.metrics["compile_s"] = (candidate.metrics["first_step_ms"] - whole.p50) / 1e3
             candidate.metrics |= _rates(candidate.case, whole.p50)
