@@ -4,7 +4,7 @@
     cs336 bench model --size small --mode train_step --dtype bf16 --compile-mode off default reduce-overhead
 
 Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast, forward alone and the training
-step, eager and compiled: model and loss together, AdamW eager and fused. *Speed*: training steps of `small` and `medium`
+step, eager and compiled: model and loss together, AdamW eager, fused. *Speed*: training steps of `small` and `medium`
 at context 1,024, batch 4 and larger ones, for each implementation of attention; at batch 4 with CUDA graphs as well.
 Compiled code comes from an empty cache, so that `compile_s` is what a first compilation costs.
 """
