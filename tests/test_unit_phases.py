@@ -51,6 +51,25 @@ def test_candidates_take_turns_and_come_back_with_one_step_that_is_not_kept(cloc
         assert found[name]["step"].warmup_ms == pytest.approx([ms] * 2)
 
 
+def test_a_watch_is_on_during_its_candidate_s_turns_only(clock):
+    on, seen = [], []
+
+    class Watch:  # entered again and again, as `timing.Watch` is
+        def __enter__(self):
+            on.append("a")
+
+        def __exit__(self, *_):
+            on.remove("a")
+
+    candidates = {name: {"step": lambda name=name: seen.append((name, list(on)))} for name in "ab"}
+    time_phases(
+        candidates, device="cpu", warmup=1, steps=4, watches={"a": Watch()},
+        before=lambda name: seen.append((name, list(on))),
+    )  # fmt: skip
+    assert len(seen) == 2 * (2 + 1 + 4 + 1)
+    assert all(watched == (["a"] if name == "a" else []) for name, watched in seen)
+
+
 def test_a_single_candidate_is_not_interrupted(clock):
     ran = []
     time_phases({"a": {"step": lambda: ran.append(1)}}, device="cpu", warmup=0, steps=4, rounds=2)

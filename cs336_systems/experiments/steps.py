@@ -324,10 +324,12 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
     ranges = span if nvtx else None
     # without a trial step the first timed ones compile
     stance = torch.compiler.set_stance("fail_on_recompile" if trial else "default")
-    with stance, Watch() as watch:
+    watches = {name: Watch() for name in by_name}
+    with stance:
         series = phases.time_phases(
             functions, device=device, warmup=case.warmup - trial, steps=case.steps, ranges=ranges,
             before=lambda name: by_name[name.removesuffix(" whole")].step.prepare(),
+            watches=watches | {f"{name} whole": watch for name, watch in watches.items()},
         )  # fmt: skip
         for name, candidate in by_name.items():
             by_phase = series[name]
@@ -339,9 +341,7 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
                 candidate.metrics["peak_gib"] = peak_gib(candidate.step.run)
             if trial and candidate.case.compile != "off":
                 candidate.metrics["compile_s"] = (candidate.metrics["first_step_ms"] - whole.p50) / 1e3
-            candidate.metrics |= _rates(candidate.case, whole.p50)
-    for candidate in ready:
-        candidate.metrics |= watch.metrics()
+            candidate.metrics |= _rates(candidate.case, whole.p50) | watches[name].metrics()
 
 
 def _rates(case: Case, step_ms: float) -> dict[str, float | None]:

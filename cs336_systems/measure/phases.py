@@ -70,6 +70,7 @@ def time_phases(
     candidates: Mapping[str, Phases], *, device: str, warmup: int = 5, steps: int = 10, rounds: int = 2,
     before: Callable[[str], Any] | None = None,
     ranges: Callable[[str], AbstractContextManager[Any]] | None = None,
+    watches: Mapping[str, AbstractContextManager[Any]] | None = None,
 ) -> dict[str, dict[str, Series]]:  # fmt: skip
     """Times the phases of several candidates, which take turns; returns candidate → phase → its times.
 
@@ -80,6 +81,7 @@ def time_phases(
     before:     called with the candidate's name at the beginning of each of its turns.
     ranges:     makes the contexts `warm-up` and `step` around each step, and one with a phase's name around each phase:
                 `trace_torch.span`, for a trace.
+    watches:    candidate → what is entered for each of its turns and left after it: `timing.Watch`, for its clocks.
 
     The device is synchronized before the first phase and after each one. What a phase raises comes through. Raises
     ValueError for counts that are negative, and for `steps` or `rounds` below 1.
@@ -94,16 +96,17 @@ def time_phases(
         share = steps * (turn + 1) // rounds - steps * turn // rounds
         for place in range(len(names)):
             name = names[(place + turn) % len(names)]
-            if before is not None:
-                before(name)
-            for step in range(-(warmup if turn == 0 else 1), share):
-                with ranges("step" if step >= 0 else "warm-up"):
-                    times = _one_step(candidates[name], wait, ranges)
-                for phase, ms in times.items():
-                    if step >= 0:
-                        series[name][phase].steps_ms.append(ms)
-                    elif turn == 0:
-                        series[name][phase].warmup_ms.append(ms)
+            with (watches or {}).get(name, nullcontext()):
+                if before is not None:
+                    before(name)
+                for step in range(-(warmup if turn == 0 else 1), share):
+                    with ranges("step" if step >= 0 else "warm-up"):
+                        times = _one_step(candidates[name], wait, ranges)
+                    for phase, ms in times.items():
+                        if step >= 0:
+                            series[name][phase].steps_ms.append(ms)
+                        elif turn == 0:
+                            series[name][phase].warmup_ms.append(ms)
     return series
 
 
