@@ -547,7 +547,7 @@ def test_crossovers_are_those_of_the_closed_forms():
     assert peak(SIZES["2.7B"], first - 16, "train_step", "fp32") <= 1.001 * floor
     assert "At no context up to 2,048 tokens does autocast lower any of its peaks." in text
     small = words.crossovers(SIZES["small"], "small")
-    assert "of *forward, no graph* nowhere" in small and "of *full step* from 176 to 1,264 tokens" in small
+    assert "of *forward, no graph* nowhere" in small and "of *full step* from 160 to 1,264 tokens" in small
 
 
 # --------------------------------------------------------------------------------- the real thing

@@ -44,8 +44,9 @@ def loss_of(model, ids, targets):
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-class WideSoftmax(TorchFunctionMode):
-    """Autocast on the CPU leaves the softmax in bf16; under this mode it computes in fp32, as on CUDA.
+class CudaAutocast(TorchFunctionMode):
+    """Autocast on the CPU leaves the softmax in bf16, and widens the logits before cross entropy; under this mode the
+    softmax computes in fp32 and the log-softmax in bf16, as on CUDA.
 
     A mode, since torch.compile remembers torch's functions when it first looks: one replaced then is lost to it.
     """
@@ -54,12 +55,16 @@ class WideSoftmax(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.softmax and torch.is_autocast_enabled("cpu"):
             kwargs = kwargs | {"dtype": torch.float32}
+        if func is torch.nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
+            logits, targets = args
+            with torch.autocast("cpu", enabled=False):
+                return torch.nn.functional.nll_loss(torch.log_softmax(logits, 1).float(), targets)
         return func(*args, **kwargs)
 
 
 @pytest.fixture
 def cuda_autocast_rule():
-    with WideSoftmax():
+    with CudaAutocast():
         yield
 
 
@@ -170,7 +175,7 @@ def test_saved_tensors_are_counted_to_the_byte(dtype, attention, shape):
     check_saved(CONFIG, *shape, dtype, attention, "cpu", "cpu")
 
 
-def test_saved_tensors_with_the_softmax_in_fp32(cuda_autocast_rule):
+def test_saved_tensors_under_autocast_as_on_cuda(cuda_autocast_rule):
     check_saved(CONFIG, 2, 16, "bf16", "reference", "cuda", "cpu")
 
 

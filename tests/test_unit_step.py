@@ -155,6 +155,7 @@ def test_on_a_gpu(attention, compile):
     plain.prepare()
     plain.run()
     expected = [p.grad.clone() for p in work.model.parameters()]
+    work.forget()
     step = work.step("train_step", "bf16", attention, compile)
     step.prepare()
     for number in range(4):  # CUDA graphs are recorded in the second or third

@@ -128,8 +128,17 @@ class _Tensors:
 
     @property
     def log_probabilities(self) -> int:
-        """Cross entropy's log-softmax, fp32 under autocast too."""
+        """Cross entropy's log-softmax as the mean reads it, fp32 under autocast too."""
         return _FP32 * self.tokens * self.config.vocab_size
+
+    @property
+    def narrow_log_probabilities(self) -> int:
+        """The bf16 log-softmax of which they are a copy: torch asks for that dtype, so autocast on CUDA leaves it alone.
+
+        See cross_entropy_loss in ATen/native/LossNLL.cpp and the policy of optional dtypes in ATen/autocast_mode.h. On
+        a CPU, autocast widens the logits instead.
+        """
+        return self.log_probabilities // 2 if self.autocast and self.device == "cuda" else 0
 
     def saved_in_layer(self) -> dict[str, int]:
         return {
@@ -148,7 +157,7 @@ class _Tensors:
             "layers": self.config.num_layers * sum(self.saved_in_layer().values()),
             "final_norm": self.norm,
             "head": self.hidden,
-            "loss": self.log_probabilities + targets + _FP32,
+            "loss": self.log_probabilities + self.narrow_log_probabilities + targets + _FP32,
         }
 
 
@@ -180,8 +189,8 @@ def saved_activation_bytes(
     """What autograd keeps of the whole model and cross entropy, besides parameters and autocast's copies of them.
 
     embedding: the token ids, 8·T. layers: L times the sum of `saved_layer_bytes`. final_norm: 2R + 4T. head: its
-    input, a·T·D. loss: the log-probabilities, 4·T·V, the targets, 8·T, and the sum of the weights, 4. The logits are
-    not kept. Errors as `saved_layer_bytes`.
+    input, a·T·D. loss: the log-probabilities, 4·T·V (6·T·V under autocast on CUDA, twice kept), the targets, 8·T,
+    and the sum of the weights, 4. The logits are not kept. Errors as `saved_layer_bytes`.
     """
     return _Tensors(config, batch, sequence, dtype, attention, device).saved()
 
@@ -326,7 +335,8 @@ def _backward(t: _Tensors) -> dict[str, dict[str, int]]:
     moments = {
         "loss, backward": {
             "saved_activations": sum(saved.values()),
-            "temporaries": 2 * t.log_probabilities,  # gradients of the log-probabilities and of the logits
+            # gradients of the log-probabilities and, unless these are a copy that has been used by then, of the logits
+            "temporaries": (1 if t.narrow_log_probabilities else 2) * t.log_probabilities,
             "autocast_copies": _copies(t, layers, head=True),
         },
         "final norm, backward": {

@@ -212,7 +212,10 @@ PLACES = {
     "statistics of layer norm (mean, 1/σ)": (("ln statistics",), "its kernel accumulates in fp32"),
     "output of layer norm": (("ln",), "CUDA: on the fp32 list; CPU: on no list"),
     "logits (output of fc2)": (("fc2",), "a product again"),
-    "loss": (("loss",), "cross entropy: on the fp32 list"),
+    "loss": (
+        ("loss",),
+        "its mean is on the fp32 list (on CUDA, the log-softmax before it stays in 16 bits)",
+    ),
     "gradient of the logits": (("fc2 grad",), "a gradient has its tensor's dtype"),
     "gradient of layer norm's output": (("ln grad",), "the same"),
     "gradient of fc1's output": (("fc1 grad", "relu grad"), "the same"),
