@@ -133,7 +133,7 @@ class _Tensors:
 
     @property
     def narrow_log_probabilities(self) -> int:
-        """The bf16 log-softmax of which they are a copy: torch asks for that dtype, so autocast on CUDA leaves it alone.
+        """The bf16 log-softmax of which they are a copy: torch asks for bf16, so autocast on CUDA leaves it.
 
         See cross_entropy_loss in ATen/native/LossNLL.cpp and the policy of optional dtypes in ATen/autocast_mode.h. On
         a CPU, autocast widens the logits instead.
