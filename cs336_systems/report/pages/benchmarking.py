@@ -193,7 +193,7 @@ def warmup_words(chapter: Chapter) -> str:
                 if (name, warmup) in times:
                     after = times[(name, warmup)]
                     words += (
-                        f"; after {warmup} warm-up step{'s' * (warmup > 1)} the first measured one is still"
+                        f"; after {warmup} warm-up step{'s' * (warmup > 1)} the first measured one is"
                         f" {fmt(after[0] / np.median(after))} times the median"
                     )
             said.append(f"- {words}.")
@@ -287,7 +287,7 @@ def memory_words(chapter: Chapter) -> str:
     rows = rows[rows["peak_gib"].notna()]
     if rows.empty:
         return f"Peaks of memory: {NOT_MEASURED} (they need a CUDA device)."
-    off = []
+    off, more = [], []
     for row in rows.to_dict("records"):
         needed = sum(
             accounting.peak_bytes(
@@ -296,8 +296,13 @@ def memory_words(chapter: Chapter) -> str:
             ).values()
         )  # fmt: skip
         off.append(row["peak_gib"] * 2**30 / needed - 1)
+        more.append(row["peak_gib"] * 2**10 - needed / 2**20)
     off = np.array(off)
     return (
         f"The allocator's peak was {fmt(100 * off.min(), 2)} to {fmt(100 * off.max(), 2)} % above what the closed form"
-        f" gives, over {len(off)} cases."
+        f" gives, over {len(off)} cases: by {fmt(min(more), 2)} to {fmt(max(more), 2)} MiB. The closed form leaves out"
+        " cuBLAS's workspaces, the tables of the rotary positions, and what the allocator rounds up: a tensor may get a"
+        " block that is up to 1 MiB larger than it asked for, because so small a rest is not split off, and a step of a"
+        " large model holds four such tensors for each of its weights. [The chapter on memory](memory.ipynb) tells"
+        " requested from allocated bytes."
     )
