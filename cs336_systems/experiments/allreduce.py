@@ -14,7 +14,7 @@ bucket        `parallel.ddp.average` of a `parallel.buckets.Bucket` with eight g
 Those of one size take turns. Before each turn the tensor is written anew, since sums of sums grow, and the processes
 wait for one another. Times of a call:
 
-ms            On GPUs between CUDA events in the stream, one after each call. A kernel that waits a millisecond goes
+ms            On GPUs between CUDA events in the stream, one after each call. A kernel that waits two milliseconds goes
               first, so that the host has queued all calls of the turn before the first begins: the GPU's own time. The
               first call of a turn does not count, because its processes do not begin at once. On CPUs by the host's
               clock, from the end of one call to the end of the next.
@@ -199,10 +199,6 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
 
 def measure(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of the cases, the same on all ranks; called on each of them by `launch`."""
-    import torch
-
-    if rank.device == "cpu":
-        torch.set_num_threads(1)  # one process shall not take the cores from another
     metrics: list[dict[str, Any]] = []
     for num_bytes, group in itertools.groupby((Case(**case) for case in cases), key=lambda c: c.num_bytes):
         of_this_size = list(group)
@@ -325,7 +321,7 @@ class _Operation:
             return [], wall
         self._begin()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-        torch.cuda._sleep(2_000_000)  # clock cycles
+        torch.cuda._sleep(4_000_000)  # clock cycles: two milliseconds
         for event in events:
             self._call()
             event.record()
