@@ -248,22 +248,20 @@ def made_up(results_root, monkeypatch):
 def test_page_of_made_up_rows(made_up):
     table = page.time_table(made_up)
     assert len(table) == 4 * 3 + 4 + 3  # four sizes where there are numbers, one line where all is skipped
-    assert list(table[table["backend"] == "NCCL"]["time, ms"])[4:] == [
-        f"skipped: needs {n} GPUs" for n in (4, 6, 8)
-    ]
+    assert list(table[table["backend"] == "NCCL"]["ms"])[4:] == [f"needs {n} GPUs" for n in (4, 6, 8)]
     row = table[(table["backend"] == "NCCL") & (table["size"] == "1 GB")].iloc[0]
-    assert row["data sheet, ms"] == "2.39" and row["time over it"] == "1.29 ×" and row["bus, GB/s"] == "349"
-    fits = page.fit_table(made_up).set_index(["backend", "processes"])
-    assert list(fits["α, µs a step"]) == ["100", "100", "100", "6.00"]
+    assert row["sheet, ms"] == "2.39" and row["over it"] == "1.29 ×" and row["bus"] == "349"
+    fits = page.fit_table(made_up).set_index(["backend", "ranks"])
+    assert list(fits["α, µs"]) == ["100", "100", "100", "6.00"]
     assert list(fits["β, GB/s"]) == ["2.00", "2.00", "2.00", "350"]
-    assert fits.loc[("NCCL", 2), "half bandwidth at"] == "4.01 MB"  # n·α·β
+    assert fits.loc[("NCCL", 2), "half at"] == "4.01 MB"  # n·α·β
     own = page.bucket_table(made_up)
     assert set(own["bucket, over it"]) == {"+2.0 %"} and set(own["again, over it"]) == {"−1.0 %"}
     assert len(own) == 3 * 2 + 4
     sizes = page.bucket_size_table(made_up)
     assert list(sizes["bucket"]) == ["1 MB", "10 MB", "25 MB", "100 MB", "1000 MB"]
     hosts = page.host_table(made_up)
-    assert set(hosts["processes"]) == {2} and hosts.iloc[0]["host, µs"] == "30.0"
+    assert set(hosts["ranks"]) == {2} and hosts.iloc[0]["host, µs"] == "30.0"
     for figure in (page.time_figure, page.residual_figure):
         assert figure(made_up, "h200-x2").axes[0].has_data()
     for sentence in SENTENCES:
@@ -279,7 +277,7 @@ def test_page_without_rows(results_root):
     chapter = Chapter("allreduce", measure="no", preset="full")
     for sentence in SENTENCES:
         assert "not measured" in sentence(chapter)
-    assert set(page.time_table(chapter)["time, ms"]) == {"–"}
+    assert set(page.time_table(chapter)["ms"]) == {"–"}
     assert all(table(chapter).empty for table in (
         page.fit_table, page.bucket_table, page.host_table, page.bucket_size_table
     ))  # fmt: skip

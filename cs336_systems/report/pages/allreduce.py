@@ -104,28 +104,38 @@ def time_table(chapter: Chapter) -> pd.DataFrame:
     out = []
     for (machine, backend, n), part in rows.groupby(["machine", "backend", "world_size"], sort=True):
         ranks = Ranks(machine, backend, int(n), part)
-        head = {"machine": machine, "backend": NAMES[backend], "processes": int(n)}
+        head = {"machine": machine, "backend": NAMES[backend], "ranks": int(n)}
         said = part["status"].unique()
         if len(said) == 1 and said[0] != "ok":
-            words = EMPTY if said[0] == NOT_MEASURED else status_words(said[0])
-            out.append(head | {"size": "all", "time, ms": words})
+            words = EMPTY if said[0] == NOT_MEASURED else status_words(said[0]).removeprefix("skipped: ")
+            out.append(head | {"size": "all", "ms": words})
             continue
         for row in part.sort_values("num_bytes").to_dict("records"):
             line = head | {"size": bytes_words(row["num_bytes"])}
             if row["status"] != "ok":
-                out.append(line | {"time, ms": status_words(row["status"])})
+                out.append(line | {"ms": status_words(row["status"])})
                 continue
             sheet = ranks.sheet_ms(chapter, row["num_bytes"])
             out.append(line | {
-                "time, ms": fmt(row["ms_p50"]),
+                "ms": fmt(row["ms_p50"]),
                 "20 to 80 %": f"{fmt(row['ms_p20'])} to {fmt(row['ms_p80'])}",
-                "algorithm, GB/s": fmt(row["algorithm_gb_per_s"]),
-                "bus, GB/s": fmt(row["bus_gb_per_s"]),
-                "data sheet, ms": fmt(sheet),
-                "time over it": EMPTY if sheet is None else f"{fmt(row['ms_p50'] / sheet)} ×",
+                "algorithm": fmt(row["algorithm_gb_per_s"]),
+                "bus": fmt(row["bus_gb_per_s"]),
+                "sheet, ms": fmt(sheet),
+                "over it": EMPTY if sheet is None else f"{fmt(row['ms_p50'] / sheet)} ×",
             })  # fmt: skip
-    columns = ["machine", "backend", "processes", "size", "time, ms", "20 to 80 %", "algorithm, GB/s", "bus, GB/s",
-               "data sheet, ms", "time over it"]  # fmt: skip
+    columns = [
+        "machine",
+        "backend",
+        "ranks",
+        "size",
+        "ms",
+        "20 to 80 %",
+        "algorithm",
+        "bus",
+        "sheet, ms",
+        "over it",
+    ]
     return pd.DataFrame([[line.get(c, EMPTY) for c in columns] for line in out], columns=columns)
 
 
@@ -139,13 +149,13 @@ def fit_table(chapter: Chapter) -> pd.DataFrame:
         residuals = np.array(line.residuals)
         worst = int(np.abs(residuals).argmax())
         out.append({
-            "machine": ranks.machine, "backend": NAMES[ranks.backend], "processes": ranks.world_size,
+            "machine": ranks.machine, "backend": NAMES[ranks.backend], "ranks": ranks.world_size,
             "latency, µs": fmt(1e6 * line.latency_s),
-            "α, µs a step": fmt(1e6 * line.latency_s / accounting.all_reduce_steps(ranks.world_size)),
-            "algorithm, GB/s": fmt(line.bytes_per_s / 1e9),
+            "α, µs": fmt(1e6 * line.latency_s / accounting.all_reduce_steps(ranks.world_size)),
+            "B, GB/s": fmt(line.bytes_per_s / 1e9),
             "β, GB/s": fmt(line.bytes_per_s / 1e9 * accounting.bus_factor(ranks.world_size)),
-            "half bandwidth at": bytes_words(line.half_bytes),
-            "residual, median": f"{fmt(100 * float(np.median(np.abs(residuals))), 2)} %",
+            "half at": bytes_words(line.half_bytes),
+            "residual": f"{fmt(100 * float(np.median(np.abs(residuals))), 2)} %",
             "largest": f"{percent(residuals[worst], 0)} at {bytes_words(ranks.rows['num_bytes'].iloc[worst])}",
         })  # fmt: skip
     return pd.DataFrame(out)
@@ -156,7 +166,7 @@ def bucket_table(chapter: Chapter) -> pd.DataFrame:
     out = []
     for pair in pairs(chapter):
         out.append({
-            "machine": pair["machine"], "backend": NAMES[pair["backend"]], "processes": pair["world_size"],
+            "machine": pair["machine"], "backend": NAMES[pair["backend"]], "ranks": pair["world_size"],
             "size": bytes_words(pair["num_bytes"]), "all_reduce, ms": fmt(pair["plain"]),
             "again, over it": percent(pair["again"] - 1),
             "bucket, over it": percent(pair["bucket"] - 1),
@@ -187,7 +197,7 @@ def host_table(chapter: Chapter) -> pd.DataFrame:
     rows = rows[rows["num_bytes"] <= MB].sort_values(["machine", "world_size", "num_bytes"])
     out = [
         {
-            "machine": row["machine"], "processes": row["world_size"], "size": bytes_words(row["num_bytes"]),
+            "machine": row["machine"], "ranks": row["world_size"], "size": bytes_words(row["num_bytes"]),
             "GPU, µs": fmt(1e3 * row["ms_p50"]), "host, µs": fmt(1e3 * row["host_ms"]),
         }
         for row in rows.to_dict("records")
@@ -212,7 +222,7 @@ def bucket_size_table(chapter: Chapter, model: str = "xl") -> pd.DataFrame:
             buckets = -(-total // num_bytes)
             one = ranks.ms(num_bytes)
             out.append({
-                "machine": ranks.machine, "processes": ranks.world_size, "bucket": f"{bucket_mb} MB",
+                "machine": ranks.machine, "ranks": ranks.world_size, "bucket": f"{bucket_mb} MB",
                 "of the bandwidth": f"{100 * num_bytes / (num_bytes + line.half_bytes):.0f} %",
                 "buckets": buckets,
                 "all of them, ms": fmt(1e3 * (buckets * line.latency_s + total / line.bytes_per_s)),

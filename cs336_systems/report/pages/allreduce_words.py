@@ -156,12 +156,16 @@ def ddp_words(chapter: Chapter) -> str:
 
 
 def correct_words(chapter: Chapter) -> str:
-    """That every measured case has added up its own data."""
+    """How often cases were called, and that every measured case has added up its own data."""
     rows = chapter.measured()
     if rows.empty:
         return f"Whether sums are right: {NOT_MEASURED}."
     plain = rows[rows["how"] == "all_reduce"]["error"].astype(float)
-    words = f"Every one of the {len(rows)} measured cases was checked on its own data before it was timed."
+    words = (
+        f"Every one of the {len(rows)} measured cases was checked on its own data, warmed up by"
+        f" {fmt(int(rows['warmups'].min()))} calls and timed in {fmt(int(rows['calls'].min()))} to"
+        f" {fmt(int(rows['calls'].max()))}."
+    )
     if len(plain):
         exact = "exactly" if plain.max() == 0 else f"to {fmt(plain.max(), 2)} of the largest element"
         words += f" Sums agree {exact}"
