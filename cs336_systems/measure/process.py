@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Says that ranks which torchrun started are this process's to use (`parallel.team`). A child that starts ranks starts its
-# own, so that a profiler around it sees them.
+# Says that ranks which torchrun started are this process's to use (`parallel.team`). A child that starts ranks starts
+# its own, so that a profiler around it sees them.
 _TEAM = "CS336_TEAM"
 
 
