@@ -129,9 +129,9 @@ def test_a_wrong_sum_is_an_error_row(monkeypatch):
 
     with parallel.process_group("gloo", "cpu") as rank:
         monkeypatch.setattr(dist, "all_reduce", loses_one)
-        found = allreduce._measure_size(rank, MB, [Case("gloo", "cpu", 1, MB)])
+        found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)])
         monkeypatch.undo()
-        fine = allreduce._measure_size(rank, 4096, [Case("gloo", "cpu", 1, 4096)])
+        fine = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, 4096)])
     assert found[0]["status"].startswith("error: all_reduce is off by 0."), found
     assert "status" not in fine[0]
 
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_a_row_on_all_ranks(monkeypatch):
 
     with parallel.process_group("gloo", "cpu") as rank:
         monkeypatch.setattr(allreduce, "_Operation", full)
-        found = allreduce._measure_size(rank, MB, [Case("gloo", "cpu", 1, MB)] * 2)
+        found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)] * 2)
     assert found == [{"status": "oom"}] * 2
 
 

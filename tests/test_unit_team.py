@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import parallel
+from cs336_systems.measure import machine
 from cs336_systems.parallel import team
 
 torch = pytest.importorskip("torch")
@@ -175,6 +176,41 @@ def test_a_process_of_torchruns_that_is_killed_ends_the_run(victim, tmp_path):
         run.kill()
     assert run.returncode != 0 and f"rank      : {victim}" in printed and "SIGKILL" in printed, printed
     wait_until(lambda: not any(map(running, pids(tmp_path))), 30)
+
+
+def test_two_nodes(tmp_path):
+    """Two torchruns that find each other; the rows of such a run are those of a machine of its own."""
+    script = (
+        SMALL
+        + """
+    from cs336_systems.measure import machine
+    with team.leading():
+        ranks = launch(m + "total", 2, {"folder": folder}, **CPU)
+        found = [ranks, machine.machine_name(), machine.environment().get("nodes")]
+    json.dump(found, open(folder + "/found.json", "w"))
+    """
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = (
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "x",
+    )
+    runs = [torchrun(script, tmp_path, 1, (*meeting, "--local-addr", "127.0.0.1")) for _ in range(2)]
+    printed = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], printed
+    ranks, name, nodes = json.loads((tmp_path / "found.json").read_text())
+    assert [(r["rank"], r["local_world_size"], r["sum"]) for r in ranks] == [
+        (0, 1, [3.0] * 3),
+        (1, 1, [3.0] * 3),
+    ]
+    assert name == f"{machine.machine_name()}-n2" and nodes == 2
 
 
 def test_a_leader_that_raises_ends_the_run(tmp_path):

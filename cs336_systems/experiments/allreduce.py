@@ -200,9 +200,9 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
 def measure(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of the cases, the same on all ranks; called on each of them by `launch`."""
     metrics: list[dict[str, Any]] = []
-    for num_bytes, group in itertools.groupby((Case(**case) for case in cases), key=lambda c: c.num_bytes):
+    for _, group in itertools.groupby((Case(**case) for case in cases), key=lambda c: c.num_bytes):
         of_this_size = list(group)
-        for case, found in zip(of_this_size, _measure_size(rank, num_bytes, of_this_size), strict=True):
+        for case, found in zip(of_this_size, _measure_size(rank, of_this_size), strict=True):
             if rank.rank == 0:
                 print(_line(case, found))
             metrics.append(found)
@@ -215,7 +215,7 @@ def _line(case: Case, metrics: dict[str, Any]) -> str:
     return f"{case.backend} {case.world_size} x {case.num_bytes / MB:g} MB, {case.how}{again}: {said}"
 
 
-def _measure_size(rank: Rank, num_bytes: int, cases: list[Case]) -> list[dict[str, Any]]:
+def _measure_size(rank: Rank, cases: list[Case]) -> list[dict[str, Any]]:
     """The cases of one size in turns; when this returns, their memory is free again."""
     import torch
 

@@ -93,23 +93,23 @@ def launch(
         from cs336_systems.parallel.team import lead
 
         outcomes, in_time = lead(task, timeout_s, log, log_ranks)
-        launcher = "the team ended without saying why"
+        trouble = "" if all("result" in one for one in outcomes) else "the team ended without saying why"
     else:
-        outcomes, in_time, launcher = _on_this_machine(task, timeout_s, log, log_ranks)
+        outcomes, in_time, trouble = _on_this_machine(task, timeout_s, log, log_ranks)
     if not in_time:
         first_line = f"{function} on {world_size} ranks took longer than {timeout_s:g} s and was ended"
         raise LaunchError("\n".join([first_line, *others(outcomes, None)]))
     if error := failure(outcomes):
         raise error
-    if not all("result" in one for one in outcomes):
-        raise LaunchError(launcher)
+    if trouble:
+        raise LaunchError(trouble)
     return [one["result"] for one in outcomes]
 
 
 def _on_this_machine(
     task: Mapping[str, Any], timeout_s: float, log: Callable[[str], None], log_ranks: Collection[int]
 ) -> tuple[list[dict[str, Any]], bool, str]:
-    """The outcomes of the ranks, whether they ended in time, and what the launcher said of itself."""
+    """The outcomes of the ranks, whether they ended in time, and what torch's launcher said if it failed."""
     world_size = task["world_size"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {"OMP_NUM_THREADS": str(max(1, cores // world_size)), **os.environ}
@@ -124,7 +124,7 @@ def _on_this_machine(
             codes = dict.fromkeys(range(world_size), 0) | failed
         outcomes = [outcome(folder, rank, codes[rank]) for rank in range(world_size)]
         said = [f"torch's launcher ended with {ending(code or 0)}", *last_lines(folder / "agent.log")]
-        return outcomes, code is not None, "\n".join(said)
+        return outcomes, code is not None, "\n".join(said) if code else ""
 
 
 def _watch(folder: Path, environment: Mapping[str, str], timeout_s: float, log: Log) -> int | None:
