@@ -7,6 +7,7 @@
     cs336 bench model --size small medium --mode forward train_step --dtype fp32 bf16
     cs336 book --pdf                   build the book from the rows
     cs336 results merge DIR            take in the rows of another machine
+    torchrun --nproc-per-node 2 -m cs336_systems run allreduce         on processes that torchrun starts
 
 Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong.
 """
@@ -56,6 +57,25 @@ def _wrong_input() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+@contextmanager
+def _team() -> Iterator[bool]:
+    """Whether this process does the command: alone, or as the first of those that torchrun started.
+
+    The others take part in what that one measures; for them this returns when it has ended.
+    """
+    from cs336_systems.parallel import team
+
+    rank = team.rank_here()
+    if rank is None:
+        yield True
+    elif rank == 0:
+        with team.leading():
+            yield True
+    else:
+        team.follow()
+        yield False
+
+
 def _fail(message: object) -> typing.NoReturn:
     _say(f"Error: {message}")
     raise typer.Exit(1)
@@ -96,7 +116,10 @@ def run(
         typer.Option("--param", "-p", help="name=value, a parameter of the notebook; repeatable."),
     ] = None,
 ) -> None:
-    """Run chapters' notebooks here: they measure what is missing, and show it. A second run resumes."""
+    """Run chapters' notebooks here: they measure what is missing, and show it. A second run resumes.
+
+    Under torchrun, rank 0 runs them, and the chapters that need several processes use all ranks.
+    """
     from cs336_systems import experiments, notebooks
     from cs336_systems.measure.rows import REFRESH
     from cs336_systems.report.coverage import project_root
@@ -112,7 +135,8 @@ def run(
             raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
         given = {"preset": preset, "machine": machine, "refresh": refresh}
         given = {name: value for name, value in given.items() if value is not None} | _pairs(param or [])
-        failed = notebooks.run(project_root(), names, given, log=_say)
+        with _team() as leads:
+            failed = notebooks.run(project_root(), names, given, log=_say) if leads else []
     if failed:
         _fail(f"{len(failed)} of {len(names)} chapters failed: {', '.join(failed)}")
 

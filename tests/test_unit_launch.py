@@ -17,6 +17,7 @@ from cs336_systems import parallel
 from cs336_systems.parallel import backend_and_device, process_group
 from cs336_systems.parallel import launch as module
 from cs336_systems.parallel.launch import LaunchError, launch
+from cs336_systems.parallel.outcome import failure, outcome
 
 torch = pytest.importorskip("torch")
 from torch import distributed as dist  # noqa: E402
@@ -289,20 +290,27 @@ def test_what_the_error_says_of_a_watchdog(tmp_path):
         "[E1 NCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
     )
     (tmp_path / "ranks/x/attempt_0/0/stderr.log").write_text(said + "\n" + "frame\n" * 100)
-    (tmp_path / "exit_codes.json").write_text(json.dumps({0: -signal.SIGABRT, 1: -signal.SIGTERM}))
-    error = module._failure(tmp_path, [{}, {}], 1)
+    codes = [-signal.SIGABRT, -signal.SIGTERM]
+    error = failure([outcome(tmp_path, rank, codes[rank]) for rank in (0, 1)])
     assert error.rank == 0 and str(error).splitlines()[0] == (
         "rank 0 of 2: signal SIGABRT: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
     )
     # an error of another rank's own is the cause, although it is later
     answer = {"error": "ValueError: x", "traceback": "", "time_ns": 5, "of_communication": False}
-    assert module._failure(tmp_path, [{}, answer], 1).rank == 1
+    (tmp_path / "answer-1.json").write_text(json.dumps(answer))
+    assert failure([outcome(tmp_path, rank, codes[rank]) for rank in (0, 1)]).rank == 1
 
 
-def test_a_launcher_that_fails(tmp_path):
-    (tmp_path / "agent.log").write_text("why")
-    error = module._failure(tmp_path, [{}, {}], -signal.SIGSEGV)
-    assert error.rank is None and str(error) == "torch's launcher ended with signal SIGSEGV\nwhy"
+def test_a_launcher_that_fails(monkeypatch):
+    def watch(folder, environment, timeout_s, log):
+        (folder / "agent.log").write_text("why")
+        return -signal.SIGSEGV
+
+    monkeypatch.setattr(module, "_watch", watch)
+    with pytest.raises(LaunchError) as caught:
+        launch(here(total), 2, {"word": ""}, **CPU)
+    assert caught.value.rank is None
+    assert str(caught.value) == "torch's launcher ended with signal SIGSEGV\nwhy"
 
 
 # ---- what is refused beforehand

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from cs336_systems.measure.process import ChildError, call
+from cs336_systems.parallel import TEAM_VARIABLE
 
 
 @pytest.fixture
@@ -15,6 +16,7 @@ def child(tmp_path, monkeypatch):
     (tmp_path / "child_functions.py").write_text(
         "import os, signal, time\n"
         "def add(a, b): return {'sum': a + b, 'pid': os.getpid(), 'word': os.environ.get('WORD')}\n"
+        "def variable(name): return os.environ.get(name)\n"
         "def fail(): raise ValueError('size=7 is odd\\nmore')\n"
         "def die(): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def leave(): os._exit(3)\n"
@@ -29,6 +31,12 @@ def child(tmp_path, monkeypatch):
 def test_result_from_another_process(child):
     found = call(f"{child}:add", {"a": 1, "b": 2}, timeout_s=60, environment={"WORD": "x"})
     assert found["sum"] == 3 and found["word"] == "x" and found["pid"] != os.getpid()
+
+
+def test_a_child_leads_no_team(child, monkeypatch):
+    """Ranks that torchrun started are the parent's: those that a child launches are its own."""
+    monkeypatch.setenv(TEAM_VARIABLE, "2")
+    assert call(f"{child}:variable", {"name": TEAM_VARIABLE}, timeout_s=60) is None
 
 
 def test_runs_under_a_command(child, tmp_path):

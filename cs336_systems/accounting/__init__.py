@@ -1,8 +1,8 @@
 """Closed forms, each evaluated by code: FLOPs, bytes and times that are predicted before they are measured.
 
 `operations` says what an operation must compute and move, `model` what a whole Transformer must compute, `memory` what
-it holds, `attention_memory` what one attention holds and moves, `hardware` what a known GPU could do at best. Nothing
-here needs torch.
+it holds, `attention_memory` what one attention holds and moves, `collectives` how long ranks take to add up a tensor,
+`hardware` what a known GPU could do at best. Nothing here needs torch.
 """
 
 from cs336_systems.accounting.attention_memory import (
@@ -15,6 +15,13 @@ from cs336_systems.accounting.attention_memory import (
     attention_peak_bytes,
     attention_saved_bytes,
     kernels_ms,
+)
+from cs336_systems.accounting.collectives import (
+    Line,
+    all_reduce_steps,
+    bus_factor,
+    fit_line,
+    ring_all_reduce_s,
 )
 from cs336_systems.accounting.hardware import Peaks, exps_ms, peaks, ridge_flops_per_byte, roofline_ms
 from cs336_systems.accounting.memory import (
@@ -50,7 +57,9 @@ __all__ = [
     "MODES",
     "PARTS",
     "Kernel",
+    "Line",
     "Peaks",
+    "all_reduce_steps",
     "attention_before_backward_bytes",
     "attention_bytes",
     "attention_exps",
@@ -60,7 +69,9 @@ __all__ = [
     "attention_peak_bytes",
     "attention_saved_bytes",
     "autocast_copy_bytes",
+    "bus_factor",
     "exps_ms",
+    "fit_line",
     "forward_matmul_flops",
     "kernels_ms",
     "matmul_flops",
@@ -73,6 +84,7 @@ __all__ = [
     "peaks",
     "residual_bytes",
     "ridge_flops_per_byte",
+    "ring_all_reduce_s",
     "roofline_ms",
     "saved_activation_bytes",
     "saved_layer_bytes",

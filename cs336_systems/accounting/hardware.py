@@ -38,7 +38,8 @@ class Peaks:
     """What a data sheet promises of one GPU.
 
     tb_per_s: memory bandwidth, TB/s (10^12 bytes).
-    nvlink_gb_per_s: all links of the GPU, both directions added; None without NVLink.
+    nvlink_gb_per_s: all links of the GPU, both directions added, as data sheets and white papers give it; None without
+        NVLink.
     tflops: dtype (`bf16`, `fp16`, `tf32`, `fp32`, `fp64`) → dense TFLOP/s with fp32 accumulation, on tensor cores
         where they take this dtype; what is missing is unsupported or not known for sure.
     """
@@ -46,6 +47,11 @@ class Peaks:
     tb_per_s: float
     nvlink_gb_per_s: float | None = None
     tflops: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def nvlink_one_way_gb_per_s(self) -> float | None:
+        """What the GPU can send, and at the same time receive, GB/s: half of `nvlink_gb_per_s`."""
+        return None if self.nvlink_gb_per_s is None else self.nvlink_gb_per_s / 2
 
     def roofline_ms(self, flops: float, num_bytes: float, dtype: str) -> float | None:
         """`roofline_ms` at these peaks; None if the peak of the dtype is not known."""

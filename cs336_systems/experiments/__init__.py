@@ -17,18 +17,27 @@ What an experiment module offers (none of it needs torch before `run_group` is c
 `run_group(cases) -> Iterable[dict]`
     Measures the cases of one group in one process, interleaved; one dict of metrics for each, in order. A
     dict may carry `status` (see `measure.rows`).
+
+A chapter of several processes has a field `world_size` in `Case`, and measures by `parallel.launch.launch`. That call
+starts processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
+
+    torchrun --nproc-per-node 2 -m cs336_systems run allreduce
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from cs336_systems.measure import rows
+from cs336_systems.parallel import team_size
+
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
+    "allreduce",
 )  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
@@ -70,6 +79,26 @@ def cases(experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
         keep = _parse(field, wanted, allowed, preset)
         found = [case for case in found if getattr(case, field) in keep]
     return found
+
+
+def of_this_team(
+    experiment: ModuleType, cases: Sequence[Any], log: Callable[[str], None] = print
+) -> list[Any]:
+    """The cases that can be measured here: all, or under torchrun those for as many processes as it has started.
+
+    A group needs as many as the largest `world_size` of its cases; one without that field needs no others. What is
+    left out gets no rows, and `log` a line about it.
+    """
+    team, groups = team_size(), rows.groups(experiment, cases)
+    if team is None:
+        return list(cases)
+    here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
+    if len(here) < len(groups):
+        log(
+            f"{rows.chapter_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
+            f"they need another number of processes than the {team} that torchrun has started"
+        )
+    return [case for group in here for case in group]
 
 
 def _parse(field: str, wanted: Any, allowed: Sequence[Any], preset: str) -> list[Any]:

@@ -51,11 +51,20 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def num_nodes() -> int:
+    """The machines that measure together: more than one under a torchrun of several nodes (see `parallel.team`)."""
+    return int(os.environ.get("CS336_NODES") or 1)
+
+
 @functools.cache
 def machine_name() -> str:
-    """The name of this machine: `<gpu>-x<count>`, or `cpu-<cores>` where torch sees no GPU."""
+    """The name of this machine: `<gpu>-x<count>`, or `cpu-<cores>` where torch sees no GPU.
+
+    Several that measure together are a machine of their own, `<gpu>-x<count of each>-n<nodes>`.
+    """
     names = gpu_names()
-    return f"{gpu_slug(names[0])}-x{len(names)}" if names else f"cpu-{cpu_cores()}"
+    name = f"{gpu_slug(names[0])}-x{len(names)}" if names else f"cpu-{cpu_cores()}"
+    return f"{name}-n{num_nodes()}" if num_nodes() > 1 else name
 
 
 def _cpu_model() -> str:
@@ -99,6 +108,8 @@ def environment() -> dict[str, str | int | float | list[str] | None]:
         "torch": package_version("torch"),
         "triton": package_version("triton"),
     }
+    if num_nodes() > 1:
+        env["nodes"] = num_nodes()
     names = gpu_names()
     if names:
         import torch

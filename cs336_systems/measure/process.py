@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Says that ranks which torchrun started are this process's to use (`parallel.team`). A child that starts ranks starts
+# its own, so that a profiler around it sees them.
+_TEAM = "CS336_TEAM"
 
 
 class ChildError(RuntimeError):
@@ -44,8 +47,9 @@ def call(
         command = [*prefix, sys.executable, "-m", __name__, str(task)]
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]  # where the package is not installed, too
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
+        inherited = {name: value for name, value in os.environ.items() if name != _TEAM}
         child = subprocess.Popen(
-            command, env={**os.environ, **variables}, start_new_session=True,
+            command, env={**inherited, **variables}, start_new_session=True,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:

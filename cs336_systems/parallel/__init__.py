@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+TEAM_VARIABLE = (
+    "CS336_TEAM"  # set by `team.leading`: how many ranks torchrun started, of which this process leads
+)
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
 
@@ -29,6 +32,11 @@ class Rank:
     local_world_size: int
     device: str  # "cuda:1", "cpu": where its tensors belong
     backend: str  # "nccl", "gloo": what its process group communicates through
+
+
+def team_size() -> int | None:
+    """How many ranks of torchrun's `launch` runs functions on; None where it starts processes of its own."""
+    return int(os.environ[TEAM_VARIABLE]) if os.environ.get(TEAM_VARIABLE) else None
 
 
 def backend_and_device(backend: str, device: str, local_world_size: int) -> tuple[str, str]:
@@ -68,14 +76,17 @@ def backend_and_device(backend: str, device: str, local_world_size: int) -> tupl
 
 
 @contextmanager
-def process_group(backend: str = "auto", device: str = "auto", timeout_s: float = 180.0) -> Iterator[Rank]:
+def process_group(
+    backend: str = "auto", device: str = "auto", timeout_s: float = 180.0, meeting: str = ""
+) -> Iterator[Rank]:
     """This process as a rank of the default process group, as torchrun's environment says; without it, alone.
 
     A rank gets a GPU of its own as the current device. A collective that takes longer than `timeout_s` fails. Ranks
     wait for one another at the start (at most a minute longer) and at the end (at most twice as long), and leave
-    together. Once a process.
+    together. Once a process; where processes with the same environment follow one another, as in a team, each set of
+    them needs a name of its own for its `meeting`.
 
-    ValueError as `backend_and_device`, and for half an environment.
+    ValueError as `backend_and_device`, for half an environment, and for a MASTER_PORT that is taken.
     """
     rank, local_rank, world_size, local_world_size = _torchrun_environment()
     backend, device = backend_and_device(backend, device, local_world_size)
@@ -87,8 +98,9 @@ def process_group(backend: str = "auto", device: str = "auto", timeout_s: float 
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = rendezvous(rank, world_size, timeout)
+        if meeting:
+            store = dist.PrefixStore(meeting, store)
         # A rank that imports for longer than the others is no collective that hangs.
         _wait_for_all_ranks(store, "ready", world_size, timeout + timedelta(minutes=1))
     else:
@@ -109,6 +121,23 @@ def process_group(backend: str = "auto", device: str = "auto", timeout_s: float 
         # Where something went wrong, leaving may wait for collectives that never end: the process's own end does not.
         if complete or world_size == 1:
             dist.destroy_process_group()
+
+
+def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, where ranks find one another; ValueError where the port is taken."""
+    from torch import distributed as dist
+
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        place = f"MASTER_PORT={os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
+        raise ValueError(
+            f"{place} is taken by another program; allowed: any free port (torchrun --standalone finds one)"
+        ) from error
+    store.set_timeout(timeout)
+    return store
 
 
 def _wait_for_all_ranks(store: Store, state: str, world_size: int, timeout: timedelta) -> None:

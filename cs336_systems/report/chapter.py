@@ -142,8 +142,9 @@ class Chapter:
         """Measures what is due on this machine, if the parameters and the place allow it."""
         if not self.measuring:
             return
+        cases = experiments.of_this_team(self.experiment, self.cases(self.machines[0]))
         try:
-            store.measure(self.experiment, self.cases(self.machines[0]), refresh=self.refresh, root=self.root)
+            store.measure(self.experiment, cases, refresh=self.refresh, root=self.root)
         finally:
             self._frame = None
 

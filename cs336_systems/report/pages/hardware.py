@@ -83,6 +83,28 @@ def launch_table(chapter: Chapter) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
+def collective_table(chapter: Chapter) -> pd.DataFrame:
+    """The best bus bandwidth of an all-reduce, by backend and number of processes, beside the data sheet's links.
+
+    The rows are chapter `allreduce`'s, of its reference machines: links are between GPUs, and the machine of this
+    chapter may have only one. Empty where nothing of that chapter has been measured.
+    """
+    from cs336_systems.report.pages.allreduce import bytes_words, measured
+
+    other = Chapter("allreduce", measure="no", preset="full", root=chapter.root)
+    out = []
+    for ranks in measured(other):
+        bus = pd.to_numeric(ranks.rows["bus_gb_per_s"], errors="coerce")
+        if bus.notna().any():
+            best, link = bus.idxmax(), ranks.link_gb_per_s(other)
+            out.append({
+                "machine": ranks.machine, "all-reduce": ranks.label, "best bus bandwidth, GB/s": fmt(bus[best]),
+                "at size": bytes_words(ranks.rows["num_bytes"][best]), "data sheet, GB/s": fmt(link),
+                "share": _share(bus[best], link),
+            })  # fmt: skip
+    return pd.DataFrame(out)
+
+
 def spread_table(chapter: Chapter) -> pd.DataFrame:
     """The A/A rows: the same case measured twice in one run, and how far the medians lie apart."""
     rows = chapter.rows()
