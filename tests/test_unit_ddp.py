@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.parallel import ddp as ddp_module
-from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign
-from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, sole
+from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, InPlaceDDP, NaiveDDP, OverlappedDDP
 
 BUCKET_SIZES_MB = (0.0001, 0.0016, 0.01, None, 1e6)
 WRAPPERS = {
@@ -27,6 +27,7 @@ WRAPPERS = {
     "flat": FlatDDP,
     "overlapped": OverlappedDDP,
     **{f"bucketed {mb}": functools.partial(BucketedDDP, bucket_size_mb=mb) for mb in BUCKET_SIZES_MB},
+    **{f"in place {mb}": functools.partial(InPlaceDDP, bucket_size_mb=mb) for mb in (0.0016, None)},
 }
 OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
 OPTIMIZERS = {
@@ -392,6 +393,52 @@ def share_memory_between_gradients():
             model.finish_gradient_synchronization()
             for p in (a, b):
                 torch.testing.assert_close(p.grad, torch.full((2, 50), (ranks + 1) / 2))
+
+
+def share_memory_with_what_is_yet_to_be_read():
+    """When the gradient of p is there, the backward pass has yet to read its memory for the layer below."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for wrapper in OVERLAPPING:
+        with about(wrapper):
+            w, p = nn.Parameter(torch.full((1, 4), 2.0)), nn.Parameter(torch.zeros(4))
+            model = OVERLAPPING[wrapper](nn.ParameterList([w, p]))
+            for _ in range(2):
+                model.zero_grad()
+                y = w.sin() + p[None]
+                (y * (1 + rank)).sum().backward()
+                model.finish_gradient_synchronization()
+                mean = (ranks + 1) / 2
+                torch.testing.assert_close(p.grad, torch.full((4,), mean))
+                torch.testing.assert_close(w.grad, mean * w.detach().cos())
+
+
+def test_memory_that_is_yet_to_be_read_is_left_alone():
+    distributed.run(share_memory_with_what_is_yet_to_be_read, 2)
+
+
+def test_sole_memory_is_not_copied():
+    gradient = torch.ones(2, 3)
+    assert sole(gradient) is gradient
+    view = gradient.view(6)
+    for shared in (gradient, view):
+        copy = sole(shared)
+        assert copy.data_ptr() != shared.data_ptr() and torch.equal(copy, shared)
+    del view, shared
+    assert sole(gradient) is gradient
+    assert sole(torch.ones(2, 3).t()).is_contiguous()
+
+
+def test_in_place_gradients_stay_where_autograd_put_them(alone):
+    model = InPlaceDDP(Plain(), None)
+    pointers = {}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: pointers.update({p: p.grad.data_ptr()}))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(4, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+        same = [p.grad.data_ptr() == pointers[p] for p in model.parameters() if p.dim() == 2]
+        assert len(same) == 3 and all(same)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,20 @@ class Bucket:
         return self._living_buffer()
 
 
+def sole(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient itself, if it is contiguous and nothing else holds its memory; a contiguous copy otherwise.
+
+    Only memory that nobody else holds may be written to while a backward pass is under way. Autograd hands a tensor of
+    its own to the parameter when no other *tensor* is the same; another one may still share the memory (with
+    `y = x + p[None]`, a view of the gradient of x becomes that of p). The storage's count of its holders tells: two
+    here, the gradient and the object that asks.
+    """
+    holders = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    if holders > 2 or not gradient.is_contiguous():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
+
+
 # ------------------------------------------------------------------------------------------------ assignment
 def assign(parameters: Iterable[nn.Parameter], max_bytes: float) -> list[Bucket]:
     """Fills buckets with the parameters in the order given, those of one gradient dtype and device together.

@@ -7,9 +7,9 @@
         model.finish_gradient_synchronization()
         optimizer.step()
 
-Four classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
+Five classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
 one by one), `FlatDDP` (after it, all together), `OverlappedDDP` (during it, one by one), `BucketedDDP` (during it, some
-together). All follow one protocol.
+together), `InPlaceDDP` (the same, without a copy into a bucket's buffer). All follow one protocol.
 
 1. Collectives match. In every step each rank launches the same collectives in the same order, whatever its backward
    pass has reached: a gradient that a rank lacks goes as zeros. So ranks may use different parts of the model, in some
@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype, sole
 
 
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
@@ -58,6 +58,19 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = Fal
         return dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op)
     tensor.div_(group.size())  # before the sum, so that half precision does not overflow
     return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
+
+
+def average_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Starts replacing contiguous tensors of one dtype and device by their means over the ranks; what to wait for.
+
+    With NCCL all are one group call: one launch, no copy. Gloo has no group calls: there each is started by itself.
+    """
+    if not group._get_backend(tensors[0].device).supports_coalescing:
+        return [average(tensor, group, async_op=True) for tensor in tensors]
+    with dist._coalescing_manager(group, async_ops=True) as together:
+        for tensor in tensors:
+            average(tensor, group)
+    return [together]
 
 
 # -------------------------------------------------------------------------------------------- common surface
@@ -243,7 +256,7 @@ class HookedDDP(DataParallel):
                 f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
                 "on its way; run all backward passes of a step but the last inside no_sync()"
             )
-        self.buckets[index].take(parameter)
+        self._take(self.buckets[index], parameter)
         if self._accumulating:
             return
         with self._lock:
@@ -253,7 +266,15 @@ class HookedDDP(DataParallel):
 
     def _launch(self, indices: list[int]) -> None:
         for index in indices:
-            self._works.append(average(self.buckets[index].gathered(), self.process_group, async_op=True))
+            self._works += self._start(self.buckets[index])
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """What is done with a gradient as soon as the backward pass has made it."""
+        bucket.take(parameter)
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        """Starts averaging a bucket, all of whose gradients exist; what to wait for."""
+        return [average(bucket.gathered(), self.process_group, async_op=True)]
 
     def _average_gradients(self) -> None:
         self._launch(self._order.rest())
@@ -308,3 +329,23 @@ class BucketedDDP(HookedDDP):
                 f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
             )
         super().__init__(module, process_group, max_bytes)
+
+
+class InPlaceDDP(BucketedDDP):
+    """As `BucketedDDP`, but gradients travel from where autograd has put them: a bucket has no buffer.
+
+    A bucket's gradients are averaged by one group call of NCCL, a launch as for a buffer, which reads and writes each
+    tensor where it is. That saves reading and writing all gradients once a step, and on the host a copy for each. A
+    gradient is copied only where something else holds its memory, or where it is not contiguous (see `sole`).
+
+    With Gloo, which has no group calls, each gradient is a collective of its own. Arguments, methods and errors: see
+    `BucketedDDP`.
+    """
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        pass  # what shares its memory now may have let go of it by the time the bucket is full
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        for parameter in bucket.parameters:
+            parameter.grad = sole(parameter.grad)
+        return average_together([p.grad for p in bucket.parameters], self.process_group)
