@@ -10,6 +10,7 @@ the host's clock at the boundaries does the same.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -138,5 +139,5 @@ def _events(phases: Phases, ranges: Callable[[str], AbstractContextManager[Any]]
         mark.record()
     torch.cuda.synchronize()
     step = (time.perf_counter() - begin) * 1e3
-    spans = zip(marks, marks[1:], strict=False)
+    spans = itertools.pairwise(marks)
     return {p: a.elapsed_time(b) for p, (a, b) in zip(phases, spans, strict=True)} | {"step": step}
