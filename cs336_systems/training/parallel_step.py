@@ -72,11 +72,19 @@ class ParallelWorkload:
         whole = Workload(config, batch, context_length, rank.device, seed=seed)
         self.config, self.model, self.parameters = whole.config, whole.model, whole.parameters
         choose_attention(self.model, attention)
-        chosen = torch.Generator(rank.device).manual_seed(seed + 1 + rank.rank)
-        shape = (batch, context_length + 1)
-        ids = torch.randint(0, config.vocab_size, shape, device=rank.device, generator=chosen)
-        self.ids, self.targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        self._random = torch.Generator(rank.device).manual_seed(seed + 1 + rank.rank)
+        self.choose_batch(batch, context_length)
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    def choose_batch(self, batch: int, context_length: int) -> None:
+        """Another random batch for this rank, of this shape; ValueError beyond the context length of the model."""
+        if context_length > self.config.context_length:
+            raise ValueError(
+                f"context_length={context_length}; the model takes at most {self.config.context_length}"
+            )
+        shape, vocabulary = (batch, context_length + 1), self.config.vocab_size
+        ids = torch.randint(0, vocabulary, shape, device=self.rank.device, generator=self._random)
+        self.ids, self.targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
         """The optimizer of this name (see OPTIMIZERS) over all parameters; made on first use, which communicates."""
