@@ -117,13 +117,17 @@ def _communicates(trace: Trace, index: int) -> bool:
     return name.startswith(("c10d::", "gloo:")) or class_of(name) == COMMUNICATION
 
 
+def _union(spans: Sequence[tuple[int, int]]) -> int:
+    return union_ns([s for s, _ in spans], [e for _, e in spans])
+
+
 def _ms(spans: Sequence[tuple[int, int]]) -> float:
-    return union_ns([s for s, _ in spans], [e for _, e in spans]) / 1e6
+    return _union(spans) / 1e6
 
 
 def _both_ms(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> float:
     """The time in which an interval of both is running: |A| + |B| - |A ∪ B|."""
-    return _ms(a) + _ms(b) - _ms([*a, *b])
+    return (_union(a) + _union(b) - _union([*a, *b])) / 1e6
 
 
 def merged(spans: Sequence[tuple[int, int]], zero: int, gap: int) -> Intervals:

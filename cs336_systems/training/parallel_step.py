@@ -141,12 +141,13 @@ class ParallelStep:
         self._finish = getattr(self.container, "finish_gradient_synchronization", _nothing)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Takes the wrapper off the model: its hooks go with it, and what memory it has."""
         self.loss = self.container = self._optimizer = None
         self._finish = _nothing
         self.work.drop_gradients()
-        _empty(self.work.rank.device)
+        if failed is None:  # else the device may be waiting for a rank that is gone
+            _empty(self.work.rank.device)
 
     @property
     def matmul_precision(self) -> str:

@@ -88,6 +88,11 @@ def _percent(share: float | None, digits: int = 3) -> str:
     return EMPTY if share is None or pd.isna(share) else f"{fmt(100 * share, digits)} %"
 
 
+def _table(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """These columns of the lines, a dash where a line lacks one."""
+    return pd.DataFrame([[line.get(c, EMPTY) for c in columns] for line in lines], columns=list(columns))
+
+
 def _whole(number: Any) -> str:
     return EMPTY if number is None or pd.isna(number) else fmt(round(float(number)))
 
@@ -154,7 +159,7 @@ def step_table(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> 
     columns = [
         "machine", "context", "way", "step, ms", "p20–p80", *PHASES, "all-reduces", "exposed, ms", "share",
     ]  # fmt: skip
-    return pd.DataFrame(out, columns=columns).fillna(EMPTY)
+    return _table(out, columns)
 
 
 def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
@@ -168,10 +173,10 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
             out.append(line | {"step, ms": word(row["status"])})
             continue
         step = row["step_ms_p50"]
-        against = {
-            name: None if base is None else step / base["step_ms_p50"]
-            for name, base in (("none", mate(chapter, row, "none")), ("torch", mate(chapter, row, "torch")))
-        }
+        against = {}
+        for name in ("none", "torch"):
+            base = mate(chapter, row, name) if row["wrapper"] != ALONE else None
+            against[name] = None if base is None else step / base["step_ms_p50"]
         line |= {"step, ms": fmt(step), "tokens/s": fmt(row["tokens_per_s"])}
         line |= {"scaling": _percent(efficiency(chapter, row)) if row["wrapper"] != ALONE else EMPTY}
         line |= {f"over {name}": EMPTY if r is None else f"{r:.3f} ×" for name, r in against.items()}
@@ -187,8 +192,16 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
         "machine", "ranks", "dtype", "context", "way", "step, ms", "tokens/s", "scaling", "over none", "over torch",
         "peak, GiB", "predicted",
     ]  # fmt: skip
-    frame = pd.DataFrame(out, columns=columns).fillna(EMPTY)
-    return frame.drop(columns=[c for c in ("ranks", "dtype") if frame[c].nunique() == 1])
+    return _table(out, columns)
+
+
+def other_table(chapter: Chapter) -> pd.DataFrame:
+    """`summary_table` of the numbers of ranks and precisions that are not those of the main tables, nor skipped."""
+    frame = summary_table(chapter, world_size="all", dtype="all")
+    main = settings(chapter)
+    frame = frame[(frame["ranks"] != main["world_size"]) | (frame["dtype"] != main["dtype"])]
+    frame = frame[frame["step, ms"] != "skipped"]
+    return frame.drop(columns=["over torch", "predicted"]).reset_index(drop=True)
 
 
 def trace_table(chapter: Chapter) -> pd.DataFrame:
@@ -212,7 +225,7 @@ def trace_table(chapter: Chapter) -> pd.DataFrame:
         "machine", "context", "way", "step, ms", "computing, ms", "communicating, ms", "both, ms", "with backward, ms",
         "hidden", "messages",
     ]  # fmt: skip
-    return pd.DataFrame(out, columns=columns).fillna(EMPTY)
+    return _table(out, columns)
 
 
 # ------------------------------------------------------------------------------------------------- bucket model

@@ -279,6 +279,17 @@ def scaling_words(chapter: Chapter) -> str:
     return "\n".join(lines) or f"Weak scaling: {NOT_MEASURED}."
 
 
+def skipped_words(chapter: Chapter) -> str:
+    """What could not be measured, and why."""
+    rows = chapter.rows()
+    rows = rows[rows["status"].str.startswith("skipped")]
+    lines = [
+        f"- `{machine}`: {len(part)} cases of {ranks} rank{'s' * (ranks > 1)}: {status.split(': ', 1)[1]}."
+        for (machine, ranks, status), part in rows.groupby(["machine", "world_size", "status"])
+    ]
+    return "Not measured:\n\n" + "\n".join(lines) if lines else ""
+
+
 def published_words(chapter: Chapter) -> str:
     """What others have published for data parallelism, from `results/published.csv`."""
     path = chapter.root / "published.csv"
