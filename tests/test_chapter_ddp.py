@@ -10,6 +10,7 @@ from cs336_systems import experiments
 from cs336_systems.experiments import ddp
 from cs336_systems.experiments.ddp import Case
 from cs336_systems.measure import machine, rows, trace_overlap
+from cs336_systems.measure.trace import Range, Trace
 from cs336_systems.report import coverage
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import ddp as page
@@ -132,9 +133,11 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     group = [case(kind="trace"), case(kind="trace", wrapper="torch")]
     asked = {}
 
+    seen = ["rank 0", "rank 1"]
+
     def record_nsys(function, arguments, timeout_s, keep):
         asked.update(function=function, arguments=json.loads(json.dumps(arguments)))
-        return None, "the trace"
+        return None, Trace("nsys", (), tuple(Range(name, 0, 1, n, n) for n, name in enumerate(seen)))
 
     def overlap(trace, name, phases):
         asked.setdefault("ranges", []).append(name)
@@ -150,6 +153,11 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     assert asked["function"] == "cs336_systems.experiments.ddp:under_nsys"
     assert [Case(**c) for c in asked["arguments"]["cases"]] == group
     assert asked["ranges"] == [f"rank {r}/{name}/step" for name in ("naive", "torch") for r in (0, 1)]
+
+    seen.remove("rank 1")  # then each rank is recorded by torch's profiler
+    step = dataclasses.asdict(ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))) | {"source": "torch"}
+    monkeypatch.setattr(ddp, "_launch", lambda function, cases, keep: [[[step]] * 2] * 2)
+    assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
 
 
 @pytest.mark.gpu

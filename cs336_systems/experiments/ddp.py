@@ -268,32 +268,46 @@ def _metrics(case: Case, turns: list[_Turn], rank: Rank) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- tracing
 def _traced(cases: list[Case]) -> list[dict[str, Any]]:
     """Records steps of the cases; the condensed timeline of each is written, too."""
-    keep = _report_folder()
-    if machine.gpu_names() and nsys.find() is not None:
-        arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
-        _, trace = nsys.record_nsys(f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep)
-        version = nsys.version()
-        everyones = [
-            [
-                trace_overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES)
-                for rank in range(case.world_size)
-            ]
-            for case in cases
-        ]
-    else:
-        import torch
-
-        version = torch.__version__.split("+")[0]
-        by_rank = _launch("record_on_rank", cases, keep=str(keep))
-        everyones = [
-            [[trace_overlap.from_dict(step) for step in said[place]] for said in by_rank]
-            for place in range(len(cases))
-        ]
+    with_nsys = bool(machine.gpu_names()) and nsys.find() is not None
+    everyones, version = _with_nsys(cases) if with_nsys else (None, "")
+    if everyones is None:
+        everyones, version = _with_torch(cases)
     for case, by_rank in zip(cases, everyones, strict=True):
         path = overlap_path(case, machine.machine_name())
         path.parent.mkdir(parents=True, exist_ok=True)
         trace_overlap.to_json([steps[-1] for steps in by_rank], path)
     return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
+
+
+def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str]:
+    """Case → rank → step, and the version of Nsight Systems; None where its report lacks a rank."""
+    arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
+    function = f"{__name__}:under_nsys"
+    _, trace = nsys.record_nsys(function, arguments, timeout_s=_TIMEOUT_S, keep=_report_folder())
+    count = cases[0].world_size
+    seen = {path.split("/")[0] for path in trace.paths}
+    if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
+        print(f"    Nsight Systems has not recorded {', '.join(lacking)}: torch's profiler takes its place")
+        return None, ""
+    return [
+        [
+            trace_overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES)
+            for rank in range(count)
+        ]
+        for case in cases
+    ], nsys.version()
+
+
+def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
+    """The same by torch's profiler, which records each rank in itself."""
+    import torch
+
+    by_rank = _launch("record_on_rank", cases, keep=str(_report_folder()))
+    found = [
+        [[trace_overlap.from_dict(step) for step in said[place]] for said in by_rank]
+        for place in range(len(cases))
+    ]
+    return found, torch.__version__.split("+")[0]
 
 
 def _report_folder(root: Path | None = None) -> Path:

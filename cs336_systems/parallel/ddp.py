@@ -9,7 +9,7 @@
 
 Five classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
 one by one), `FlatDDP` (after it, all together), `OverlappedDDP` (during it, one by one), `BucketedDDP` (during it, some
-together), `InPlaceDDP` (the same, without a copy into a bucket's buffer). All follow one protocol.
+together, from one buffer), `InPlaceDDP` (the same, from where they are). All follow one protocol.
 
 1. Collectives match. In every step each rank launches the same collectives in the same order, whatever its backward
    pass has reached: a gradient that a rank lacks goes as zeros. So ranks may use different parts of the model, in some
@@ -61,14 +61,20 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = Fal
     return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
 
 
-def average_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+def average_together(tensors: list[torch.Tensor], group: dist.ProcessGroup, grouped: bool) -> list[dist.Work]:
     """Starts replacing contiguous tensors of one dtype and device by their means over the ranks; what to wait for.
 
-    With NCCL all are one group call: one launch, no copy. Gloo has no group calls: there each is started by itself.
+    grouped: whether the backend has group calls (`has_group_calls`). Then all are one: one launch, no copy. Otherwise
+    each is started by itself.
     """
-    if len(tensors) == 1 or not group._get_backend(tensors[0].device).supports_coalescing:
-        return [average(tensor, group, async_op=True) for tensor in tensors]
-    return [coalesced(tensors, group, dist.ReduceOp.AVG)]
+    if grouped:
+        return [coalesced(tensors, group, dist.ReduceOp.AVG)]
+    return [average(tensor, group, async_op=True) for tensor in tensors]
+
+
+def has_group_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether several tensors of this device can be all-reduced, and averaged, by one call: NCCL can, Gloo cannot."""
+    return device.type == "cuda" and dist.get_backend(group) == "nccl"
 
 
 def coalesced(
@@ -242,36 +248,44 @@ class HookedDDP(DataParallel):
         self._check_same_on_all_ranks("sizes of buckets (in bytes)", max_bytes)
         # the last layers' gradients come first
         self.buckets: list[Bucket] = assign(reversed(self._trained), max_bytes)
-        self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self._bucket_of = [bucket_of[p] for p in self._trained]
+        self._grouped = has_group_calls(self.process_group, self._trained[0].device)
         self._order = LaunchOrder(len(self.buckets))
         self._order_is_rank_0s = False
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._begin_step()
 
-        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep.
-        hook = functools.partial(_call_gradient_is_ready, weakref.ref(self))
-        handles = [p.register_post_accumulate_grad_hook(hook) for p in self._trained]
+        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
+        # middle of a backward pass that may be waiting for the host: they know their numbers, so that nothing is
+        # looked up by tensor.
+        this = weakref.ref(self)
+        handles = [
+            p.register_post_accumulate_grad_hook(functools.partial(_call_gradient_is_ready, this, i))
+            for i, p in enumerate(self._trained)
+        ]
         weakref.finalize(self, _remove, handles).atexit = False
 
     def _begin_step(self) -> None:
         self._order.begin_step()
-        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        self._arrived = bytearray(len(self._trained))
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work] = []
 
-    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        index = self._bucket_of[parameter]
-        missing = self._missing[index]
-        if parameter not in missing:
+    def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
+        if self._arrived[number]:
             raise RuntimeError(
                 f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
                 "on its way; run all backward passes of a step but the last inside no_sync()"
             )
+        index = self._bucket_of[number]
         self._take(self.buckets[index], parameter)
         if self._accumulating:
             return
         with self._lock:
-            missing.remove(parameter)
-            if not missing:
+            self._arrived[number] = True
+            self._missing[index] -= 1
+            if not self._missing[index]:
                 self._launch(self._order.ready(index))
 
     def _launch(self, indices: list[int]) -> None:
@@ -280,11 +294,11 @@ class HookedDDP(DataParallel):
 
     def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """What is done with a gradient as soon as the backward pass has made it."""
-        bucket.take(parameter)
+        raise NotImplementedError
 
     def _start(self, bucket: Bucket) -> list[dist.Work]:
         """Starts averaging a bucket, all of whose gradients exist; what to wait for."""
-        return [average(bucket.gathered(), self.process_group, async_op=True)]
+        raise NotImplementedError
 
     def _average_gradients(self) -> None:
         self._launch(self._order.rest())
@@ -297,9 +311,9 @@ class HookedDDP(DataParallel):
         self._begin_step()
 
 
-def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], parameter: nn.Parameter) -> None:
+def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], number: int, parameter: nn.Parameter) -> None:
     if (alive := wrapper()) is not None:
-        alive._gradient_is_ready(parameter)
+        alive._gradient_is_ready(number, parameter)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
@@ -307,18 +321,47 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-class OverlappedDDP(HookedDDP):
-    """One all-reduce a parameter, as soon as the backward pass has its gradient.
+class _GathersGradients(HookedDDP):
+    """A bucket has a buffer into which its gradients are brought: see `Bucket`."""
 
-    Each is a bucket of its own: see `Bucket.take` for why autograd's tensor cannot be reduced where it is while the
-    backward pass is under way. Arguments, methods and errors: see `DataParallel` and `HookedDDP`.
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        bucket.take(parameter)
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        return [average(bucket.gathered(), self.process_group, async_op=True)]
+
+
+class _LeavesGradients(HookedDDP):
+    """Gradients travel from where autograd has put them: a bucket has no buffer.
+
+    A gradient is copied only where something else holds its memory, or where it is not contiguous: see `sole`.
+    """
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        pass  # what shares its memory now may have let go of it by the time the bucket is full
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        gradients = []
+        for parameter in bucket.parameters:
+            gradient = parameter.grad
+            own = sole(gradient)
+            if own is not gradient:
+                parameter.grad = own
+            gradients.append(own)
+        return average_together(gradients, self.process_group, self._grouped)
+
+
+class OverlappedDDP(_LeavesGradients):
+    """One all-reduce a parameter, as soon as the backward pass has its gradient, where autograd has put it.
+
+    Arguments, methods and errors: see `DataParallel` and `HookedDDP`.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, process_group, max_bytes=0)
 
 
-class BucketedDDP(HookedDDP):
+class BucketedDDP(_GathersGradients):
     """One all-reduce a bucket of gradients, as soon as the backward pass has the last of them.
 
     bucket_size_mb: the most that a bucket holds, in MB of 2^20 bytes (a larger parameter has a bucket to itself); None
@@ -330,32 +373,28 @@ class BucketedDDP(HookedDDP):
     def __init__(
         self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
     ) -> None:
-        if bucket_size_mb is None:
-            max_bytes = math.inf
-        elif isinstance(bucket_size_mb, numbers.Real) and bucket_size_mb > 0:
-            max_bytes = bucket_size_mb * 2.0**20
-        else:
-            raise ValueError(
-                f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
-            )
-        super().__init__(module, process_group, max_bytes)
+        super().__init__(module, process_group, _max_bytes(bucket_size_mb))
 
 
-class InPlaceDDP(BucketedDDP):
-    """As `BucketedDDP`, but gradients travel from where autograd has put them: a bucket has no buffer.
+class InPlaceDDP(_LeavesGradients):
+    """As `BucketedDDP`, but a bucket has no buffer: its gradients are averaged where autograd has put them.
 
-    A bucket's gradients are averaged by one group call of NCCL, a launch as for a buffer, which reads and writes each
-    tensor where it is. That saves reading and writing all gradients once a step, and on the host a copy for each. A
-    gradient is copied only where something else holds its memory, or where it is not contiguous (see `sole`).
-
-    With Gloo, which has no group calls, each gradient is a collective of its own. Arguments, methods and errors: see
-    `BucketedDDP`.
+    NCCL takes them in one group call, a launch as for a buffer, which reads and writes each tensor where it is. That
+    saves reading and writing all gradients once a step, and on the host a copy for each. With Gloo, which has no group
+    calls, each gradient is a collective of its own. Arguments, methods and errors: see `BucketedDDP`.
     """
 
-    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        pass  # what shares its memory now may have let go of it by the time the bucket is full
+    def __init__(
+        self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(module, process_group, _max_bytes(bucket_size_mb))
 
-    def _start(self, bucket: Bucket) -> list[dist.Work]:
-        for parameter in bucket.parameters:
-            parameter.grad = sole(parameter.grad)
-        return average_together([p.grad for p in bucket.parameters], self.process_group)
+
+def _max_bytes(bucket_size_mb: float | None) -> float:
+    if bucket_size_mb is None:
+        return math.inf
+    if isinstance(bucket_size_mb, numbers.Real) and bucket_size_mb > 0:
+        return bucket_size_mb * 2.0**20
+    raise ValueError(
+        f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
+    )
