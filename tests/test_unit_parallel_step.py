@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 
 import distributed
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from cs336_systems.measure import ranks
 from cs336_systems.parallel import Rank
+from cs336_systems.parallel.launch import LaunchError, launch
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.training import parallel_step
 from cs336_systems.training.parallel_step import (
@@ -158,6 +161,22 @@ def refuse():
 
 def test_what_cannot_be_is_refused():
     distributed.run(refuse, 1)
+
+
+def die_in_the_middle_of_a_step(rank):
+    work = ParallelWorkload(TOY, 2, 8, rank)
+    with enter(work, "bucketed") as step:
+        step.run()
+        step.forward()
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.backward()
+        step.synchronize()
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_others():
+    with pytest.raises(LaunchError, match="rank 1 of 2: signal SIGKILL"):
+        launch(f"{__name__}:die_in_the_middle_of_a_step", 2, device="cpu", backend="gloo", timeout_s=100)
 
 
 # -------------------------------------------------------------------------------------------------- measure.ranks

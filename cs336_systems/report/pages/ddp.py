@@ -24,6 +24,7 @@ NAMES = {
     ALONE: "one rank alone", "none": "no communication", "naive": "naive", "flat": "flat", "overlapped": "overlapped",
     "bucketed": "bucketed", "in_place": "in place", "torch": "torch DDP", "torch_view": "torch DDP, views",
 }  # fmt: skip
+HEADS = dict(zip(PHASES, ("forward", "backward", "sync", "update"), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ rows
@@ -124,40 +125,34 @@ def prediction_table(chapter: Chapter) -> pd.DataFrame:
         extra = {"flat": "all gradients once more", "bucketed": "what is not filled of a bucket"}
         out.append({
             "way": way(row),
-            "sent": "after the backward pass" if wrapper in ("naive", "flat") else "during it",
             "all-reduces": len(buckets),
             "largest, MB": fmt(max(buckets) / closed.MB),
             "last, MB": fmt(buckets[-1] / closed.MB),
             "held besides": extra.get(wrapper, "nothing"),
         })  # fmt: skip
     assert total > 0
-    return pd.DataFrame(
-        out, columns=["way", "sent", "all-reduces", "largest, MB", "last, MB", "held besides"]
-    )
+    return pd.DataFrame(out, columns=["way", "all-reduces", "largest, MB", "last, MB", "held besides"])
 
 
 # ------------------------------------------------------------------------------------------------------ tables
 def step_table(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> pd.DataFrame:
-    """The step of each way: its time with quantiles, its phases, what of it is exposed communication."""
+    """The step of each way in ms: its median with quantiles, its phases, what of it is exposed communication."""
     out = []
     for row in timed(chapter, wrappers, **where):
         line = {"machine": row["machine"], "context": row["context_length"], "way": way(row)}
         if not ok(row):
-            out.append(line | {"step, ms": word(row["status"])})
+            out.append(line | {"step": word(row["status"])})
             continue
         exposed = exposed_ms(chapter, row)
         step = row["step_ms_p50"]
-        line |= {"step, ms": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
-        line |= {f"{phase}": fmt(row[f"{phase}_ms_p50"]) for phase in PHASES}
-        line |= {"all-reduces": _whole(row["collectives"])}
+        line |= {"step": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
+        line |= {HEADS[phase]: fmt(row[f"{phase}_ms_p50"]) for phase in PHASES}
+        line |= {"calls": _whole(row["collectives"])}
         if row["wrapper"] not in (ALONE, "none"):
-            line |= {
-                "exposed, ms": fmt(exposed),
-                "share": _percent(None if exposed is None else exposed / step),
-            }
+            line |= {"exposed": fmt(exposed), "share": _percent(None if exposed is None else exposed / step)}
         out.append(line)
     columns = [
-        "machine", "context", "way", "step, ms", "p20–p80", *PHASES, "all-reduces", "exposed, ms", "share",
+        "machine", "context", "way", "step", "p20–p80", *HEADS.values(), "calls", "exposed", "share",
     ]  # fmt: skip
     return _table(out, columns)
 
@@ -205,24 +200,24 @@ def other_table(chapter: Chapter) -> pd.DataFrame:
 
 
 def trace_table(chapter: Chapter) -> pd.DataFrame:
-    """What ran at the same time, by the traces: means over ranks and steps."""
+    """What ran at the same time, by the traces: means over ranks and steps, in ms."""
     out = []
     for row in chapter.rows(kind="trace").to_dict("records"):
         line = {"machine": row["machine"], "context": row["context_length"], "way": way(row)}
         if not ok(row):
-            out.append(line | {"step, ms": word(row["status"])})
+            out.append(line | {"step": word(row["status"])})
             continue
         out.append(line | {
-            "step, ms": fmt(row["traced_ms"]),
-            "computing, ms": fmt(row["compute_ms"]),
-            "communicating, ms": fmt(row["communication_ms"]),
-            "both, ms": fmt(row["overlap_ms"]),
-            "with backward, ms": fmt(row["backward_overlap_ms"]),
+            "step": fmt(row["traced_ms"]),
+            "computing": fmt(row["compute_ms"]),
+            "communicating": fmt(row["communication_ms"]),
+            "both": fmt(row["overlap_ms"]),
+            "in backward": fmt(row["backward_overlap_ms"]),
             "hidden": _percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None),
             "messages": _whole(row["messages"]),
         })  # fmt: skip
     columns = [
-        "machine", "context", "way", "step, ms", "computing, ms", "communicating, ms", "both, ms", "with backward, ms",
+        "machine", "context", "way", "step", "computing", "communicating", "both", "in backward",
         "hidden", "messages",
     ]  # fmt: skip
     return _table(out, columns)
@@ -258,10 +253,10 @@ def bucket_table(chapter: Chapter) -> pd.DataFrame:
                 buckets = closed.bucket_bytes(model_of(chapter)[0], row["bucket_mb"] * closed.MB)
                 fitted = [EMPTY if f is None else fmt(f.overhead_s(n) * 1e3) for f in fits]
                 out.append({
-                    "machine": machine, "context": context, "bucket, MB": fmt(row["bucket_mb"]), "all-reduces": int(n),
-                    "mean, MB": fmt(total / n / closed.MB), "last, MB": fmt(buckets[-1] / closed.MB),
-                    "step, ms": fmt(row["step_ms_p50"]), "exposed, ms": fmt(row["exposed_ms"]),
-                    "model, ms": fitted[0], "with a constant, ms": fitted[1],
+                    "machine": machine, "context": context, "bucket": fmt(row["bucket_mb"]), "calls": int(n),
+                    "mean": fmt(total / n / closed.MB), "last": fmt(buckets[-1] / closed.MB),
+                    "step": fmt(row["step_ms_p50"]), "exposed": fmt(row["exposed_ms"]),
+                    "model": fitted[0], "with constant": fitted[1],
                 })  # fmt: skip
     return pd.DataFrame(out)
 

@@ -90,10 +90,11 @@ def time_words(chapter: Chapter) -> str:
         if known is None:
             continue
         rate, call, source = known
+        calls = f" and {fmt(call * 1e6)} µs a call" if call else ", were calls free"
         together = closed.all_reduce_ms([sum(sizes)], said["world_size"], rate, call)
         apart = closed.all_reduce_ms(sizes, said["world_size"], rate, call)
         text = (
-            f"On `{machine}`, at {fmt(rate / 1e9)} GB/s in each direction and {fmt(call * 1e6)} µs a call ({source}),"
+            f"On `{machine}`, at {fmt(rate / 1e9)} GB/s in each direction{calls} ({source}),"
             f" one all-reduce of everything takes {fmt(together)} ms, and one a parameter {fmt(apart)} ms."
         )
         roof = roofs(machine, chapter.root).tflops.get(said["dtype"])
