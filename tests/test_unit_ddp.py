@@ -441,6 +441,41 @@ def test_in_place_gradients_stay_where_autograd_put_them(alone):
         assert len(same) == 3 and all(same)
 
 
+def average_by_group_calls():
+    """The path that NCCL takes, by way of Gloo's calls of several tensors, which have a sum but no mean."""
+    original, launched = ddp_module.coalesced, []
+
+    def coalesced(tensors, group, op):
+        assert op == dist.ReduceOp.AVG
+        launched.append(len(tensors))
+        for tensor in tensors:
+            tensor.div_(group.size())
+        return original(tensors, group, dist.ReduceOp.SUM)
+
+    ddp_module.coalesced, ddp_module.has_group_calls = coalesced, lambda group, device: True
+    torch.manual_seed(0)
+    module, x = Plain(), torch.randn(4, 6) * (1 + dist.get_rank())
+    module(x).square().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    for gradient in expected:
+        dist.all_reduce(gradient)
+    for wrap, calls in ((OverlappedDDP, [1] * 6), (functools.partial(InPlaceDDP, bucket_size_mb=None), [6])):
+        model = wrap(module)
+        for _ in range(2):
+            launched.clear()
+            model.zero_grad()
+            model(x).square().sum().backward()
+            model.finish_gradient_synchronization()
+            assert launched == calls
+            for p, gradient in zip(module.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, gradient / dist.get_world_size())
+        del model
+
+
+def test_group_calls_average():
+    distributed.run(average_by_group_calls, 2)
+
+
 @pytest.mark.parametrize(
     "check", [train_with_accumulation, forward_several_times, second_backward_pass_is_refused]
 )

@@ -114,7 +114,7 @@ def _one(trace: Trace, index: int, phases: Sequence[str]) -> Overlap:
 
 def _communicates(trace: Trace, index: int) -> bool:
     name = trace.kernels[index].name
-    return name.startswith(("c10d::", "gloo:")) or class_of(name) == COMMUNICATION
+    return name.startswith(("c10d::", "gloo:", "nccl")) or class_of(name) == COMMUNICATION
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> int:
