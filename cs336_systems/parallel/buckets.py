@@ -55,9 +55,9 @@ class Bucket:
 
         It is there while gradients accumulate, and after `zero_grad(set_to_none=False)`: autograd then adds in place.
         Otherwise autograd has left a tensor of its own, and one copy is cheaper than the alternative, a zeroed view
-        attached before the backward pass, which autograd would have to read as well as write. What autograd leaves may be
-        memory that the backward pass is yet to read (with `y = x + p[None]`, the gradients of p and of x are one), so
-        it must not be reduced where it is, unless nothing else holds it: see `sole`.
+        attached before the backward pass, which autograd would have to read as well as write. What autograd leaves may
+        be memory that the backward pass is yet to read (with `y = x + p[None]`, the gradients of p and of x are one),
+        so it must not be reduced where it is, unless nothing else holds it: see `sole`.
         """
         buffer, offset = self._living_buffer(), self._offsets[parameter]
         if parameter.grad.data_ptr() != buffer.data_ptr() + offset * buffer.element_size():

@@ -237,7 +237,7 @@ class FlatDDP(DataParallel):
 
 # ------------------------------------------------------------------------------------------- during backward
 class HookedDDP(DataParallel):
-    """Averages buckets of gradients while the backward pass computes the others: what two of the classes share.
+    """Averages buckets of gradients while the backward pass computes the others: what three of the classes share.
 
     max_bytes: what fills a bucket (see `buckets.assign`). Between two calls of `finish_gradient_synchronization()`
     the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second.
