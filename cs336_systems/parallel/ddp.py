@@ -91,7 +91,7 @@ def coalesced(
 
 # -------------------------------------------------------------------------------------------- common surface
 class DataParallel(nn.Module):
-    """What the four classes share; `_average_gradients` is what they differ in.
+    """What the five classes share; `_average_gradients` is what they differ in.
 
     module: the model, the same on all ranks in names, shapes, dtypes and what is frozen, on its device already; it
         stays `self.module`, and its parameters remain those that optimizers get. Rank 0's parameters and buffers are
