@@ -147,7 +147,7 @@ class ParallelStep:
         self._finish = _nothing
         self.work.drop_gradients()
         if failed is None:  # else the device may be waiting for a rank that is gone
-            _empty(self.work.rank.device)
+            _empty(self.work.rank.device, cycles=self.wrapper in ("torch", "torch_view"))
 
     @property
     def matmul_precision(self) -> str:
@@ -248,9 +248,10 @@ def _new_optimizer(name: str, parameters: tuple[nn.Parameter, ...]) -> torch.opt
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)
 
 
-def _empty(device: str) -> None:
-    """Gives unreachable tensors back to the device; torch's DDP is held by cycles of references."""
-    gc.collect()
+def _empty(device: str, cycles: bool = True) -> None:
+    """Gives what nothing refers to back to the device; `cycles`: and what refers to itself only, as torch's DDP does."""
+    if cycles:
+        gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
