@@ -249,7 +249,7 @@ def _new_optimizer(name: str, parameters: tuple[nn.Parameter, ...]) -> torch.opt
 
 
 def _empty(device: str, cycles: bool = True) -> None:
-    """Gives what nothing refers to back to the device; `cycles`: and what refers to itself only, as torch's DDP does."""
+    """Gives what nothing refers to back to the device; `cycles`: and what only refers to itself, as torch's DDP."""
     if cycles:
         gc.collect()
     if device != "cpu":
