@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.parallel import ddp as ddp_module
-from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign
-from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, sole
+from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, InPlaceDDP, NaiveDDP, OverlappedDDP
 
 BUCKET_SIZES_MB = (0.0001, 0.0016, 0.01, None, 1e6)
 WRAPPERS = {
@@ -27,6 +27,7 @@ WRAPPERS = {
     "flat": FlatDDP,
     "overlapped": OverlappedDDP,
     **{f"bucketed {mb}": functools.partial(BucketedDDP, bucket_size_mb=mb) for mb in BUCKET_SIZES_MB},
+    **{f"in place {mb}": functools.partial(InPlaceDDP, bucket_size_mb=mb) for mb in (0.0016, None)},
 }
 OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
 OPTIMIZERS = {
@@ -394,6 +395,87 @@ def share_memory_between_gradients():
                 torch.testing.assert_close(p.grad, torch.full((2, 50), (ranks + 1) / 2))
 
 
+def share_memory_with_what_is_yet_to_be_read():
+    """When the gradient of p is there, the backward pass has yet to read its memory for the layer below."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for wrapper in OVERLAPPING:
+        with about(wrapper):
+            w, p = nn.Parameter(torch.full((1, 4), 2.0)), nn.Parameter(torch.zeros(4))
+            model = OVERLAPPING[wrapper](nn.ParameterList([w, p]))
+            for _ in range(2):
+                model.zero_grad()
+                y = w.sin() + p[None]
+                (y * (1 + rank)).sum().backward()
+                model.finish_gradient_synchronization()
+                mean = (ranks + 1) / 2
+                torch.testing.assert_close(p.grad, torch.full((4,), mean))
+                torch.testing.assert_close(w.grad, mean * w.detach().cos())
+
+
+def test_memory_that_is_yet_to_be_read_is_left_alone():
+    distributed.run(share_memory_with_what_is_yet_to_be_read, 2)
+
+
+def test_sole_memory_is_not_copied():
+    gradient = torch.ones(2, 3)
+    assert sole(gradient) is gradient
+    view = gradient.view(6)
+    for shared in (gradient, view):
+        copy = sole(shared)
+        assert copy.data_ptr() != shared.data_ptr() and torch.equal(copy, shared)
+    del view, shared
+    assert sole(gradient) is gradient
+    assert sole(torch.ones(2, 3).t()).is_contiguous()
+
+
+def test_in_place_gradients_stay_where_autograd_put_them(alone):
+    model = InPlaceDDP(Plain(), None)
+    pointers = {}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: pointers.update({p: p.grad.data_ptr()}))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(4, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+        same = [p.grad.data_ptr() == pointers[p] for p in model.parameters() if p.dim() == 2]
+        assert len(same) == 3 and all(same)
+
+
+def average_by_group_calls():
+    """The path that NCCL takes, by way of Gloo's calls of several tensors, which have a sum but no mean."""
+    original, launched = ddp_module.coalesced, []
+
+    def coalesced(tensors, group, op):
+        assert op == dist.ReduceOp.AVG
+        launched.append(len(tensors))
+        for tensor in tensors:
+            tensor.div_(group.size())
+        return original(tensors, group, dist.ReduceOp.SUM)
+
+    ddp_module.coalesced, ddp_module.has_group_calls = coalesced, lambda group, device: True
+    torch.manual_seed(0)
+    module, x = Plain(), torch.randn(4, 6) * (1 + dist.get_rank())
+    module(x).square().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    for gradient in expected:
+        dist.all_reduce(gradient)
+    for wrap, calls in ((OverlappedDDP, [1] * 6), (functools.partial(InPlaceDDP, bucket_size_mb=None), [6])):
+        model = wrap(module)
+        for _ in range(2):
+            launched.clear()
+            model.zero_grad()
+            model(x).square().sum().backward()
+            model.finish_gradient_synchronization()
+            assert launched == calls
+            for p, gradient in zip(module.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, gradient / dist.get_world_size())
+        del model
+
+
+def test_group_calls_average():
+    distributed.run(average_by_group_calls, 2)
+
+
 @pytest.mark.parametrize(
     "check", [train_with_accumulation, forward_several_times, second_backward_pass_is_refused]
 )
@@ -439,10 +521,9 @@ def test_launches_have_rank_0s_order():
         record_launches, 2, (rounds, other), "overlapped"
     )
     sizes = [p.numel() for p in Optional(0).parameters()]
-    padded = lambda numels: [n + n % 2 for n in numels]  # a bucket starts and ends at a multiple of 16 bytes
     assert launched == theirs
-    assert launched[0] == padded(reversed(sizes))
-    assert launched[1:] == [padded(ready)] * 3 and launched[1] != launched[0]
+    assert launched[0] == sizes[::-1]
+    assert launched[1:] == [ready] * 3 and launched[1] != launched[0]
     assert early[1] == len(sizes), "the pass is as it was in the first step: all were launched before finish"
     assert early[3] == 0, "layer 1 goes first and is not used"
 

@@ -38,6 +38,7 @@ from cs336_systems.parallel import team_size
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
     "allreduce",
+    "ddp",
 )  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")

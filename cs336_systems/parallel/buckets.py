@@ -55,9 +55,9 @@ class Bucket:
 
         It is there while gradients accumulate, and after `zero_grad(set_to_none=False)`: autograd then adds in place.
         Otherwise autograd has left a tensor of its own, and one copy is cheaper than the alternative, a zeroed view
-        attached before the backward pass, which autograd would have to read as well as write. That tensor cannot
-        serve in place of a copy: it may be memory that the backward pass is yet to read (with `y = x + p[None]`, the
-        gradients of p and of x are one), so nothing may reduce it before the pass has ended.
+        attached before the backward pass, which autograd would have to read as well as write. What autograd leaves may
+        be memory that the backward pass is yet to read (with `y = x + p[None]`, the gradients of p and of x are one),
+        so it must not be reduced where it is, unless nothing else holds it: see `sole`.
         """
         buffer, offset = self._living_buffer(), self._offsets[parameter]
         if parameter.grad.data_ptr() != buffer.data_ptr() + offset * buffer.element_size():
@@ -69,6 +69,20 @@ class Bucket:
         for parameter in self.parameters:
             self.take(parameter)
         return self._living_buffer()
+
+
+def sole(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient itself, if it is contiguous and nothing else holds its memory; a contiguous copy otherwise.
+
+    Only memory that nobody else holds may be written to while a backward pass is under way. Autograd hands a tensor of
+    its own to the parameter when no other *tensor* is the same; another one may still share the memory (with
+    `y = x + p[None]`, a view of the gradient of x becomes that of p). The storage's count of its holders tells: two
+    here, the gradient and the object that asks.
+    """
+    holders = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    if holders > 2 or not gradient.is_contiguous():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
 
 
 # ------------------------------------------------------------------------------------------------ assignment

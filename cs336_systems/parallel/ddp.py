@@ -7,9 +7,9 @@
         model.finish_gradient_synchronization()
         optimizer.step()
 
-Four classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
+Five classes with one surface differ in when gradients travel, and in what company: `NaiveDDP` (after the backward pass,
 one by one), `FlatDDP` (after it, all together), `OverlappedDDP` (during it, one by one), `BucketedDDP` (during it, some
-together). All follow one protocol.
+together, from one buffer), `InPlaceDDP` (the same, from where they are). All follow one protocol.
 
 1. Collectives match. In every step each rank launches the same collectives in the same order, whatever its backward
    pass has reached: a gradient that a rank lacks goes as zeros. So ranks may use different parts of the model, in some
@@ -47,9 +47,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype
+from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype, sole
 
 
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
@@ -60,9 +61,37 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = Fal
     return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
 
 
+def average_together(tensors: list[torch.Tensor], group: dist.ProcessGroup, grouped: bool) -> list[dist.Work]:
+    """Starts replacing contiguous tensors of one dtype and device by their means over the ranks; what to wait for.
+
+    grouped: whether the backend has group calls (`has_group_calls`). Then all are one: one launch, no copy. Otherwise
+    each is started by itself.
+    """
+    if grouped:
+        return [coalesced(tensors, group, dist.ReduceOp.AVG)]
+    return [average(tensor, group, async_op=True) for tensor in tensors]
+
+
+def has_group_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether several tensors of this device can be all-reduced, and averaged, by one call: NCCL can, Gloo cannot."""
+    return device.type == "cuda" and dist.get_backend(group) == "nccl"
+
+
+def coalesced(
+    tensors: list[torch.Tensor], group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """One asynchronous all-reduce of several tensors: what torch's own manager of coalesced calls ends in.
+
+    It is called directly because that manager takes the host some microseconds for every tensor.
+    """
+    options = distributed_c10d.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    return group.allreduce_coalesced(tensors, options)
+
+
 # -------------------------------------------------------------------------------------------- common surface
 class DataParallel(nn.Module):
-    """What the four classes share; `_average_gradients` is what they differ in.
+    """What the five classes share; `_average_gradients` is what they differ in.
 
     module: the model, the same on all ranks in names, shapes, dtypes and what is frozen, on its device already; it
         stays `self.module`, and its parameters remain those that optimizers get. Rank 0's parameters and buffers are
@@ -208,7 +237,7 @@ class FlatDDP(DataParallel):
 
 # ------------------------------------------------------------------------------------------- during backward
 class HookedDDP(DataParallel):
-    """Averages buckets of gradients while the backward pass computes the others: what two of the classes share.
+    """Averages buckets of gradients while the backward pass computes the others: what three of the classes share.
 
     max_bytes: what fills a bucket (see `buckets.assign`). Between two calls of `finish_gradient_synchronization()`
     the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second.
@@ -219,41 +248,57 @@ class HookedDDP(DataParallel):
         self._check_same_on_all_ranks("sizes of buckets (in bytes)", max_bytes)
         # the last layers' gradients come first
         self.buckets: list[Bucket] = assign(reversed(self._trained), max_bytes)
-        self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self._bucket_of = [bucket_of[p] for p in self._trained]
+        self._grouped = has_group_calls(self.process_group, self._trained[0].device)
         self._order = LaunchOrder(len(self.buckets))
         self._order_is_rank_0s = False
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._begin_step()
 
-        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep.
-        hook = functools.partial(_call_gradient_is_ready, weakref.ref(self))
-        handles = [p.register_post_accumulate_grad_hook(hook) for p in self._trained]
+        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
+        # middle of a backward pass that may be waiting for the host: they know their numbers, so that nothing is
+        # looked up by tensor.
+        this = weakref.ref(self)
+        handles = [
+            p.register_post_accumulate_grad_hook(functools.partial(_call_gradient_is_ready, this, i))
+            for i, p in enumerate(self._trained)
+        ]
         weakref.finalize(self, _remove, handles).atexit = False
 
     def _begin_step(self) -> None:
         self._order.begin_step()
-        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        self._arrived = bytearray(len(self._trained))
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work] = []
 
-    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        index = self._bucket_of[parameter]
-        missing = self._missing[index]
-        if parameter not in missing:
+    def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
+        if self._arrived[number]:
             raise RuntimeError(
                 f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
                 "on its way; run all backward passes of a step but the last inside no_sync()"
             )
-        self.buckets[index].take(parameter)
+        index = self._bucket_of[number]
+        self._take(self.buckets[index], parameter)
         if self._accumulating:
             return
         with self._lock:
-            missing.remove(parameter)
-            if not missing:
+            self._arrived[number] = True
+            self._missing[index] -= 1
+            if not self._missing[index]:
                 self._launch(self._order.ready(index))
 
     def _launch(self, indices: list[int]) -> None:
         for index in indices:
-            self._works.append(average(self.buckets[index].gathered(), self.process_group, async_op=True))
+            self._works += self._start(self.buckets[index])
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """What is done with a gradient as soon as the backward pass has made it."""
+        raise NotImplementedError
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        """Starts averaging a bucket, all of whose gradients exist; what to wait for."""
+        raise NotImplementedError
 
     def _average_gradients(self) -> None:
         self._launch(self._order.rest())
@@ -266,9 +311,9 @@ class HookedDDP(DataParallel):
         self._begin_step()
 
 
-def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], parameter: nn.Parameter) -> None:
+def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], number: int, parameter: nn.Parameter) -> None:
     if (alive := wrapper()) is not None:
-        alive._gradient_is_ready(parameter)
+        alive._gradient_is_ready(number, parameter)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
@@ -276,18 +321,47 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-class OverlappedDDP(HookedDDP):
-    """One all-reduce a parameter, as soon as the backward pass has its gradient.
+class _GathersGradients(HookedDDP):
+    """A bucket has a buffer into which its gradients are brought: see `Bucket`."""
 
-    Each is a bucket of its own: see `Bucket.take` for why autograd's tensor cannot be reduced where it is while the
-    backward pass is under way. Arguments, methods and errors: see `DataParallel` and `HookedDDP`.
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        bucket.take(parameter)
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        return [average(bucket.gathered(), self.process_group, async_op=True)]
+
+
+class _LeavesGradients(HookedDDP):
+    """Gradients travel from where autograd has put them: a bucket has no buffer.
+
+    A gradient is copied only where something else holds its memory, or where it is not contiguous: see `sole`.
+    """
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        pass  # what shares its memory now may have let go of it by the time the bucket is full
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        gradients = []
+        for parameter in bucket.parameters:
+            gradient = parameter.grad
+            own = sole(gradient)
+            if own is not gradient:
+                parameter.grad = own
+            gradients.append(own)
+        return average_together(gradients, self.process_group, self._grouped)
+
+
+class OverlappedDDP(_LeavesGradients):
+    """One all-reduce a parameter, as soon as the backward pass has its gradient, where autograd has put it.
+
+    Arguments, methods and errors: see `DataParallel` and `HookedDDP`.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, process_group, max_bytes=0)
 
 
-class BucketedDDP(HookedDDP):
+class BucketedDDP(_GathersGradients):
     """One all-reduce a bucket of gradients, as soon as the backward pass has the last of them.
 
     bucket_size_mb: the most that a bucket holds, in MB of 2^20 bytes (a larger parameter has a bucket to itself); None
@@ -299,12 +373,28 @@ class BucketedDDP(HookedDDP):
     def __init__(
         self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
     ) -> None:
-        if bucket_size_mb is None:
-            max_bytes = math.inf
-        elif isinstance(bucket_size_mb, numbers.Real) and bucket_size_mb > 0:
-            max_bytes = bucket_size_mb * 2.0**20
-        else:
-            raise ValueError(
-                f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
-            )
-        super().__init__(module, process_group, max_bytes)
+        super().__init__(module, process_group, _max_bytes(bucket_size_mb))
+
+
+class InPlaceDDP(_LeavesGradients):
+    """As `BucketedDDP`, but a bucket has no buffer: its gradients are averaged where autograd has put them.
+
+    NCCL takes them in one group call, a launch as for a buffer, which reads and writes each tensor where it is. That
+    saves reading and writing all gradients once a step, and on the host a copy for each. With Gloo, which has no group
+    calls, each gradient is a collective of its own. Arguments, methods and errors: see `BucketedDDP`.
+    """
+
+    def __init__(
+        self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(module, process_group, _max_bytes(bucket_size_mb))
+
+
+def _max_bytes(bucket_size_mb: float | None) -> float:
+    if bucket_size_mb is None:
+        return math.inf
+    if isinstance(bucket_size_mb, numbers.Real) and bucket_size_mb > 0:
+        return bucket_size_mb * 2.0**20
+    raise ValueError(
+        f"bucket_size_mb is {bucket_size_mb!r}; expected a positive number, or None for one bucket"
+    )

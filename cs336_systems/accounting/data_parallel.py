@@ -1,0 +1,242 @@
+"""Data-parallel training: what is sent in a step, what fills a bucket, and what buckets of a size should cost.
+
+Symbols, as in the handout's problem `ddp_bucketed_benchmarking`: s bytes of gradients, of which w are all-reduced in a
+second; o seconds that each call of a collective costs; n buckets. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cs336_systems.accounting.memory import memory_moments
+from cs336_systems.accounting.model import check_choice
+from cs336_systems.accounting.operations import check_sizes
+from cs336_systems.sizes import ModelConfig
+
+FP32 = 4
+MB = 2**20
+WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch", "torch_view")
+
+
+# ------------------------------------------------------------------------------------------------------ what is sent
+def gradient_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each gradient of `cs336_systems.model.TransformerLM`, in the order of its parameters."""
+    d, f = config.d_model, config.d_ff
+    block = [d, *(4 * [d * d]), d, *(3 * [d * f])]
+    return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
+
+
+def bucket_bytes(config: ModelConfig, max_bytes: float) -> list[int]:
+    """Bytes of fp32 gradients in each bucket, in the order in which they are filled: the last parameters first.
+
+    The rule of `parallel.buckets.assign`: the parameter that would take a bucket over `max_bytes` begins the next. 0
+    gives each parameter a bucket of its own. ValueError for a negative limit.
+    """
+    if not max_bytes >= 0:
+        raise ValueError(f"max_bytes={max_bytes}; it must not be negative")
+    buckets: list[int] = []
+    for size in reversed(gradient_sizes(config)):
+        num_bytes = FP32 * size
+        if buckets and buckets[-1] + num_bytes <= max_bytes:
+            buckets[-1] += num_bytes
+        else:
+            buckets.append(num_bytes)
+    return buckets
+
+
+def sent_bytes(num_bytes: float, num_ranks: int) -> float:
+    """Bytes that each rank sends, and receives, in an all-reduce of `num_bytes`: 2·(N - 1)/N of them.
+
+    A reduce-scatter and an all-gather, each of which passes (N - 1)/N through every rank; no algorithm sends less.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    check_sizes(num_ranks=num_ranks)
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+def all_reduce_ms(
+    messages: Sequence[float], num_ranks: int, bytes_per_s: float, overhead_s: float = 0.0
+) -> float:
+    """The time of all-reduces one after the other, in ms: overhead, and `sent_bytes` at `bytes_per_s`, for each.
+
+    messages: bytes of each. bytes_per_s: in one direction, what tests of NCCL call bus bandwidth. ValueError for a
+    rate that is not positive or a negative overhead.
+    """
+    check_sizes(bytes_per_s=bytes_per_s)
+    if overhead_s < 0:
+        raise ValueError(f"overhead_s={overhead_s}; it must not be negative")
+    return 1e3 * sum(overhead_s + sent_bytes(m, num_ranks) / bytes_per_s for m in messages)
+
+
+# ------------------------------------------------------------------------------------------------- the bucket model
+@dataclass(frozen=True)
+class Buckets:
+    """The handout's model of what overlapping buckets cost beyond the backward pass.
+
+    s bytes in n equal buckets; computing a bucket's gradients takes as long as sending them, s / (n·w). Then each
+    bucket is sent while the next is computed, and what is left over is the last one, which has nothing to hide behind,
+    and n times the overhead of a call:
+
+        overhead(n) = s / (n·w) + n·o          least at n = sqrt(s / (w·o)), a bucket of sqrt(s·o·w), where both
+                                               terms are sqrt(s·o / w)
+
+    total_bytes: s. bytes_per_s: w, bytes of gradients all-reduced in a second. call_s: o. ValueError unless all are
+    positive.
+    """
+
+    total_bytes: float
+    bytes_per_s: float
+    call_s: float
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
+
+    def overhead_s(self, num_buckets: float) -> float:
+        """overhead(n); ValueError unless n is positive."""
+        check_sizes(num_buckets=num_buckets)
+        return self.total_bytes / (num_buckets * self.bytes_per_s) + num_buckets * self.call_s
+
+    @property
+    def best_num_buckets(self) -> float:
+        """n at which the derivative -s / (n²·w) + o vanishes; not rounded."""
+        return math.sqrt(self.total_bytes / (self.bytes_per_s * self.call_s))
+
+    @property
+    def best_bucket_bytes(self) -> float:
+        """s / n at the best n."""
+        return math.sqrt(self.total_bytes * self.call_s * self.bytes_per_s)
+
+    @property
+    def least_overhead_s(self) -> float:
+        """The overhead at the best n."""
+        return 2 * math.sqrt(self.total_bytes * self.call_s / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """overhead(n) ≈ constant + s / (n·w) + n·o with what least squares found; no term is negative.
+
+    seconds_per_byte: 1/w. call_s: o. constant_s: what does not depend on n, 0 where it was not asked for.
+    residuals_s: measured less fitted, in the order of the points.
+    """
+
+    total_bytes: float
+    seconds_per_byte: float
+    call_s: float
+    constant_s: float
+    residuals_s: tuple[float, ...]
+
+    def overhead_s(self, num_buckets: float) -> float:
+        """The fitted overhead of n buckets, constant included."""
+        check_sizes(num_buckets=num_buckets)
+        return (
+            self.constant_s
+            + self.total_bytes / num_buckets * self.seconds_per_byte
+            + num_buckets * self.call_s
+        )
+
+    @property
+    def model(self) -> Buckets | None:
+        """The model with these w and o; None where one of the terms vanished."""
+        if not (self.seconds_per_byte > 0 and self.call_s > 0):
+            return None
+        return Buckets(self.total_bytes, 1 / self.seconds_per_byte, self.call_s)
+
+
+def fit_overhead(total_bytes: float, points: Sequence[tuple[float, float]], constant: bool = False) -> Fit:
+    """Fits the model to measured (number of buckets, overhead in s).
+
+    constant: whether a term that does not depend on n may take part. Of all choices of terms whose least-squares
+    coefficients are not negative, the one with the smallest residuals is taken, which is the solution of non-negative
+    least squares. ValueError with fewer points than terms, or for a number of buckets that is not positive.
+    """
+    num_terms = 3 if constant else 2
+    if len({n for n, _ in points}) < num_terms:
+        raise ValueError(f"{len(points)} points; {num_terms} different numbers of buckets are needed")
+    check_sizes(total_bytes=total_bytes, num_buckets=min(n for n, _ in points))
+    rows = [(total_bytes / n, float(n), 1.0)[:num_terms] for n, _ in points]
+    wanted = [seconds for _, seconds in points]
+    best: tuple[float, list[float]] = (sum(y * y for y in wanted), [0.0] * 3)
+    for count in range(1, num_terms + 1):
+        for chosen in itertools.combinations(range(num_terms), count):
+            found = _least_squares([[row[i] for i in chosen] for row in rows], wanted)
+            if min(found) < 0:
+                continue
+            terms = [0.0] * 3
+            for i, value in zip(chosen, found, strict=True):
+                terms[i] = value
+            off = sum(
+                (y - sum(t * x for t, x in zip(terms, row, strict=False))) ** 2
+                for row, y in zip(rows, wanted, strict=True)
+            )
+            if off < best[0]:
+                best = (off, terms)
+    terms = best[1]
+    residuals = tuple(
+        y - sum(t * x for t, x in zip(terms, row, strict=False)) for row, y in zip(rows, wanted, strict=True)
+    )
+    return Fit(total_bytes, *terms, residuals)
+
+
+def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """The coefficients that make the sum of squares least, by the normal equations of columns scaled to length 1."""
+    lengths = [math.sqrt(sum(x * x for x in column)) for column in zip(*rows, strict=True)]
+    scaled = [[x / n for x, n in zip(row, lengths, strict=True)] for row in rows]
+    columns = list(zip(*scaled, strict=True))
+    matrix = [
+        [
+            *(sum(a * b for a, b in zip(p, q, strict=True)) for q in columns),
+            sum(a * y for a, y in zip(p, wanted, strict=True)),
+        ]
+        for p in columns
+    ]
+    size = len(columns)
+    for i in range(size):  # Gauss and Jordan; the matrix is positive definite, so that no pivot vanishes
+        matrix[i] = [x / matrix[i][i] for x in matrix[i]]
+        for j in range(size):
+            if j != i:
+                matrix[j] = [x - matrix[j][i] * y for x, y in zip(matrix[j], matrix[i], strict=True)]
+    return [row[-1] / n for row, n in zip(matrix, lengths, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------------- what it is
+def scaling_efficiency(alone_ms: float, together_ms: float) -> float:
+    """Weak scaling, the same batch on each rank: tokens a second of N ranks over N times those of one rank alone."""
+    check_sizes(alone_ms=alone_ms, together_ms=together_ms)
+    return alone_ms / together_ms
+
+
+def peak_bytes(
+    config: ModelConfig,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    wrapper: str,
+    bucket_bytes: float = 0,
+    device: str = "cuda",
+) -> float:
+    """The peak of one rank's tensors in a training step with fused AdamW and plain attention, in bytes.
+
+    wrapper: as `training.parallel_step.WRAPPERS`. To the moments of the step on one device (`memory.memory_moments`)
+    each adds what it holds besides gradients: nothing (none, naive, overlapped, in_place); a copy of all gradients
+    after the backward pass (flat); the part of a bucket that is not filled yet (bucketed: at most `bucket_bytes`); all
+    buckets all the time, beside the gradients (torch) or in their place (torch_view). ValueError for an unknown
+    wrapper.
+    """
+    check_choice("wrapper", wrapper, WRAPPERS)
+    total = FP32 * sum(gradient_sizes(config))
+    moments = memory_moments(config, batch, sequence, "train_step", dtype, "reference", device, "fused")
+
+    def beside(gradients: float) -> float:
+        return {
+            "bucketed": min(bucket_bytes, total - gradients) if gradients else 0.0,
+            "torch": total,
+            "torch_view": total - gradients,
+        }.get(wrapper, 0.0)
+
+    peak = max(sum(items.values()) + beside(items["gradients"]) for items in moments.values())
+    # weights, two moments, the gradients, and the buffer that they are brought into
+    return max(peak, 5 * total) if wrapper == "flat" else peak

@@ -1,0 +1,184 @@
+"""The figures of chapter `ddp`: phases of a step, overhead by bucket size, communication beside computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cs336_systems.experiments.ddp import PHASES
+from cs336_systems.measure.trace_overlap import Overlap
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages.ddp import NAMES, contexts, fit, ok, recorded, sweep, timed, way
+from cs336_systems.report.tables import fmt
+
+COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "synchronization": "#D55E00", "optimizer": "#8c6d31"}
+
+
+def phase_figure(chapter: Chapter, machine: str) -> Figure:
+    """The median step of each way, split into its phases: a panel for each context."""
+    rows = timed(chapter, machine=machine)
+    lengths = contexts(rows) or [512]
+    ways = list(dict.fromkeys(way(row) for row in rows))
+    figure, axes = figures.panels(columns=len(lengths), height=1.2 + 0.24 * max(6, len(ways)), sharey=True)
+    for ax, context in zip(axes[0], lengths, strict=True):
+        ax.set(title=f"context {context}", xlabel="ms")
+        found = {way(r): r for r in rows if r["context_length"] == context and ok(r)}
+        if not found:
+            figures.nothing(ax)
+            continue
+        for place, name in enumerate(ways):
+            if name not in found:
+                ax.annotate("not measured", (0, place), va="center", fontsize=7.5)
+                continue
+            row, left = found[name], 0.0
+            for phase in PHASES:
+                width = float(row[f"{phase}_ms_p50"])
+                ax.barh(place, width, left=left, color=COLORS[phase], height=0.7, zorder=3)
+                left += width
+            step = float(row["step_ms_p50"])
+            ax.plot([step, step], [place - 0.4, place + 0.4], color=figures.ROOF, lw=1.2, zorder=4)
+            ax.annotate(f" {fmt(step)}", (max(step, left), place), va="center", fontsize=7.5)
+        base = found.get(NAMES["none"])
+        if base is not None:
+            ax.axvline(float(base["step_ms_p50"]), color=figures.ROOF, ls=(0, (5, 3)), lw=0.9, zorder=2)
+        ax.margins(x=0.14)
+        ax.grid(axis="y", visible=False)
+    axes[0, 0].set_yticks(range(len(ways)), ways)
+    axes[0, 0].set_ylim(len(ways) - 0.4, -0.6)
+    patches = [Patch(color=color, label=phase) for phase, color in COLORS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
+
+
+def overlap_figure(chapter: Chapter, machine: str, after: bool) -> Figure:
+    """One step of some ways, all ranks: what computes and what communicates, on one axis of time.
+
+    after: the ways that communicate after the backward pass; otherwise those that do so during it.
+    """
+    late = (NAMES["naive"], NAMES["flat"])
+    steps = {
+        name: ranks for name, ranks in recorded(chapter, machine).items()
+        if (name in late) == after and name != NAMES["torch"] and not name.startswith(NAMES["in_place"])
+    }  # fmt: skip
+    rows = max(1, sum(len(ranks) for ranks in steps.values()))
+    figure, axes = figures.panels(
+        rows=max(1, len(steps)), height=max(1.6, (0.9 + 0.55 * rows) / max(1, len(steps))), sharex=True
+    )
+    if not steps:
+        figures.nothing(axes[0, 0])
+    for ax, (name, ranks) in zip(axes[:, 0], steps.items(), strict=False):
+        _lanes(ax, ranks)
+        ax.set_title(name)
+    axes[-1, 0].set_xlabel("time since the start of the step, ms")
+    named = {
+        **{phase: COLORS[phase] for phase in PHASES if phase != "synchronization"},
+        "communication": COLORS["synchronization"],
+    }
+    figure.legend(
+        handles=[Patch(color=c, label=n) for n, c in named.items()], loc="outside lower center", ncols=4
+    )
+    return figure
+
+
+def _lanes(ax: Axes, ranks: Sequence[Overlap]) -> None:
+    """Two lanes a rank: kernels that compute, in the color of the phase that launched them; and communication."""
+    ticks = []
+    for number, step in enumerate(ranks):
+        y = 2.4 * number
+        for name, start, length in _colored(step):
+            ax.broken_barh(
+                [(start / 1e6, length / 1e6)], (y, 0.9), facecolor=COLORS.get(name, "#9aa5b1"), lw=0, zorder=3
+            )
+        sent = [(start / 1e6, length / 1e6) for start, length in step.communication]
+        ax.broken_barh(sent, (y + 1, 0.9), facecolor=COLORS["synchronization"], lw=0, zorder=3)
+        ticks += [(y + 0.45, f"rank {number}, computing"), (y + 1.45, "communicating")]
+    ax.set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=7.5)
+    ax.set_ylim(2.4 * len(ranks) - 0.3, -0.3)
+    ax.set_xlim(left=0)
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)
+
+
+def _colored(step: Overlap) -> list[tuple[str, int, int]]:
+    """The intervals of computing, cut where one phase's kernels end and another's begin."""
+    out = []
+    for start, length in step.compute:
+        inside = [
+            (n, s, s + w)
+            for n, s, w in step.phases
+            if n != "synchronization" and s < start + length and s + w > start
+        ]
+        out += [(n, max(s, start), min(e, start + length) - max(s, start)) for n, s, e in inside]
+        if not inside:
+            out.append(("", start, length))
+    return out
+
+
+def bucket_figure(chapter: Chapter, machine: str) -> Figure:
+    """Exposed communication over the number of all-reduces, measured and fitted, a panel for each context."""
+    lengths = contexts(timed(chapter, ("bucketed",))) or [512]
+    figure, axes = figures.panels(columns=len(lengths), height=3.0, sharey=True)
+    for ax, context in zip(axes[0], lengths, strict=True):
+        rows = sweep(chapter, machine, context)
+        ax.set(title=f"context {context}", xlabel="all-reduces of a step")
+        if not rows:
+            figures.nothing(ax)
+            continue
+        counts = np.array([float(row["collectives"]) for row in rows])
+        for constant, label, style in ((False, "model", ":"), (True, "with a constant", "-")):
+            found = fit(chapter, rows, constant)
+            if found is not None:
+                n = np.geomspace(max(1, counts.min() / 2), counts.max() * 1.5, 200)
+                ax.plot(
+                    n,
+                    [found.overhead_s(x) * 1e3 for x in n],
+                    style,
+                    color="#6b6b6b",
+                    lw=1.2,
+                    label=label,
+                    zorder=2,
+                )
+        exposed = np.array([row["exposed_ms"] for row in rows])
+        spread = np.array(
+            [
+                [row["step_ms_p50"] - row["step_ms_p20"], row["step_ms_p80"] - row["step_ms_p50"]]
+                for row in rows
+            ]
+        )
+        ax.errorbar(
+            counts,
+            exposed,
+            yerr=spread.T,
+            fmt="o",
+            color="#0072B2",
+            capsize=2,
+            lw=0.9,
+            label="bucketed",
+            zorder=3,
+        )
+        for row, x, y in zip(rows, counts, exposed, strict=True):
+            ax.annotate(
+                f"{row['bucket_mb']:g} MB", (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7.5
+            )
+        other = sweep(chapter, machine, context, "in_place")
+        if other:
+            ax.plot(
+                [r["collectives"] for r in other],
+                [r["exposed_ms"] for r in other],
+                "D",
+                color="#009E73",
+                label="in place",
+                zorder=3,
+            )
+        ax.set_xscale("log")
+        ax.margins(x=0.15)
+    axes[0, 0].set_ylabel("exposed communication, ms")
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    return figure

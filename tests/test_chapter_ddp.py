@@ -1,0 +1,278 @@
+"""Chapter ddp: its grid, how its groups are measured and recorded, its page."""
+
+import dataclasses
+import json
+
+import ddp_rows
+import pytest
+
+from cs336_systems import experiments
+from cs336_systems.experiments import ddp
+from cs336_systems.experiments.ddp import Case
+from cs336_systems.measure import machine, rows, trace_overlap
+from cs336_systems.measure.trace import Range, Trace
+from cs336_systems.report import coverage
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import ddp as page
+from cs336_systems.report.pages import ddp_figures, ddp_words
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+TINY = Case("tiny", 16, "naive", dtype="fp32")
+
+SENTENCES = (
+    ddp_words.time_words, ddp_words.naive_words, ddp_words.trace_words, ddp_words.bucket_words, ddp_words.fit_words,
+    ddp_words.best_words, ddp_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.noise_words,
+)  # fmt: skip
+
+
+def case(**changes):
+    return dataclasses.replace(TINY, **changes)
+
+
+@pytest.fixture
+def made_up(results_root):
+    """A chapter whose rows are made up, on `h200-x2`."""
+    ddp_rows.write(results_root)
+    return Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
+
+
+# ------------------------------------------------------------------------------------------------ grid
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_grid_is_a_grid(preset):
+    cases = ddp.grid(preset)
+    assert len(set(cases)) == len(cases)
+    assert any(c.repeat for c in cases) and any(c.kind == "trace" for c in cases)
+    for c in cases:
+        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
+        assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
+    for group in rows.groups(ddp, cases):
+        names = [(c.context_length, c.name) for c in group]
+        assert len(set(names)) == len(names), "names tell the cases of a run apart"
+        assert ddp.estimate_s(group) > 0
+
+
+def test_full_grid_is_what_the_problems_ask_for():
+    cases = ddp.grid("full")
+    for wrapper in ("naive", "flat", "overlapped"):
+        assert Case("xl", 128, wrapper) in cases and Case("xl", 512, wrapper) in cases
+    for mb in (1, 10, 100, 1000):
+        assert Case("xl", 128, "bucketed", float(mb)) in cases
+    two = [c for c in cases if c.world_size <= 2]
+    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp, two)) < 240
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+@without_gpu
+def test_a_group_on_two_ranks():
+    group = [
+        case(wrapper="alone"), case(wrapper="none"), case(), case(wrapper="bucketed", bucket_mb=0.5),
+        case(wrapper="bucketed", bucket_mb=0.5, repeat=1), case(wrapper="none", context_length=32),
+    ]  # fmt: skip
+    found = list(ddp.run_group(group))
+    for c, row in zip(group, found, strict=True):
+        assert set(row) <= set(ddp.METRICS) and "status" not in row
+        assert row["backend"] == "gloo" and row["matmul_precision"] == "highest"
+        assert row["step_ms_p20"] <= row["step_ms_p50"] <= row["step_ms_p80"]
+        tokens = c.batch * c.context_length * (1 if c.wrapper == "alone" else 2)
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["step_ms_p50"] * 1e3)
+    assert [row["collectives"] for row in found] == [0, 0, 21, 3, 3, 0]
+
+
+@without_gpu
+def test_a_recorded_group(results_root):
+    group = [case(kind="trace"), case(kind="trace", wrapper="bucketed", bucket_mb=0.1)]
+    found = list(ddp.run_group(group))
+    for c, row in zip(group, found, strict=True):
+        assert set(row) <= set(ddp.METRICS) and "status" not in row
+        assert row["source"] == "torch-cpu" and row["tool_version"]
+        assert 0 < row["communication_ms"] < row["traced_ms"] and 0 < row["compute_ms"] < row["traced_ms"]
+        assert 0 <= row["backward_overlap_ms"] <= row["overlap_ms"] <= row["communication_ms"]
+        steps = trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))
+        assert len(steps) == 2 and [name for name, *_ in steps[0].phases][:2] == ["forward", "backward"]
+    assert found[0]["messages"] == 22 and found[0]["backward_overlap_ms"] == 0
+    assert found[1]["messages"] == 8  # seven buckets, and which gradients there are
+
+
+@without_gpu
+def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
+    [row] = ddp.run_group([case(dtype="tf32")])
+    assert row["status"].startswith("skipped: needs a CUDA device")
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
+    large = list(ddp.run_group([case(size="xl"), case(size="xl", wrapper="none")]))
+    assert len(large) == 2 and all("8.0 GiB are free" in row["status"] for row in large)
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
+    assert [r["status"] for r in ddp.run_group([case()])] == ["skipped: needs 2 GPUs; there is 1"]
+
+
+@without_gpu
+def test_memory_that_runs_out_together_sends_each_alone(monkeypatch):
+    calls = []
+
+    def launched(cases):
+        calls.append(len(cases))
+        if len(cases) > 1 or cases[0].wrapper == "flat":
+            raise RuntimeError("rank 0 of 2: OutOfMemoryError: CUDA out of memory")
+        return [{"step_ms_p50": 1.0}]
+
+    monkeypatch.setattr(ddp, "_launched", launched)
+    found = list(ddp.run_group([case(), case(wrapper="flat")]))
+    assert calls == [2, 1, 1] and found == [{"step_ms_p50": 1.0}, {"status": "oom"}]
+
+
+@without_gpu
+def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capfd):
+    found = list(ddp.run_group([case(wrapper="unknown"), case()]))
+    assert all(row["status"].startswith("error: LaunchError: rank") for row in found)
+    assert "unknown wrapper 'unknown'" in capfd.readouterr().err
+
+
+@without_gpu
+def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_root):
+    """What is asked of it, and how its trace is read; the recording itself needs GPUs."""
+    group = [case(kind="trace"), case(kind="trace", wrapper="torch")]
+    asked = {}
+
+    seen = ["rank 0", "rank 1"]
+
+    def record_nsys(function, arguments, timeout_s, keep):
+        asked.update(function=function, arguments=json.loads(json.dumps(arguments)))
+        return None, Trace("nsys", (), tuple(Range(name, 0, 1, n, n) for n, name in enumerate(seen)))
+
+    def overlap(trace, name, phases):
+        asked.setdefault("ranges", []).append(name)
+        return [ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))]
+
+    monkeypatch.setattr(ddp.nsys, "record_nsys", record_nsys)
+    monkeypatch.setattr(ddp.nsys, "find", lambda: "/usr/bin/nsys")
+    monkeypatch.setattr(ddp.nsys, "version", lambda: "2025.3")
+    monkeypatch.setattr(ddp.trace_overlap, "overlap", overlap)
+    monkeypatch.setattr(ddp.machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
+    found = list(ddp.run_group(group))
+    assert all(row["source"] == "nsys" and row["tool_version"] == "2025.3" for row in found)
+    assert asked["function"] == "cs336_systems.experiments.ddp:under_nsys"
+    assert [Case(**c) for c in asked["arguments"]["cases"]] == group
+    assert asked["ranges"] == [f"rank {r}/{name}/step" for name in ("naive", "torch") for r in (0, 1)]
+
+    seen.remove("rank 1")  # then each rank is recorded by torch's profiler
+    step = dataclasses.asdict(ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))) | {"source": "torch"}
+    monkeypatch.setattr(ddp, "_launch", lambda function, cases, keep: [[[step]] * 2] * 2)
+    assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus(results_root):
+    ways = (
+        ("alone", 0.0),
+        ("none", 0.0),
+        ("naive", 0.0),
+        ("bucketed", 1.0),
+        ("in_place", 1.0),
+        ("torch", 0.0),
+    )
+    group = [case(wrapper=w, bucket_mb=mb, dtype="tf32") for w, mb in ways]
+    for row in ddp.run_group(group):
+        assert "status" not in row and row["backend"] == "nccl" and row["peak_gib"] > 0
+    traced = [dataclasses.replace(c, kind="trace") for c in group[2:]]
+    for c, row in zip(traced, ddp.run_group(traced), strict=True):
+        assert "status" not in row and row["communication_ms"] > 0
+        assert len(trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))) == 2
+
+
+# ------------------------------------------------------------------------------------------------ page
+def test_page_of_made_up_rows(made_up):
+    table = page.step_table(made_up, ("none", "naive"))
+    assert list(table["way"]) == ["no communication", "naive"] * 2 and list(table["context"]) == [
+        128,
+        128,
+        512,
+        512,
+    ]
+    assert table.iloc[1]["calls"] == "435"
+    assert float(table.iloc[1]["exposed"]) == pytest.approx(39.7, rel=0.02)
+    assert table.iloc[0]["share"] == "–" and table.iloc[1]["share"].endswith(" %")
+    assert "435 all-reduces" in ddp_words.naive_words(made_up)
+    assert "from the data sheet" in ddp_words.time_words(made_up)
+    assert "buckets of 100 MB" in ddp_words.bucket_words(made_up)
+    assert ddp_words.fit_words(made_up).count("best number of buckets") == 4
+    assert "× *torch DDP*" in ddp_words.best_words(made_up)
+    assert "0.30 % to 0.30 %" in ddp_words.memory_words(made_up)
+    assert "*bucketed, 100 MB*" in ddp_words.alone_words(made_up)
+    assert "needs 8 GPUs; there are 2" in ddp_words.skipped_words(made_up)
+    assert ddp_words.scaling_words(made_up).count("*naive*") == 2
+    assert "2 cases were measured twice" in ddp_words.noise_words(made_up)
+    assert "Nsight Systems" in ddp_words.trace_words(made_up)
+    assert "*naive*" in ddp_words.against_words(made_up, "flat", ("naive",))
+    summary = page.summary_table(made_up).set_index(["context", "way"])
+    assert summary.loc[(512, "torch DDP"), "over torch"] == "1.000 ×"
+    assert summary.loc[(512, "one rank alone"), "over none"] == "–"
+    others = page.other_table(made_up)
+    assert set(others["dtype"]) == {"fp32", "bf16", "tf32"} and set(others["ranks"]) == {1, 2}
+    assert len(page.trace_table(made_up)) == 5 and len(page.bucket_table(made_up)) == 10
+    assert len(page.prediction_table(made_up)) == 10
+    for figure in (ddp_figures.phase_figure, ddp_figures.bucket_figure):
+        assert len(figure(made_up, ddp_rows.MACHINE).axes) == 2
+    for after in (True, False):
+        figure = ddp_figures.overlap_figure(made_up, ddp_rows.MACHINE, after)
+        assert [ax.get_title() or ax.get_title(loc="left") for ax in figure.axes] == (
+            ["naive", "flat"] if after else ["overlapped", "bucketed, 100 MB"]
+        )
+
+
+def test_the_fit_recovers_what_the_rows_were_made_of(made_up):
+    found = page.sweep(made_up, ddp_rows.MACHINE, 512)
+    fit = page.fit(made_up, found, constant=True)
+    assert fit.model.bytes_per_s == pytest.approx(ddp_rows.RATE, rel=0.1)
+    assert fit.call_s == pytest.approx(ddp_rows.CALL_MS / 1e3, rel=0.1)
+
+
+def test_the_measured_bandwidth_is_preferred(made_up, results_root):
+    header = "backend,world_size,num_bytes,how,repeat,ms_p50,bus_gb_per_s,status"
+    lines = [header, "nccl,2,4096,all_reduce,0,0.025,0.1,ok", "nccl,2,1073741824,all_reduce,0,3.3,320,ok"]
+    lines.append("gloo,2,1073741824,all_reduce,0,900,1,ok")
+    (results_root / ddp_rows.MACHINE / "allreduce.csv").write_text("\n".join(lines) + "\n")
+    assert ddp_words.bandwidth(made_up, ddp_rows.MACHINE, 2)[:2] == pytest.approx((320e9, 25e-6))
+    assert "at 320 GB/s" in ddp_words.time_words(made_up) and "allreduce.ipynb" in ddp_words.time_words(
+        made_up
+    )
+    assert "from the data sheet" in ddp_words.bandwidth(made_up, ddp_rows.MACHINE, 4)[2]
+
+
+def test_ratios_stay_within_a_run(results_root):
+    ddp_rows.write(results_root, [c for c in ddp.grid("full") if c.wrapper != "none"])
+    chapter = Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
+    assert page.sweep(chapter, ddp_rows.MACHINE, 512) == []
+    assert set(page.step_table(chapter, ("naive",))["exposed"]) == {"–"}
+
+
+def test_page_without_rows():
+    chapter = Chapter("ddp", measure="no", preset="full")
+    for sentence in SENTENCES:
+        assert "not measured" in sentence(chapter)
+    assert "not measured" in ddp_words.against_words(chapter, "flat", ("naive",))
+    assert ddp_words.skipped_words(chapter) == ""
+    assert "435 tensors" in ddp_words.size_words(chapter)
+    for table, column in (
+        (page.step_table, "step"),
+        (page.summary_table, "step, ms"),
+        (page.trace_table, "step"),
+    ):
+        assert set(table(chapter)[column]) == {"–"}
+    assert page.bucket_table(chapter).empty and len(page.prediction_table(chapter)) == 10
+    assert ddp_figures.phase_figure(chapter, "").axes and ddp_figures.bucket_figure(chapter, "").axes
+    assert ddp_figures.overlap_figure(chapter, "", True).axes
+
+
+def test_published_numbers_have_their_source(project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    said = ddp_words.published_words(Chapter("ddp", measure="no", preset="full"))
+    assert "85.9 %" in said and said.count("https://") == len(said.splitlines())
+
+
+def test_all_problems_of_data_parallelism_are_covered(project_root):
+    found = [p for p in coverage.PROBLEMS if p.chapter == "ddp"]
+    assert len(found) == 7
+    for problem in found:
+        assert (project_root / "cs336_systems" / problem.code).is_file()
+        assert (project_root / "tests" / problem.tests).is_file()

@@ -1,0 +1,136 @@
+"""Data parallelism between GPUs, through NCCL: the same weights as on one, and the step that is measured."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.measure import ranks
+from cs336_systems.parallel.ddp import average
+from cs336_systems.parallel.launch import launch
+from cs336_systems.sizes import ModelConfig
+from cs336_systems.training.parallel_step import (
+    OPTIMIZERS,
+    WITH_BUCKETS,
+    WRAPPERS,
+    ParallelWorkload,
+    ranks_agree,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+CONFIG = ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4, vocab_size=1000)
+
+
+def enter(work, wrapper, **settings):
+    return work.step(wrapper, bucket_mb=2 if wrapper in WITH_BUCKETS else None, **settings)
+
+
+def average_by_every_wrapper(rank):
+    """Wrapper → the largest deviation of any gradient from the mean of the ranks' own, relative to its largest element.
+
+    In the second of two steps, in which the hooks know the order.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    work = ParallelWorkload(CONFIG, 2, 128, rank)
+    with enter(work, "none") as step:
+        step.forward()
+        step.backward()
+        expected = [p.grad.clone() for p in work.parameters]
+    for gradient in expected:
+        average(gradient, dist.group.WORLD)
+    found = {}
+    for wrapper in WRAPPERS[1:]:
+        with enter(work, wrapper) as step:
+            for _ in range(2):
+                work.drop_gradients()
+                step.forward()
+                step.backward()
+                step.synchronize()
+            off = [
+                ((p.grad - wanted).abs().max() / wanted.abs().max()).item()
+                for p, wanted in zip(work.parameters, expected, strict=True)
+            ]
+            sums = sum(p.grad.double().sum().item() for p in work.parameters)
+        found[wrapper] = [max(off), ranks_agree(sums)]
+    return found
+
+
+def test_every_wrapper_averages_gradients():
+    for found in launch(f"{__name__}:average_by_every_wrapper", 2):
+        for wrapper, (off, agree) in found.items():
+            assert agree, wrapper
+            assert off < 1e-4, wrapper
+
+
+def in_place_gradients_are_not_copied(rank):
+    """How many gradients are where autograd put them after they have been averaged, and how many there are."""
+    work = ParallelWorkload(CONFIG, 2, 128, rank)
+    pointers = {}
+    # before the wrapper's own hooks, which may copy
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: pointers.update({p: p.grad.data_ptr()}))
+        for p in work.parameters
+    ]
+    with enter(work, "in_place", dtype="bf16") as step:
+        step.forward()
+        step.backward()
+        step.synchronize()
+        stayed = sum(p.grad.data_ptr() == pointers[p] for p in work.parameters)
+        buckets = step.num_buckets
+    for handle in handles:
+        handle.remove()
+    return stayed, len(work.parameters), buckets
+
+
+def test_in_place_gradients_are_not_copied():
+    for stayed, count, buckets in launch(f"{__name__}:in_place_gradients_are_not_copied", 2):
+        assert 1 < buckets < count
+        assert stayed > 0.9 * count
+
+
+def step_by_every_wrapper_and_optimizer(rank):
+    """(wrapper, optimizer, dtype) → median times by phase, bytes held after the turn."""
+    work = ParallelWorkload(CONFIG, 2, 128, rank)
+    found = {}
+    for dtype in ("fp32", "tf32", "bf16"):
+        for wrapper in WRAPPERS:
+            for optimizer in OPTIMIZERS if dtype == "bf16" else OPTIMIZERS[:1]:
+                with enter(work, wrapper, dtype=dtype, optimizer=optimizer) as step:
+                    times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=3)
+                medians = {phase: ranks.median(times, phase) for phase in times}
+                found[f"{wrapper} {optimizer} {dtype}"] = [medians, torch.cuda.memory_allocated()]
+    return found
+
+
+def test_steps_are_timed_and_give_their_memory_back():
+    for found in launch(f"{__name__}:step_by_every_wrapper_and_optimizer", 2):
+        for name, (times, _) in found.items():
+            phases = sum(ms for phase, ms in times.items() if phase != "step")
+            assert 0 < phases < 1.2 * times["step"], name
+        after = [held for name, (_, held) in found.items() if "adamw bf16" in name]
+        assert max(after) - min(after) < 64 * 2**20
+
+
+def die_in_the_middle_of_a_step(rank):
+    work = ParallelWorkload(CONFIG, 2, 128, rank)
+    with enter(work, "bucketed") as step:
+        step.run()
+        step.forward()
+        if rank.rank == 1:
+            os.kill(os.getpid(), 9)
+        step.backward()
+        step.synchronize()
+        torch.cuda.synchronize()
+
+
+def test_a_rank_that_dies_ends_the_run():
+    from cs336_systems.parallel.launch import LaunchError
+
+    with pytest.raises(LaunchError, match="rank 1 of 2: signal SIGKILL"):
+        launch(f"{__name__}:die_in_the_middle_of_a_step", 2, collective_timeout_s=30, timeout_s=120)

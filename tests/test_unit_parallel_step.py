@@ -1,0 +1,216 @@
+"""The data-parallel training step: every wrapper with every optimizer, on one model, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.measure import ranks
+from cs336_systems.parallel import Rank
+from cs336_systems.parallel.launch import LaunchError, launch
+from cs336_systems.sizes import ModelConfig
+from cs336_systems.training import parallel_step
+from cs336_systems.training.parallel_step import (
+    OPTIMIZERS,
+    PHASES,
+    WITH_BUCKETS,
+    WRAPPERS,
+    ParallelWorkload,
+    ranks_agree,
+)
+
+TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50)
+COMMUNICATING = [w for w in WRAPPERS if w != "none"]
+
+
+def this_rank():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Rank(rank, rank, size, size, "cpu", "gloo")
+
+
+def checksum(work):
+    return sum(p.detach().double().abs().sum().item() for p in work.parameters)
+
+
+def workload(batch=2):
+    return ParallelWorkload(TOY, batch, 8, this_rank())
+
+
+def enter(work, wrapper, **settings):
+    return work.step(wrapper, bucket_mb=0.01 if wrapper in WITH_BUCKETS else None, **settings)
+
+
+def train_with_each_wrapper(optimizer):
+    """(wrapper, loss, checksum) after three steps from the same weights; whether ranks agree."""
+    found = []
+    for wrapper in COMMUNICATING:
+        work = workload()
+        with enter(work, wrapper, optimizer=optimizer) as step:
+            for _ in range(3):
+                step.forward()
+                loss = step.loss.item()
+                step.backward()
+                step.synchronize()
+                step.optimizer_step()
+        found.append((wrapper, loss, checksum(work), ranks_agree(checksum(work))))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_wrappers_train_alike(optimizer):
+    for found in distributed.run(train_with_each_wrapper, 2, optimizer):
+        (_, loss, weights, _), *others = found
+        assert len(others) == len(COMMUNICATING) - 1
+        for wrapper, other_loss, other_weights, agree in others:
+            assert agree, wrapper
+            assert (other_loss, other_weights) == pytest.approx((loss, weights), rel=1e-5), wrapper
+
+
+def take_turns():
+    """On one workload: hooks and wrappers are gone after each turn; without a wrapper nothing is sent."""
+    work = workload()
+    batches = ranks.gathered(work.ids.tolist(), work.rank)
+    assert batches[0] != batches[1], "each rank has a batch of its own"
+    for turn in range(2):
+        for wrapper in WRAPPERS:
+            with enter(work, wrapper) as step:
+                alive = weakref.ref(step.container)
+                times = ranks.time_steps(step.phases, rank=work.rank, warmup=1, steps=2)
+                assert list(times) == [*PHASES, "step"] and all(len(ms) == 2 for ms in times.values())
+                assert all(p.grad is None for p in work.parameters)
+                buckets = step.num_buckets
+            assert wrapper == "none" or alive() is None, f"{wrapper} is held in turn {turn}"
+            assert not any(p._post_accumulate_grad_hooks for p in work.parameters)
+            expected = {"none": 0, "flat": 1, "torch": None, "torch_view": None}
+            if wrapper in expected:
+                assert buckets == expected[wrapper]
+            else:
+                assert 1 < buckets <= len(work.parameters)
+            assert everyones_times_agree(times, work.rank)
+    with enter(work, "torch") as step:
+        step.forward()
+    step = enter(work, "none")
+    with step:
+        gradients = []
+        step.forward()
+        step.backward()
+        gradients = [p.grad.sum().item() for p in work.parameters]
+    assert not ranks_agree(sum(gradients)), "the wrapper before has left a hook behind"
+
+
+def everyones_times_agree(times, rank):
+    return len({str(one) for one in ranks.gathered(times, rank)}) == 1
+
+
+def test_steps_take_turns_on_one_model():
+    distributed.run(take_turns, 2)
+
+
+def alone():
+    work = workload()
+    for wrapper in WRAPPERS:
+        with enter(work, wrapper, dtype="bf16") as step:
+            assert step.matmul_precision == "high"
+            step.run()
+    work.optimizer("adamw")
+    state = weakref.ref(work.optimizer("adamw"))
+    work.drop_optimizer("adamw")
+    gc.collect()
+    assert state() is None
+
+
+def test_one_rank_and_bf16():
+    distributed.run(alone, 1)
+
+
+def unequal_batches():
+    work = workload(batch=1 + dist.get_rank())
+    for wrapper in COMMUNICATING:
+        with enter(work, wrapper) as step:
+            step.run()
+    assert ranks_agree(checksum(work))
+
+
+def test_ranks_may_have_batches_of_different_sizes():
+    distributed.run(unequal_batches, 2)
+
+
+def refuse():
+    work = workload()
+    for settings, said in (
+        ({"wrapper": "fsdp"}, "allowed: none, naive"),
+        ({"wrapper": "naive", "bucket_mb": 1}, "those with buckets are bucketed"),
+        ({"wrapper": "none", "dtype": "fp8"}, "allowed: fp32"),
+        ({"wrapper": "none", "optimizer": "sgd"}, "allowed: adamw"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            work.step(**settings)
+    step = work.step("naive")
+    with pytest.raises(RuntimeError, match="inside its context"):
+        step.forward()
+    with step, pytest.raises(RuntimeError, match="needs the loss"):
+        step.backward()
+
+
+def test_what_cannot_be_is_refused():
+    distributed.run(refuse, 1)
+
+
+def die_in_the_middle_of_a_step(rank):
+    work = ParallelWorkload(TOY, 2, 8, rank)
+    with enter(work, "bucketed") as step:
+        step.run()
+        step.forward()
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.backward()
+        step.synchronize()
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_others():
+    with pytest.raises(LaunchError, match="rank 1 of 2: signal SIGKILL"):
+        launch(f"{__name__}:die_in_the_middle_of_a_step", 2, device="cpu", backend="gloo", timeout_s=100)
+
+
+# -------------------------------------------------------------------------------------------------- measure.ranks
+def test_the_slowest_rank_counts_with_all_its_phases():
+    first = [{"a": 1.0, "b": 5.0, "step": 6.0}, {"a": 1.0, "b": 1.0, "step": 2.0}]
+    second = [{"a": 2.0, "b": 3.0, "step": 5.0}, {"a": 2.0, "b": 2.0, "step": 4.0}]
+    times = ranks.slowest([first, second])
+    assert times == {"a": [1.0, 2.0], "b": [5.0, 2.0], "step": [6.0, 4.0]}
+    assert ranks.median(ranks.pooled([times, times])) == 5.0
+    assert ranks.metrics(times)["b_ms_p50"] == 3.5
+    assert set(ranks.metrics(times)) == {c for phase in times for c in ranks.columns(phase)}
+
+
+def test_turns_share_the_steps():
+    turns = list(ranks.in_turns(["a", "b", "c"], steps=5, rounds=2))
+    assert [(turn, name) for turn, name, _ in turns] == [
+        (0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"),
+    ]  # fmt: skip
+    assert {name: sum(n for _, other, n in turns if other == name) for name in "abc"} == dict.fromkeys(
+        "abc", 5
+    )
+    assert list(ranks.in_turns(["a"], 5, 2)) == [(0, "a", 5)]
+    assert len(list(ranks.in_turns(["a", "b"], 1, 9))) == 2
+    for bad in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            list(ranks.in_turns(["a"], *bad))
+    with pytest.raises(ValueError, match="warmup=-1"):
+        ranks.time_steps({}, rank=None, warmup=-1, steps=1)
+
+
+def test_this_torch_has_what_the_steps_of_its_ddp_need():
+    import inspect
+
+    names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert {"gradient_as_bucket_view", "bucket_cap_mb"} <= set(names)
+    assert {"forward_sync_buffers", "broadcast_buffers"} & set(names)
+    assert parallel_step.PHASES == ("forward", "backward", "synchronization", "optimizer")
