@@ -41,7 +41,14 @@ from cs336_systems.accounting.operations import (
     attention_flops,
     matmul_flops,
 )
-from cs336_systems.accounting.zero import shard_imbalance, zero_memory, zero_stage_bytes, zero_step_bytes
+from cs336_systems.accounting.zero import (
+    shard_imbalance,
+    zero_memory,
+    zero_peak_memory,
+    zero_stage_bytes,
+    zero_step_bytes,
+    zero_step_memory,
+)
 
 __all__ = [
     "ATTENTION_IMPLS",
@@ -78,6 +85,8 @@ __all__ = [
     "saved_layer_bytes",
     "shard_imbalance",
     "zero_memory",
+    "zero_peak_memory",
     "zero_stage_bytes",
     "zero_step_bytes",
+    "zero_step_memory",
 ]

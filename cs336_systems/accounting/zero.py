@@ -10,6 +10,7 @@ sections 3, 5 and 7. Nothing here needs torch.
 
 from __future__ import annotations
 
+from cs336_systems.accounting.memory import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.sizes import ModelConfig
@@ -17,6 +18,10 @@ from cs336_systems.sizes import ModelConfig
 SCHEMES = ("ddp", "sharded", "zero1")
 """Plain data parallelism; `ShardedOptimizer` after it; ZeRO stage 1, which reduces gradients to their owners alone."""
 MOMENTS = ("initialized", "before_step", "after_step")
+STEP_MOMENTS = ("initialized", "first_before", "first_after", "later_forward", "later_before", "later_after")
+"""Before any step; in the first one directly before and after the optimizer's step; in a later one also after forward
+and loss, when the graph is complete."""
+COMPONENTS = ("parameters", "gradients", "optimizer_state", "buckets", "activations")
 _FP32 = 4
 
 
@@ -87,6 +92,56 @@ def zero_memory(
     return {
         moment: {"parameters": weights, "gradients": gradients, "optimizer_state": held}
         for moment, (gradients, held) in alive.items()
+    }
+
+
+def zero_step_memory(
+    config: ModelConfig, batch: int, sequence: int, num_ranks: int, rank: int | None = None, buckets: int = 0,
+    device: str = "cuda",
+) -> dict[str, dict[str, int]]:  # fmt: skip
+    """Bytes alive on one of N ranks at STEP_MOMENTS: moment → component (COMPONENTS) → bytes, B × S tokens a rank.
+
+    As `zero_memory`, with what the graph has saved at `later_forward` (`accounting.saved_activation_bytes`, attention
+    materialized), and `buckets` bytes that a data-parallel container holds all the time beside the gradients: none
+    where gradients are views of buckets that live as long as they do; 4·Ψ where it keeps copies, as torch's DDP does
+    by default. Errors as `zero_memory` and `saved_activation_bytes`.
+    """
+    first = zero_memory(config, num_ranks, rank)
+    later = zero_memory(config, num_ranks, rank, first_step=False)
+    activations = sum(saved_activation_bytes(config, batch, sequence, device=device).values())
+    alive = {
+        "initialized": first["initialized"],
+        "first_before": first["before_step"],
+        "first_after": first["after_step"],
+        "later_forward": {**later["before_step"], "gradients": 0},
+        "later_before": later["before_step"],
+        "later_after": later["after_step"],
+    }
+    return {
+        moment: {**parts, "buckets": buckets, "activations": activations if moment == "later_forward" else 0}
+        for moment, parts in alive.items()
+    }
+
+
+def zero_peak_memory(
+    config: ModelConfig, batch: int, sequence: int, num_ranks: int, rank: int | None = None, buckets: int = 0,
+    device: str = "cuda",
+) -> dict[str, int]:  # fmt: skip
+    """Component → bytes at the peak of a step that is not the first, with a fused optimizer; arguments and errors as
+    `zero_step_memory`.
+
+    State and buckets are there throughout such a step, so the moment of the peak is that of training on one device
+    (`accounting.peak_bytes`): where a block's activations outweigh its gradients, the beginning of backward, else its
+    end. Temporaries count as activations. An optimizer that is not fused, and containers that copy gradients into
+    buckets while backward runs, need up to a bucket or a round of the share more.
+    """
+    items = peak_bytes(config, batch, sequence, "train_step", device=device, optimizer="fused")
+    return {
+        "parameters": items["weights"],
+        "gradients": items["gradients"],
+        "optimizer_state": zero_memory(config, num_ranks, rank)["after_step"]["optimizer_state"],
+        "buckets": buckets,
+        "activations": items["saved_activations"] + items["temporaries"],
     }
 
 

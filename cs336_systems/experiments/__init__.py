@@ -29,6 +29,7 @@ from typing import Any
 
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
+    "zero",
 )  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
