@@ -44,6 +44,7 @@ from cs336_systems.accounting.operations import (
 from cs336_systems.accounting.zero import (
     shard_imbalance,
     zero_memory,
+    zero_optimizer_ms,
     zero_peak_memory,
     zero_stage_bytes,
     zero_step_bytes,
@@ -85,6 +86,7 @@ __all__ = [
     "saved_layer_bytes",
     "shard_imbalance",
     "zero_memory",
+    "zero_optimizer_ms",
     "zero_peak_memory",
     "zero_stage_bytes",
     "zero_step_bytes",

@@ -195,3 +195,35 @@ def zero_step_bytes(
         "gradients": passes[0] * (num_ranks - 1) * gradient_bytes / num_ranks,
         "parameters": passes[1] * (num_ranks - 1) * parameter_bytes / num_ranks,
     }
+
+
+# -------------------------------------------------------------------------------------------------------- time
+ADAMW_BYTES = 28
+"""Bytes that a fused AdamW in fp32 moves for one parameter: weight, gradient and two moments read, all but the gradient
+written."""
+
+
+def zero_optimizer_ms(
+    num_parameters: int, num_ranks: int, tb_per_s: float, link_gb_per_s: float, rounds: int = 1
+) -> dict[str, float]:
+    """The least times in ms of the optimizer's step in fp32, with memory at `tb_per_s` and a link that sends
+    `link_gb_per_s` (10^9 bytes a second, one direction) while it receives as much.
+
+    plain: AdamW over all parameters, 28·Ψ / β. update: over a share, an N-th of it. broadcast: of all parameters,
+    (N - 1)/N · 4·Ψ / w. sharded: both in R rounds of equal size, a round's broadcast beside the next one's update,
+    u/R + (R - 1)/R · max(u, b) + b/R; with one round their sum. ValueError for what is not positive.
+
+    Without overlap, sharding is the faster one if w > β / 7, whatever N is: it saves (N - 1)/N · 28·Ψ / β.
+    """
+    check_sizes(
+        num_parameters=num_parameters,
+        num_ranks=num_ranks,
+        tb_per_s=tb_per_s,
+        link_gb_per_s=link_gb_per_s,
+        rounds=rounds,
+    )
+    plain = ADAMW_BYTES * num_parameters / (tb_per_s * 1e9)
+    update = plain / num_ranks
+    broadcast = (num_ranks - 1) / num_ranks * _FP32 * num_parameters / (link_gb_per_s * 1e6)
+    both = update / rounds + (rounds - 1) / rounds * max(update, broadcast) + broadcast / rounds
+    return {"plain": plain, "update": update, "broadcast": broadcast, "sharded": both}
