@@ -113,15 +113,23 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     work = _workload(case, rank)
     sent, name = Collectives(), VARIANTS[case.variant][1]
+    work.optimizer(name)
+
+    def note(moment: str, added: str = "", since: int = 0) -> None:
+        """The moment's metrics; the component `added` is all that has come since `since` bytes were alive."""
+        seen, parts = look(), {"activations": 0} | _components(work, name, sent)
+        if added:
+            parts[added] = seen["live_bytes"] - since
+        parts["other"] = seen["live_bytes"] - sum(parts.values())
+        found[moment] = seen | {COMPONENT_COLUMNS[part]: num_bytes for part, num_bytes in parts.items()}
+
+    built = look()
     with _step(work, case) as step:
-
-        def note(moment: str, without_graph: int | None = None) -> None:
-            parts, seen = _components(work, name, sent), look()
-            parts["activations"] = 0 if without_graph is None else seen["live_bytes"] - without_graph
-            parts["other"] = seen["live_bytes"] - sum(parts.values())
-            found[moment] = seen | {COMPONENT_COLUMNS[part]: num_bytes for part, num_bytes in parts.items()}
-
-        note("initialized")
+        ranks.meet(
+            rank
+        )  # what copied rank 0's weights to all has let go of its buffers when the next collective ends
+        note("initialized", added="buckets", since=built["live_bytes"])  # nobody has sent a bucket yet
+        found["initialized"]["peak_bytes"] = max(built["peak_bytes"], found["initialized"]["peak_bytes"])
         for number in range(1, _STEPS_WITH_STATE + 1):
             last = number == _STEPS_WITH_STATE
             when = "first" if number == 1 else "later"
@@ -129,7 +137,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
                 before = look()["live_bytes"]
                 step.forward()
                 if last:
-                    note("later_forward", without_graph=before)
+                    note("later_forward", added="activations", since=before)
                 step.backward()
                 step.synchronize()
                 if number == 1 or last:

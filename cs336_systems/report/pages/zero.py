@@ -64,7 +64,7 @@ def records(chapter: Chapter, **where: Any) -> list[dict[str, Any]]:
     return sorted(
         rows,
         key=lambda r: (
-            r["machine"], r["world_size"] if r["variant"] != "alone" else 0, r["context_length"],
+            r["machine"], r["world_size"], r["context_length"],
             list(LABELS).index(r["variant"]), moments.index(r["moment"]),
         ),
     )  # fmt: skip
@@ -257,7 +257,8 @@ def difference_table(chapter: Chapter) -> pd.DataFrame:
 
 
 def memory_figure(chapter: Chapter, context_length: int) -> Figure:
-    """Stacked bars by component at the three moments of the first step: measured, and the closed form beside it."""
+    """Stacked bars by component at the three moments of the first step, none of which has activations: measured, and
+    the closed form beside it."""
     name, scale = unit(chapter)
     machine = (chapter.machines or [""])[0]
     figure, axes = figures.panels(columns=3, height=3.3, sharey=True)
@@ -278,7 +279,7 @@ def memory_figure(chapter: Chapter, context_length: int) -> Figure:
         ax.set_xticks(range(len(shown)), [SHORT[r["variant"]] for r in shown], fontsize=7)
         ax.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel(f"memory of a rank, {name}")
-    handles = [Patch(color=color, label=part.replace("_", " ")) for part, color in COLORS.items()]
+    handles = [Patch(color=c, label=n.replace("_", " ")) for n, c in COLORS.items() if n != "activations"]
     handles += [Patch(facecolor="white", edgecolor="#222222", hatch="////", label="closed form")]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure

@@ -234,5 +234,5 @@ def skipped(chapter: Chapter) -> str:
     reasons: dict[str, Any] = {}
     for machine, part in lacking.groupby("machine"):
         reasons[str(machine)] = sorted({status.removeprefix("skipped: ") for status in part["status"]})
-    said = [f"`{machine}`: what {', and what '.join(why)} was left out." for machine, why in reasons.items()]
+    said = [f"Left out on `{machine}`: what {', what '.join(why)}." for machine, why in reasons.items()]
     return " ".join(said)
