@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
 from cs336_systems.model import build
 from cs336_systems.parallel.launch import launch
@@ -721,6 +722,58 @@ def test_memory_of_xl_on_two_ranks():
     )
 
 
+def test_memory_of_a_step():
+    """Beside the plain form: what is saved after forward, and buckets that are there all the time."""
+    config = size("xl")
+    first, later = accounting.zero_memory(config, 2), accounting.zero_memory(config, 2, first_step=False)
+    found = accounting.zero_step_memory(config, 2, 128, 2, buckets=1000)
+    assert tuple(found) == accounting.STEP_MOMENTS
+    assert all(tuple(sorted(parts)) == tuple(sorted(accounting.COMPONENTS)) for parts in found.values())
+    assert {parts["buckets"] for parts in found.values()} == {1000}
+    saved = sum(saved_activation_bytes(config, 2, 128).values())
+    assert [parts["activations"] for parts in found.values()] == [0, 0, 0, saved, 0, 0]
+    for moment, expected in {
+        "initialized": first["initialized"], "first_before": first["before_step"], "first_after": first["after_step"],
+        "later_forward": later["before_step"] | {"gradients": 0}, "later_before": later["before_step"],
+        "later_after": later["after_step"],
+    }.items():  # fmt: skip
+        assert {k: found[moment][k] for k in expected} == expected
+
+
+@pytest.mark.parametrize("context", [128, 512])
+def test_peak_of_a_step(context):
+    """What the plain form has, but for the state; its moment is the same with any share of the state."""
+    config = size("xl")
+    plain = peak_bytes(config, 2, context, "train_step", optimizer="fused")
+    for num_ranks in (1, 2, 8):
+        parts = accounting.zero_peak_memory(config, 2, context, num_ranks, buckets=7)
+        state = accounting.zero_memory(config, num_ranks)["after_step"]["optimizer_state"]
+        assert parts["optimizer_state"] == state and parts["buckets"] == 7
+        assert sum(parts.values()) - state - 7 == sum(plain.values()) - plain["optimizer_state"]
+    # at the end of backward with few tokens, at its beginning with many
+    assert (parts["gradients"] == parts["parameters"]) == (context == 128)
+
+
+def test_times_of_an_optimizer_step():
+    whole = {"num_parameters": 10**9, "tb_per_s": 2.8, "link_gb_per_s": 400.0}
+    one = accounting.zero_optimizer_ms(num_ranks=2, **whole)
+    # 28 bytes at 2.8 TB/s; half of it; half of 4 bytes at 400 GB/s
+    assert one == pytest.approx(
+        {"plain": 10.0, "update": 5.0, "broadcast": 5.0, "sharded": 10.0}
+    )  # w = β / 7
+    four = accounting.zero_optimizer_ms(num_ranks=2, rounds=4, **whole)
+    assert four["sharded"] == pytest.approx(5.0 + 5.0 / 4)  # of equal parts all is hidden but one round
+    for num_ranks in (2, 4, 16):  # the break-even does not depend on the number of ranks
+        even = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole)
+        assert even["sharded"] == pytest.approx(even["plain"])
+        faster = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole | {"link_gb_per_s": 401.0})
+        assert faster["sharded"] < faster["plain"]
+        many = accounting.zero_optimizer_ms(num_ranks=num_ranks, rounds=1000, **whole)
+        assert many["sharded"] == pytest.approx(max(many["update"], many["broadcast"]), rel=2e-3)
+    alone = accounting.zero_optimizer_ms(num_ranks=1, **whole)
+    assert alone["sharded"] == alone["plain"] == alone["update"] and alone["broadcast"] == 0
+
+
 def test_stages_as_the_paper_has_them():
     """Figure 1: 7.5 billion parameters on 64 devices, 120, 31.4, 16.6 and 1.9 GB."""
     totals = [sum(accounting.zero_stage_bytes(7_500_000_000, 64, stage).values()) / 1e9 for stage in range(4)]
@@ -754,6 +807,9 @@ def test_communication_of_a_step():
         (lambda: accounting.zero_memory(size("tiny"), 2, rank=2), ["rank=2", "0 ... 1"]),
         (lambda: accounting.zero_memory(size("tiny"), 0), ["num_ranks=0", "positive"]),
         (lambda: accounting.shards(size("tiny"), -1), ["num_ranks=-1", "positive"]),
+        (lambda: accounting.zero_step_memory(size("tiny"), 2, 0, 1), ["sequence=0", "positive"]),
+        (lambda: accounting.zero_peak_memory(size("tiny"), 0, 8, 1), ["batch=0", "positive"]),
+        (lambda: accounting.zero_optimizer_ms(10, 2, 1.0, 0.0), ["link_gb_per_s=0.0", "positive"]),
     ],
 )
 def test_wrong_arguments_of_closed_forms(call, words):
