@@ -1,7 +1,8 @@
 """The sharded optimizer against the plain one, bit by bit, on several processes; its closed forms against both.
 
-Starting processes takes seconds, so all checks for one number of ranks (functions named `two_…`, `four_…`) run in one
-run. On each rank the plain optimizer trains a copy of the model beside the sharded one.
+Starting processes takes seconds, so all checks for one number of ranks (functions named `one_…`, `two_…`, `four_…`) run
+in one run; those named `nccl_…` on two GPUs only. On each rank the plain optimizer trains a copy of the model beside
+the sharded one.
 """
 
 import copy
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
 from cs336_systems.model import build
+from cs336_systems.parallel.ddp import BucketedDDP
 from cs336_systems.parallel.launch import launch
 from cs336_systems.parallel.zero import ShardedOptimizer, assign
 from cs336_systems.sizes import size
@@ -180,6 +182,31 @@ def two_halves_of_a_batch():
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-14)
     assert_same_on_all_ranks(other.parameters())
+
+
+def two_behind_a_container():
+    """Buckets whose memory is the gradients', averaged during backward: as the plain optimizer behind the same."""
+    one, other = pair()
+    plain = torch.optim.AdamW(one.parameters(), **ADAMW())
+    sharded = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **ADAMW())
+    containers = BucketedDDP(one, 0.002), BucketedDDP(other, 0.002)
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    for step in range(6):
+        x, y = batch(step)
+        for container, optimizer in zip(containers, (plain, sharded), strict=True):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            F.mse_loss(container(x[mine]), y[mine]).backward()
+            container.finish_gradient_synchronization()
+            optimizer.step()
+    assert_same(one.parameters(), other.parameters())
+    assert_same_on_all_ranks(other.parameters())
+
+
+def two_shares_are_equal_in_bytes_not_in_elements():
+    wide, narrow = torch.zeros(100, dtype=torch.float64), [torch.zeros(100) for _ in range(2)]
+    optimizer = ShardedOptimizer([p.requires_grad_() for p in (wide, *narrow)], torch.optim.SGD, lr=0.1)
+    assert optimizer.shard_bytes == (800, 800)
+    assert [optimizer.owner(p) for p in (wide, *narrow)] == [0, 1, 1]
 
 
 def groups_of(model):
@@ -542,6 +569,65 @@ def four_groups_of_ranks():
             ShardedOptimizer(Toy().parameters(), torch.optim.AdamW, member)
 
 
+# -------------------------------------------------------------------------------------------------- on one, on GPUs
+def one_rank_communicates_nothing(monkeypatch):
+    """In a process group of one: the plain optimizer, step by step and in what it saves."""
+    for name in ("broadcast", "all_gather_object", "gather_object", "batch_isend_irecv"):
+        monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("communicated"))
+    one, other = pair()
+    plain = torch.optim.AdamW(groups_of(one), **ADAMW())
+    sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, **ADAMW())
+    assert (sharded.world_size, sharded.rank) == (1, 0)
+    for step in range(4):
+        train(one, plain, [step])
+        train(other, sharded, [step])
+        sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    assert_same(one.parameters(), other.parameters())
+    assert_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def nccl_few_launches_and_no_copy(monkeypatch):
+    """A round's broadcasts are one group call; a step needs no memory beside what there is."""
+    sizes = [(512, 1024)] * 30 + [(1024,)] * 10
+    parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+    for p in parameters:
+        dist.broadcast(p.detach(), 0)
+    optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=0.1, num_rounds=3, fused=True)
+    plain_ones = [nn.Parameter(p.detach().clone()) for p in parameters]
+    plain = torch.optim.AdamW(plain_ones, lr=0.1, fused=True)
+    calls = []
+    together = dist._coalescing_manager
+    monkeypatch.setattr(dist, "_coalescing_manager", lambda *a, **k: calls.append(1) or together(*a, **k))
+    for step in range(4):
+        for p, q in zip(parameters, plain_ones, strict=True):
+            p.grad = torch.full_like(p, step + 1.0)
+            q.grad = p.grad.clone()
+        plain.step()
+        if step:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+        if step:
+            assert torch.cuda.max_memory_allocated() - before < 2**20  # all parameters: 60 MiB
+        assert len(calls) == 3 * (step + 1)
+    assert_same(plain_ones, parameters)
+    assert_same_on_all_ranks(parameters)
+
+
+def nccl_the_next_kernel_waits(monkeypatch):
+    """What is enqueued after a step sees all updates, with no synchronization by the host."""
+    parameters = [nn.Parameter(torch.zeros(2**22)) for _ in range(8)]
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=1.0)
+    for step in range(5):
+        for p in parameters:
+            p.grad = torch.full_like(p, -1.0)
+        optimizer.step()
+        sums = torch.stack([p.detach().sum() for p in parameters])
+        assert (sums == (step + 1) * 2**22).all()
+
+
 # ------------------------------------------------------------------------------------------------------- running
 def checks(word):
     return [name for name in globals() if name.startswith(f"{word}_")]
@@ -567,7 +653,7 @@ def run_checks_where_rank_is(rank, names, folder):
         return run_checks(names, folder)
 
 
-@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+@pytest.mark.parametrize("word, num_ranks", [("one", 1), ("two", 2), ("four", 4)])
 def test_on_several_ranks(word, num_ranks, tmp_path):
     names = checks(word)
     assert names
@@ -576,7 +662,7 @@ def test_on_several_ranks(word, num_ranks, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+@pytest.mark.parametrize("word, num_ranks", [("one", 1), ("two", 2), ("nccl", 2), ("four", 4)])
 def test_on_several_gpus(word, num_ranks, tmp_path):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs, {torch.cuda.device_count()} are here")
