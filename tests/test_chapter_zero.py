@@ -59,7 +59,7 @@ def test_full_has_every_variant_and_fits_the_time():
 
 def test_wrong_choices_are_named():
     for field, wrong, allowed in (
-        ("variant", "fsdp", "alone, plain, sharded, torch, torch_zero"),
+        ("variant", "fsdp", "alone, plain, sharded, overlapped, torch, torch_zero"),
         ("moment", "late", "initialized, first_before"),
         ("size", "huge", "tiny, small"),
     ):
@@ -110,6 +110,7 @@ def test_smoke_counts_what_is_sent(smoke):
     sizes = tensor_sizes(size("tiny"))
     whole = 4 * sum(sizes)
     assert set(counted) == set(zero.VARIANTS)
+    assert counted["overlapped"]["broadcast_calls"] != counted["overlapped"]["broadcast_calls"]  # empty
     assert counted["alone"]["all_reduce_calls"] == counted["alone"]["broadcast_calls"] == 0
     for variant in ("sharded", "torch_zero"):
         assert counted[variant]["broadcast_calls"] == len(sizes)
@@ -237,8 +238,8 @@ def test_tables_of_made_up_rows(made_up):
     assert len(peaks) == 10 and set(peaks["apart"]) == {"1.0 %"} and set(peaks["in phase"]) == {"backward"}
     assert len(page.difference_table(made_up)) == 5
     times = speed.times_table(made_up)
-    assert len(times) == 10 and list(times["over torch's sharded"][:5]) == [
-        "0.798 ×", "0.851 ×", "0.904 ×", "0.915 ×", "1.00 ×",
+    assert len(times) == 12 and list(times["over torch's sharded"][:6]) == [
+        "0.798 ×", "0.851 ×", "0.904 ×", "0.830 ×", "0.915 ×", "1.00 ×",
     ]  # fmt: skip
     assert times["step"][0] == "150 (149 – 152)" and times["variant"][0] == "AdamW, no communication"
     kernels = speed.optimizer_table(made_up).set_index("variant")
@@ -254,7 +255,7 @@ def test_sentences_of_made_up_rows(made_up):
     assert "7.44 GiB)" in words.saved(made_up) and "25.0 % less" in words.saved(made_up)
     assert "at most 1.0 %" in words.accuracy(made_up)
     assert "1.0 % apart" in words.noise(made_up)
-    assert "+10.0 ms, 1.06 times" in words.cost(made_up)
+    assert "+10.0 ms, 1.06 times" in words.cost(made_up) and "156 ms (−4.00 ms" in words.cost(made_up)
     assert words.peer(made_up).count("no slower, as aimed") == 2 and "0.750 times" in words.peer(made_up)
     assert "71.4 % of the update's time" in words.overlap(made_up)
     assert "686 GB/s, so without overlap the sharded step is the longer one" in words.break_even_words(

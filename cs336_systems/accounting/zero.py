@@ -36,9 +36,9 @@ def tensor_sizes(config: ModelConfig) -> list[int]:
 def shards(config: ModelConfig, num_ranks: int) -> list[list[int]]:
     """Elements of the parameters that each of N ranks owns, in the order of ranks.
 
-    The rule of `parallel.zero.assign`: the largest parameter first, each to the rank that holds least so far (of equal
-    ones the lowest). The order of equally large parameters changes whose they are, but not how many each rank gets.
-    ValueError unless num_ranks is positive.
+    The rule of `parallel.shares.assign`: the largest parameter first, each to the rank that holds least so far (of
+    equal ones the lowest). The order of equally large parameters changes whose they are, but not how many each
+    rank gets. ValueError unless num_ranks is positive.
     """
     check_sizes(num_ranks=num_ranks)
     owned: list[list[int]] = [[] for _ in range(num_ranks)]

@@ -37,10 +37,14 @@ def _dtype(rank: Rank) -> str:
     return "fp32" if rank.device == "cpu" else "tf32"
 
 
-def _step(work: ParallelWorkload, case: Case) -> ParallelStep:
-    wrapper, optimizer = VARIANTS[case.variant]
+@contextlib.contextmanager
+def _step(work: ParallelWorkload, case: Case) -> Iterator[ParallelStep]:
+    wrapper, name = VARIANTS[case.variant]
     bucket_mb = None if wrapper == "none" else case.bucket_mb
-    return work.step(wrapper, bucket_mb=bucket_mb, dtype=_dtype(work.rank), optimizer=optimizer)
+    with work.step(wrapper, bucket_mb=bucket_mb, dtype=_dtype(work.rank), optimizer=name) as step:
+        overlapped = case.variant == "overlapped"
+        with work.optimizer(name).overlap_with(work.model) if overlapped else contextlib.nullcontext():
+            yield step
 
 
 def _workload(case: Case, rank: Rank) -> ParallelWorkload:
@@ -201,14 +205,13 @@ def _times_in_turns(work: ParallelWorkload, cases: list[Case], count: bool) -> d
     for _, key, share in ranks.in_turns(list(by_key), steps, TURNS):
         case = by_key[key]
         with _step(work, case) as step:
+            phases = {"optimizer": step.optimizer_step, "forward": step.forward, "backward": _backward(step)}
+            phases["forward"]()
+            phases["backward"]()  # the first step begins with its gradients
             with watches.get(key, contextlib.nullcontext()):
-                phases = {
-                    "forward": step.forward,
-                    "backward": _backward(step),
-                    "optimizer": step.optimizer_step,
-                }
                 turns[key].append(ranks.time_steps(phases, rank=rank, warmup=SETTLING, steps=share))
-            if count and not case.repeat and len(turns[key]) == 1:
+            if count and not case.repeat and case.variant != "overlapped" and len(turns[key]) == 1:
+                work.drop_gradients()
                 found[key] |= _counted(step, rank)
     for key, case in by_key.items():
         times = ranks.pooled(turns[key])

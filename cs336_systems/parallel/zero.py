@@ -6,7 +6,8 @@ After a data-parallel backward pass all N ranks hold all gradients. A step then 
 
 1. `assign` has given each whole parameter an owner, so that bytes are balanced, and one of the owner's rounds.
 2. Each rank runs the optimizer over its own parameters, round by round: 1/N of the work, 1/N of the state.
-3. The owners broadcast what they have updated. A round's broadcasts travel while the next round is computed.
+3. The owners broadcast what they have updated. A round's broadcasts travel while the next round is computed; inside
+   `overlap_with(model)` the last ones also while the next forward pass has begun, each part of which waits for its own.
 
 Owning whole parameters serves every optimizer that treats parameters one by one, also those that look at a matrix as a
 matrix (Adafactor, Muon), and an update is made of the very operations of the plain optimizer: results are equal bit by
@@ -28,9 +29,11 @@ section 5.1; there gradients are reduced to their owners alone, which costs less
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,23 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-
-def assign(sizes: Sequence[int], loads: list[list[int]]) -> list[tuple[int, int]]:
-    """The (rank, round) of each parameter of `sizes` bytes, given what ranks and rounds hold already.
-
-    loads: `loads[rank][round]`, bytes; it grows by what is assigned. The largest parameter comes first (of equal ones
-    the earlier), and goes to the rank that holds least (of equal ones the lowest), there to the round that holds least.
-    So no two ranks ever differ by more than the largest parameter, and what was assigned before stays where it is.
-    Source: Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969): given at once, the
-    fullest rank holds at most 4/3 of what the best assignment gives its fullest.
-    """
-    homes = [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = min(range(len(loads)), key=lambda r: sum(loads[r]))
-        round_ = min(range(len(loads[rank])), key=lambda k: loads[rank][k])
-        loads[rank][round_] += sizes[index]
-        homes[index] = (rank, round_)
-    return homes
+from cs336_systems.parallel.readers import readers
+from cs336_systems.parallel.shares import assign
 
 
 class ShardedOptimizer(Optimizer):
@@ -103,6 +91,9 @@ class ShardedOptimizer(Optimizer):
         # by round: parameter → owner, and the optimizer over what this rank owns
         self._owners: list[dict[Tensor, int]] = [{} for _ in range(rounds)]
         self._inner: list[Optimizer] = []
+        self._pending: dict[int, list[Any]] = {}  # by round: what is still on its way
+        # inside overlap_with: the parameters that step waits for, since no forward pass does
+        self._awaited_in_step: list[Tensor] | None = None
         super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
         self._share_out(self.param_groups)
 
@@ -156,6 +147,8 @@ class ShardedOptimizer(Optimizer):
                 for share in shares:
                     self._inner[round_].add_param_group(share)
             self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
+        if self._awaited_in_step is not None:
+            self._awaited_in_step += parameters
 
     def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
         """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
@@ -200,16 +193,67 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.wait()  # nobody may have read, since the last step, what is to be overwritten now
         self._lend()
-        works = []
-        for inner, owners in zip(self._inner, self._owners, strict=True):
+        for round_, (inner, owners) in enumerate(zip(self._inner, self._owners, strict=True)):
             inner.step(**kwargs)
-            if self.world_size > 1:
-                works += self._broadcast(owners)
-        for work in works:
-            work.wait()
+            if self.world_size > 1 and (works := self._broadcast(owners)):
+                self._pending[round_] = works
+        if self._awaited_in_step is None:
+            self.wait()
+        else:
+            self._wait_for(self._awaited_in_step)
         self._collect_settings()
         return loss
+
+    def wait(self) -> None:
+        """Waits for all parameters of the last step: the current stream does, on a GPU; the host, on a CPU.
+
+        `step` has done so itself, but inside `overlap_with`.
+        """
+        for round_ in list(self._pending):
+            self._wait_for_round(round_)
+
+    def _wait_for_round(self, round_: int) -> None:
+        for work in self._pending.pop(round_, ()):
+            work.wait()
+
+    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters if self._pending else ():
+            for round_ in [r for r in self._pending if parameter in self._owners[r]]:
+                self._wait_for_round(round_)
+
+    @contextmanager
+    def overlap_with(self, module: torch.nn.Module) -> Iterator[None]:
+        """Inside, `step` returns while broadcasts are on their way, and each part of `module` waits for the parameters
+        that it reads when its forward pass begins (see `readers`): communication runs beside the next forward pass.
+
+            with optimizer.overlap_with(model):
+                for batch in batches: ...
+
+        Results are the same. But nobody else may read parameters after a step before `wait()`: it is called at the end
+        of the block, before the next step, and by `module.state_dict()`. Parameters that are not in the module, or that
+        no forward of it reads, are waited for in `step`. It must be eager: a part that torch.compile has swallowed does
+        not wait. RuntimeError inside another such block.
+        """
+        if self._awaited_in_step is not None:
+            raise RuntimeError("overlap_with() inside overlap_with(): one module at a time")
+        handles = [module.register_state_dict_pre_hook(lambda *_: self.wait())]
+        covered: set[Tensor] = set()
+        for part, parameters in readers(module):
+            handles.append(part.register_forward_pre_hook(functools.partial(self._arrived, parameters)))
+            covered.update(parameters)
+        self._awaited_in_step = [p for owners in self._owners for p in owners if p not in covered]
+        try:
+            yield
+        finally:
+            self._awaited_in_step = None
+            for handle in handles:
+                handle.remove()
+            self.wait()
+
+    def _arrived(self, parameters: list[Tensor], *_: Any) -> None:
+        self._wait_for(parameters)
 
     def _lend(self) -> None:
         """What `state` and `param_groups` hold now is what the inner optimizers work with."""

@@ -24,6 +24,7 @@ LABELS = {
     "alone": "AdamW, one rank",
     "plain": "BucketedDDP, AdamW",
     "sharded": "BucketedDDP, ShardedOptimizer",
+    "overlapped": "the same, overlapped",
     "torch": "torch DDP, AdamW",
     "torch_zero": "torch DDP, ZeroRedundancyOptimizer",
 }
@@ -31,6 +32,7 @@ SHORT = {
     "alone": "one\nrank",
     "plain": "plain",
     "sharded": "sharded",
+    "overlapped": "overlapped",
     "torch": "torch",
     "torch_zero": "torch,\nsharded",
 }

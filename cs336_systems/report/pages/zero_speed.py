@@ -77,7 +77,7 @@ def optimizer_table(chapter: Chapter) -> pd.DataFrame:
     out = []
     rows = there(records(chapter, moment=TIMED, context_length=contexts(chapter)[0]))
     for row in rows:
-        if row["variant"] == "alone" or row["status"] != "ok" or pd.isna(row["whole_ms"]):
+        if row["variant"] == "alone" or row["status"] != "ok" or not row["whole_ms"] > 0:
             continue
         least, sharded = predicted_ms(chapter, row), row["variant"] in ("sharded", "torch_zero")
         line = head_of(row) | {
@@ -148,7 +148,7 @@ def traffic_table(chapter: Chapter) -> pd.DataFrame:
     name, scale = unit(chapter)
     out = []
     for row in there(records(chapter, moment=TIMED, context_length=contexts(chapter)[0])):
-        if row["variant"] == "alone" or row["status"] != "ok":
+        if row["variant"] == "alone" or row["status"] != "ok" or pd.isna(row["all_reduce_calls"]):
             continue
         scheme = "sharded" if row["variant"] in ("sharded", "torch_zero") else "ddp"
         whole = 4 * accounting.num_parameters(size(row["size"]))
