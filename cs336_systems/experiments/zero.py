@@ -72,7 +72,8 @@ MEASURES = (
 CONTEXTS = (128, 512)
 WORLD_SIZES = (2, 4, 8)
 ON_CPU = "tiny"
-TURNS, SETTLING = 2, 2  # turns of each variant, and the steps that it makes in each before it is timed
+TURNS = 2  # of each variant
+SETTLING = 1  # steps of each turn before it is timed, beside the one that makes the first gradients
 STEPS, STEPS_ON_CPU = 10, 4  # timed steps of each variant, over all turns
 
 
@@ -136,8 +137,9 @@ def estimate_s(group: Sequence[Case]) -> float:
     if group[0].size == ON_CPU:
         return 6.0
     if group[0].moment != TIMED:
-        return 12.0 + 4.0 * contexts
-    return 15.0 + 3.0 * contexts + len(group) * (0.22 * (STEPS + TURNS * SETTLING) + 1.5)
+        return 10.0 + 3.5 * contexts
+    # turns also wrap the model and give memory back; counting takes some steps and a profile
+    return 27.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
 
 
 # ------------------------------------------------------------------------------------------------ predictions

@@ -35,12 +35,13 @@ def bandwidths(chapter: Chapter, machine: str) -> tuple[float, float, str] | Non
 
 
 def predicted_ms(chapter: Chapter, row: Row) -> dict[str, float] | None:
-    """The least times of the optimizer's step on the row's machine; None where it has no known link."""
+    """The least times of the optimizer's step on the row's machine, torch's in one round; None without a known link."""
     speeds = bandwidths(chapter, row["machine"])
     if speeds is None:
         return None
     parameters = accounting.num_parameters(size(row["size"]))
-    return accounting.zero_optimizer_ms(parameters, int(row["world_size"]), *speeds[:2], rounds=ROUNDS)
+    rounds = 1 if row["variant"] == "torch_zero" else ROUNDS
+    return accounting.zero_optimizer_ms(parameters, int(row["world_size"]), *speeds[:2], rounds=rounds)
 
 
 # ------------------------------------------------------------------------------------------------ (b) times
