@@ -221,19 +221,19 @@ def made_up(results_root):
 def test_tables_of_made_up_rows(made_up):
     moments = page.moments_table(made_up, 128)
     assert len(moments) == 15 and set(moments["apart"]) == {"1.0 %"}
-    assert list(moments["variant"][:3]) == 3 * ["AdamW, one rank"] and list(moments["ranks"][:4]) == [
+    assert list(moments["variant"][:3]) == 3 * ["one rank"] and list(moments["ranks"][:4]) == [
         1,
         1,
         1,
         2,
     ]
     after = moments[moments["moment"] == "after it"].set_index("variant")["closed form"]
-    assert after["BucketedDDP, AdamW"] == "29.8" and after["BucketedDDP, ShardedOptimizer"] == "22.3"
-    assert after["torch DDP, AdamW"] == "37.2"
+    assert after["plain"] == "29.8" and after["sharded"] == "22.3"
+    assert after["torch"] == "37.2"
     components = page.components_table(made_up, 128).set_index("variant")
-    assert components.loc["BucketedDDP, ShardedOptimizer", "optimizer state"] == "7.44 / 7.44"
-    assert components.loc["BucketedDDP, ShardedOptimizer", "buckets"] == "–"
-    assert components.loc["torch DDP, AdamW", "buckets"] == "7.44 / 7.44"
+    assert components.loc["sharded", "optimizer state"] == "7.44 / 7.44"
+    assert components.loc["sharded", "buckets"] == "–"
+    assert components.loc["torch", "buckets"] == "7.44 / 7.44"
     peaks = page.peak_table(made_up)
     assert len(peaks) == 10 and set(peaks["apart"]) == {"1.0 %"} and set(peaks["in phase"]) == {"backward"}
     assert len(page.difference_table(made_up)) == 5
@@ -241,14 +241,14 @@ def test_tables_of_made_up_rows(made_up):
     assert len(times) == 12 and list(times["over torch's sharded"][:6]) == [
         "0.798 ×", "0.851 ×", "0.904 ×", "0.830 ×", "0.915 ×", "1.00 ×",
     ]  # fmt: skip
-    assert times["step"][0] == "150 (149 – 152)" and times["variant"][0] == "AdamW, no communication"
+    assert times["step"][0] == "150 (149 – 152)" and times["variant"][0] == "no communication"
     kernels = speed.optimizer_table(made_up).set_index("variant")
     # 28 and 4 bytes of 1,998,235,200 parameters, at 4.8 TB/s and 450 GB/s
-    assert kernels.loc["BucketedDDP, AdamW", "least"] == "11.7"
-    assert kernels.loc["BucketedDDP, ShardedOptimizer", "least sending"] == "8.88"
+    assert kernels.loc["plain", "least"] == "11.7"
+    assert kernels.loc["sharded", "least sending"] == "8.88"
     traffic = speed.traffic_table(made_up).set_index("variant")
-    assert traffic.loc["BucketedDDP, ShardedOptimizer", "sent, formula"] == "11.2"
-    assert traffic.loc["BucketedDDP, AdamW", "sent, counted"] == "7.44"
+    assert traffic.loc["sharded", "sent, formula"] == "11.2"
+    assert traffic.loc["plain", "sent, counted"] == "7.44"
 
 
 def test_sentences_of_made_up_rows(made_up):

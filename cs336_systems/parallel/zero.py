@@ -193,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.wait()  # nobody may have read, since the last step, what is to be overwritten now
+        self.wait()  # what is still on its way since the last step must have arrived before it is updated again
         self._lend()
         for round_, (inner, owners) in enumerate(zip(self._inner, self._owners, strict=True)):
             inner.step(**kwargs)

@@ -21,20 +21,12 @@ from cs336_systems.sizes import SIZES, size
 
 GIB, MIB = 2**30, 2**20
 LABELS = {
-    "alone": "AdamW, one rank",
-    "plain": "BucketedDDP, AdamW",
-    "sharded": "BucketedDDP, ShardedOptimizer",
-    "overlapped": "the same, overlapped",
-    "torch": "torch DDP, AdamW",
-    "torch_zero": "torch DDP, ZeroRedundancyOptimizer",
-}
-SHORT = {
-    "alone": "one\nrank",
+    "alone": "one rank",
     "plain": "plain",
     "sharded": "sharded",
     "overlapped": "overlapped",
     "torch": "torch",
-    "torch_zero": "torch,\nsharded",
+    "torch_zero": "torch, sharded",
 }
 FIRST_STEP = {
     "initialized": "model initialized",
@@ -278,7 +270,7 @@ def memory_figure(chapter: Chapter, context_length: int) -> Figure:
         for place, row in enumerate(shown):
             _stack(ax, place - 0.2, {n: b / scale for n, b in measured(chapter, row).items()})
             _stack(ax, place + 0.2, {n: b / scale for n, b in predicted(chapter, row).items()}, hatch="////")
-        ax.set_xticks(range(len(shown)), [SHORT[r["variant"]] for r in shown], fontsize=7)
+        ax.set_xticks(range(len(shown)), [LABELS[r["variant"]].replace(" ", "\n") for r in shown], fontsize=7)
         ax.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel(f"memory of a rank, {name}")
     handles = [Patch(color=c, label=n.replace("_", " ")) for n, c in COLORS.items() if n != "activations"]

@@ -57,7 +57,7 @@ def times_table(chapter: Chapter) -> pd.DataFrame:
     for row in there(records(chapter, moment=TIMED)):
         head = head_of(row) | {"ranks": int(row["world_size"]), "context": int(row["context_length"])}
         if row["variant"] == "alone":
-            head["variant"] = "AdamW, no communication"
+            head["variant"] = "no communication"
         phases = (*chapter.experiment.PHASES, "step")
         line = head | {p: quantiles(row, p) if row["status"] == "ok" else word(row) for p in phases}
         line["tokens/s"] = fmt(row["tokens_per_s"]) if row["status"] == "ok" else EMPTY

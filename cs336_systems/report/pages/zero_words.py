@@ -209,7 +209,7 @@ def overlap(chapter: Chapter) -> str:
         rate = (ranks - 1) / ranks * row["broadcast_bytes"] / row["communication_ms"] / 1e6
         share = row["both_ms"] / row["update_ms"] if row["update_ms"] else 0.0
         said.append(
-            f"- {LABELS[variant]}: {int(row['broadcast_calls'])} broadcasts in {int(row['optimizer_launches'])}"
+            f"- *{LABELS[variant].capitalize()}*: {int(row['broadcast_calls'])} broadcasts in {int(row['optimizer_launches'])}"
             f" kernels, {fmt(rate)} GB/s sent and as much received; {fmt(100 * share)} % of the update's time lies"
             " beside them."
         )
@@ -228,7 +228,7 @@ def counted(chapter: Chapter) -> str:
         if row is None or pd.isna(row["all_reduce_bytes"]):
             continue
         whole = 4 * accounting.num_parameters(size(row["size"]))
-        text = f"- {LABELS[variant]}: {_whole(row['all_reduce_bytes'], whole)} of gradients"
+        text = f"- *{LABELS[variant].capitalize()}*: {_whole(row['all_reduce_bytes'], whole)} of gradients"
         if row["broadcast_calls"]:
             text += f", {_whole(row['broadcast_bytes'], whole)} of parameters"
         said.append(f"{text}; a rank sends {fmt(speed.sent_bytes(row) / whole)} · 4Ψ bytes.")
