@@ -208,10 +208,10 @@ def overlap(chapter: Chapter) -> str:
         ranks = row["world_size"]
         rate = (ranks - 1) / ranks * row["broadcast_bytes"] / row["communication_ms"] / 1e6
         share = row["both_ms"] / row["update_ms"] if row["update_ms"] else 0.0
+        calls, kernels = int(row["broadcast_calls"]), int(row["optimizer_launches"])
         said.append(
-            f"- *{LABELS[variant].capitalize()}*: {int(row['broadcast_calls'])} broadcasts in {int(row['optimizer_launches'])}"
-            f" kernels, {fmt(rate)} GB/s sent and as much received; {fmt(100 * share)} % of the update's time lies"
-            " beside them."
+            f"- *{LABELS[variant].capitalize()}*: {calls} broadcasts in {kernels} kernels, {fmt(rate)} GB/s sent and as"
+            f" much received; {fmt(100 * share)} % of the update's time lies beside them."
         )
     return "\n".join(said) or f"How updates and broadcasts share the time: {NOT_MEASURED}."
 
