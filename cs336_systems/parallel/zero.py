@@ -92,8 +92,8 @@ class ShardedOptimizer(Optimizer):
         self._owners: list[dict[Tensor, int]] = [{} for _ in range(rounds)]
         self._inner: list[Optimizer] = []
         self._pending: dict[int, list[Any]] = {}  # by round: what is still on its way
-        # inside overlap_with: the parameters that step waits for, since no forward pass does
-        self._awaited_in_step: list[Tensor] | None = None
+        # inside overlap_with: the rounds that step waits for, since no forward pass waits for all of them
+        self._awaited_in_step: set[int] | None = None
         super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
         self._share_out(self.param_groups)
 
@@ -148,7 +148,7 @@ class ShardedOptimizer(Optimizer):
                     self._inner[round_].add_param_group(share)
             self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
         if self._awaited_in_step is not None:
-            self._awaited_in_step += parameters
+            self._awaited_in_step.update(round_ for _, round_ in homes.values())
 
     def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
         """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
@@ -199,10 +199,7 @@ class ShardedOptimizer(Optimizer):
             inner.step(**kwargs)
             if self.world_size > 1 and (works := self._broadcast(owners)):
                 self._pending[round_] = works
-        if self._awaited_in_step is None:
-            self.wait()
-        else:
-            self._wait_for(self._awaited_in_step)
+        self._wait_for(range(len(self._inner)) if self._awaited_in_step is None else self._awaited_in_step)
         self._collect_settings()
         return loss
 
@@ -211,17 +208,12 @@ class ShardedOptimizer(Optimizer):
 
         `step` has done so itself, but inside `overlap_with`.
         """
-        for round_ in list(self._pending):
-            self._wait_for_round(round_)
+        self._wait_for(range(len(self._inner)))
 
-    def _wait_for_round(self, round_: int) -> None:
-        for work in self._pending.pop(round_, ()):
-            work.wait()
-
-    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters if self._pending else ():
-            for round_ in [r for r in self._pending if parameter in self._owners[r]]:
-                self._wait_for_round(round_)
+    def _wait_for(self, rounds: Iterable[int], *_: Any) -> None:
+        for round_ in rounds:
+            for work in self._pending.pop(round_, ()):
+                work.wait()
 
     @contextmanager
     def overlap_with(self, module: torch.nn.Module) -> Iterator[None]:
@@ -238,12 +230,15 @@ class ShardedOptimizer(Optimizer):
         """
         if self._awaited_in_step is not None:
             raise RuntimeError("overlap_with() inside overlap_with(): one module at a time")
+        round_of = {p: round_ for round_, owners in enumerate(self._owners) for p in owners}
+        unread = set(round_of)
         handles = [module.register_state_dict_pre_hook(lambda *_: self.wait())]
-        covered: set[Tensor] = set()
         for part, parameters in readers(module):
-            handles.append(part.register_forward_pre_hook(functools.partial(self._arrived, parameters)))
-            covered.update(parameters)
-        self._awaited_in_step = [p for owners in self._owners for p in owners if p not in covered]
+            # known beforehand: the hook runs while the GPU may be waiting for the host
+            rounds = sorted({round_of[p] for p in parameters if p in round_of})
+            handles.append(part.register_forward_pre_hook(functools.partial(self._wait_for, rounds)))
+            unread.difference_update(parameters)
+        self._awaited_in_step = {round_of[p] for p in unread}
         try:
             yield
         finally:
@@ -251,9 +246,6 @@ class ShardedOptimizer(Optimizer):
             for handle in handles:
                 handle.remove()
             self.wait()
-
-    def _arrived(self, parameters: list[Tensor], *_: Any) -> None:
-        self._wait_for(parameters)
 
     def _lend(self) -> None:
         """What `state` and `param_groups` hold now is what the inner optimizers work with."""
@@ -270,12 +262,12 @@ class ShardedOptimizer(Optimizer):
 
     def _broadcast(self, owners: dict[Tensor, int]) -> list[Any]:
         """Starts the broadcasts of one round; what to wait for."""
-        moving = [p for p in owners if p.numel() and (p.requires_grad or p.grad is not None)]
+        moving = [(p, o) for p, o in owners.items() if p.numel() and (p.requires_grad or p.grad is not None)]
         # c10d does not tell autograd what it writes
-        torch.autograd.graph.increment_version([p for p in moving if owners[p] != self.rank])
+        torch.autograd.graph.increment_version([p for p, owner in moving if owner != self.rank])
         by_device: dict[torch.device, list[tuple[Tensor, int]]] = {}
-        for parameter in moving:
-            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owners[parameter]))
+        for parameter, owner in moving:
+            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owner))
         works: list[Any] = []
         for device, sent in by_device.items():
             if self.process_group._get_backend(device).supports_coalescing:
