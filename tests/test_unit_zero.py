@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
+from cs336_systems.measure.collectives import Collectives
 from cs336_systems.model import build
 from cs336_systems.parallel.ddp import BucketedDDP
 from cs336_systems.parallel.launch import launch
@@ -438,24 +439,26 @@ def two_dtypes_and_layouts():
         assert_same_state(plain.state_dict(), whole)
 
 
-def two_frozen_parameters_stay_at_home(monkeypatch):
+def two_frozen_parameters_stay_at_home():
     model = Toy()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     frozen = {id(model.frozen), id(model.head.bias)}
-    sent = []
-    broadcast = dist.broadcast
-    monkeypatch.setattr(
-        dist, "broadcast", lambda t, *a, **k: sent.append(t.data_ptr()) or broadcast(t, *a, **k)
-    )
+
+    def sent_in_a_step():
+        with Collectives() as sent:
+            optimizer.step()
+        assert sent.kinds == ["broadcast"]
+        return sent.calls("broadcast"), {identity for identity, _ in sent.living_storages()}
+
     train(model, optimizer, [0])
-    trainable = [p for p in model.parameters() if id(p) not in frozen]
-    assert sorted(sent) == sorted(p.data_ptr() for p in trainable)  # once each, from and into its own memory
+    trainable = {p.untyped_storage()._cdata for p in model.parameters() if id(p) not in frozen}
+    assert sent_in_a_step() == (len(trainable), trainable)  # once each, from and into its own memory
     # a gradient from before it was frozen still counts, as it does for the plain optimizer
-    sent.clear()
     model.norm.weight.grad = torch.ones_like(model.norm.weight)
     model.norm.weight.requires_grad_(False)
-    optimizer.step()
-    assert model.norm.weight.data_ptr() in sent
+    assert sent_in_a_step() == (len(trainable), trainable)
+    model.norm.weight.grad = None
+    assert sent_in_a_step()[1] == trainable - {model.norm.weight.untyped_storage()._cdata}
     assert_same_on_all_ranks(model.parameters())
     # trainable and frozen bytes are balanced each for itself
     owners = [optimizer.owner(p) for p in (model.frozen, model.head.bias)]
