@@ -280,7 +280,7 @@ class ShardedOptimizer(Optimizer):
         return works
 
     def _send(self, memory: Tensor, owner: int) -> Any:
-        """Starts one broadcast: what `dist.broadcast` ends in, which takes the host twice as long."""
+        """Starts one broadcast: what `dist.broadcast` ends in, whose own work costs the host a microsecond or two."""
         options = dist.BroadcastOptions()
         options.rootRank = owner  # in the group; asynchronous by default
         return self.process_group.broadcast([memory], options)
