@@ -119,6 +119,7 @@ def test_smoke_counts_what_is_sent(smoke):
         assert counted[variant]["all_reduce_bytes"] == whole + len(sizes)
     for variant in ("torch", "torch_zero"):
         assert counted[variant]["all_reduce_bytes"] == whole
+    assert {counted[variant]["other_calls"] for variant in counted if variant != "overlapped"} == {0}
     for row in found:
         if row["moment"] == zero.TIMED:
             assert row["step_ms_p20"] <= row["step_ms_p50"] <= row["step_ms_p80"]
@@ -286,8 +287,18 @@ def test_figure(made_up):
     assert heights == pytest.approx(expected / 2**30, rel=1e-3)
 
 
+def test_figure_of_times(made_up):
+    ax = speed.times_figure(made_up, 512).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "no communication", "plain", "sharded", "overlapped", "torch", "torch, sharded",
+    ]  # fmt: skip
+    assert len(ax.patches) == 6 * 3
+    assert ax.patches[9].get_width() == 7.0  # the update alone, where the broadcasts are hidden
+
+
 def test_page_without_rows():
     chapter = Chapter("zero", measure="no", preset="full")
+    assert speed.times_figure(chapter, 128).axes
     for sentence in (
         words.saved, words.accuracy, words.noise, words.cost, words.peer, words.overlap, words.counted, words.source,
     ):  # fmt: skip

@@ -58,7 +58,7 @@ def times(case):
         sent = zero_step_bytes("sharded" if sharded else "ddp", case.world_size, whole, whole)
         found |= {
             "all_reduce_calls": 0 if alone else 101, "all_reduce_bytes": 0 if alone else whole + 435,
-            "broadcast_calls": 435 * sharded, "broadcast_bytes": whole * sharded,
+            "other_calls": 0, "broadcast_calls": 435 * sharded, "broadcast_bytes": whole * sharded,
             "link_sent_bytes": 0 if alone else 1.01 * sum(sent.values()), "link_received_bytes": 0 if alone else 1e9,
             "optimizer_launches": 8 * sharded, "communication_ms": 18.0 * sharded,
             "update_ms": 7.0 if sharded else 14.0, "both_ms": 5.0 * (case.variant == "sharded"),

@@ -53,7 +53,7 @@ METRICS = (
     *(column for phase in (*PHASES, "step") for column in ranks.columns(phase)),
     "tokens_per_s",
     # what one step sends, by the dispatcher; counted in the shortest context
-    "all_reduce_calls", "all_reduce_bytes", "broadcast_calls", "broadcast_bytes",
+    "all_reduce_calls", "all_reduce_bytes", "broadcast_calls", "broadcast_bytes", "other_calls",
     "link_sent_bytes", "link_received_bytes",  # the GPU's NVLink counters, the largest of the ranks
     # the optimizer's step on rank 0's GPU, by torch's profiler
     "optimizer_launches", "communication_ms", "update_ms", "both_ms", "whole_ms",

@@ -7,16 +7,31 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import SCHEMES
+from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages.zero import GIB, TIMED, Row, contexts, head_of, records, there, unit, word
+from cs336_systems.report.pages.zero import (
+    GIB,
+    LABELS,
+    TIMED,
+    Row,
+    contexts,
+    head_of,
+    records,
+    there,
+    unit,
+    word,
+    world_size,
+)
 from cs336_systems.report.roofs import roofs
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import size
 
 ROUNDS = 4  # of ShardedOptimizer, by default
+PHASE_COLORS = {"optimizer": "#D55E00", "forward": "#0072B2", "backward": "#009E73"}
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -64,6 +79,41 @@ def times_table(chapter: Chapter) -> pd.DataFrame:
         ratio = against(chapter, row, "torch_zero")
         out.append(line | {"over torch's sharded": EMPTY if ratio is None else f"{fmt(ratio)} ×"})
     return pd.DataFrame(out)
+
+
+def times_figure(chapter: Chapter, context_length: int) -> Figure:
+    """The medians of the phases, stacked, a bar for each variant; what sharding and hiding change is at the left."""
+    figure, axes = figures.panels(height=2.6)
+    ax, machine = axes[0, 0], (chapter.machines or [""])[0]
+    where = {
+        "machine": machine,
+        "context_length": context_length,
+        "world_size": world_size(chapter),
+        "status": "ok",
+    }
+    rows = records(chapter, moment=TIMED, **where)
+    if not rows:
+        figures.nothing(ax)
+        return figure
+    for place, row in enumerate(rows):
+        left = 0.0
+        for phase in chapter.experiment.PHASES:
+            ms = float(row[f"{phase}_ms_p50"])
+            ax.barh(
+                place, ms, 0.66, left=left, color=PHASE_COLORS[phase], zorder=3, label="" if place else phase
+            )
+            middle = (left + ms / 2, place)
+            ax.annotate(fmt(ms, 2), middle, ha="center", va="center", fontsize=7, color="white", zorder=4)
+            left += ms
+        ax.annotate(f" {fmt(row['step_ms_p50'])} ms", (left, place), va="center", fontsize=8.5)
+    names = [LABELS[row["variant"]] if row["variant"] != "alone" else "no communication" for row in rows]
+    ax.set_yticks(range(len(rows)), names)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.margins(x=0.1)
+    ax.set_xlabel("ms; at the end of a bar: the median of whole steps")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
 
 
 def against(chapter: Chapter, row: Row, variant: str, metric: str = "step_ms_p50") -> float | None:
