@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +130,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
 
     built = look()
     with _step(work, case) as step:
-        ranks.meet(
-            rank
-        )  # what copied rank 0's weights to all has let go of its buffers when the next collective ends
+        _settle(rank)
         note("initialized", added="buckets", since=built["live_bytes"])  # nobody has sent a bucket yet
         found["initialized"]["peak_bytes"] = max(built["peak_bytes"], found["initialized"]["peak_bytes"])
         for number in range(1, _STEPS_WITH_STATE + 1):
@@ -151,6 +150,13 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
                     note(f"{when}_after")
                 work.drop_gradients()
     return found
+
+
+def _settle(rank: Rank) -> None:
+    """Returns when what has copied rank 0's weights to all ranks has let go of its buffers."""
+    ranks.meet(rank)
+    if rank.device == "cpu":
+        time.sleep(0.05)  # Gloo's threads do so a moment after they have said that they are done
 
 
 def _components(work: ParallelWorkload, optimizer_name: str, sent: Collectives) -> dict[str, int]:
