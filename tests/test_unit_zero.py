@@ -1,9 +1,11 @@
 """The sharded optimizer against the plain one, bit by bit, on several processes; its closed forms against both.
 
-Starting processes takes seconds, so all checks for one number of ranks (functions named `two_…`, `four_…`) run in one
-run. On each rank the plain optimizer trains a copy of the model beside the sharded one.
+Starting processes takes seconds, so all checks for one number of ranks (functions named `one_…`, `two_…`, `four_…`) run
+in one run; those named `nccl_…` on two GPUs only. On each rank the plain optimizer trains a copy of the model beside
+the sharded one.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -17,10 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
+from cs336_systems.measure.collectives import Collectives
 from cs336_systems.model import build
+from cs336_systems.parallel.ddp import BucketedDDP
 from cs336_systems.parallel.launch import launch
-from cs336_systems.parallel.zero import ShardedOptimizer, assign
+from cs336_systems.parallel.readers import readers
+from cs336_systems.parallel.shares import assign
+from cs336_systems.parallel.zero import ShardedOptimizer
 from cs336_systems.sizes import size
 
 ADAMW = functools.partial(dict, lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
@@ -181,6 +188,126 @@ def two_halves_of_a_batch():
     assert_same_on_all_ranks(other.parameters())
 
 
+def two_behind_a_container():
+    """Buckets whose memory is the gradients', averaged during backward: as the plain optimizer behind the same."""
+    one, other = pair()
+    plain = torch.optim.AdamW(one.parameters(), **ADAMW())
+    sharded = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **ADAMW())
+    containers = BucketedDDP(one, 0.002), BucketedDDP(other, 0.002)
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    for step in range(6):
+        x, y = batch(step)
+        for container, optimizer in zip(containers, (plain, sharded), strict=True):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            F.mse_loss(container(x[mine]), y[mine]).backward()
+            container.finish_gradient_synchronization()
+            optimizer.step()
+    assert_same(one.parameters(), other.parameters())
+    assert_same_on_all_ranks(other.parameters())
+
+
+def two_shares_are_equal_in_bytes_not_in_elements():
+    wide, narrow = torch.zeros(100, dtype=torch.float64), [torch.zeros(100) for _ in range(2)]
+    optimizer = ShardedOptimizer([p.requires_grad_() for p in (wide, *narrow)], torch.optim.SGD, lr=0.1)
+    assert optimizer.shard_bytes == (800, 800)
+    assert [optimizer.owner(p) for p in (wide, *narrow)] == [0, 1, 1]
+
+
+class Awkward(nn.Module):
+    """Parameters that are read by others than the modules they are registered on."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.gated = Gated()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 5, bias=False)
+        self.double()
+
+    def forward(self, x):
+        x = self.embed(x)[:, None]
+        x = self.gated(self.attention(x, x, x, need_weights=False)[0])[:, 0]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gains = nn.ParameterList([torch.ones(8), torch.ones(8)])
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x * self.gains[0]) * self.gains[1]
+
+
+def two_overlap_with_the_next_forward():
+    """The same results; a step returns with broadcasts on their way, and each part waits for its own."""
+    for make in (Toy, Awkward):
+        one, other = pair(make)
+        plain = torch.optim.AdamW(one.parameters(), **ADAMW())
+        sharded = ShardedOptimizer(other.parameters(), torch.optim.AdamW, num_rounds=6, **ADAMW())
+        train(one, plain, range(8))
+        with sharded.overlap_with(other):
+            train(other, sharded, range(8))
+            assert sharded._pending
+            with raised(RuntimeError, "overlap_with"), sharded.overlap_with(other):
+                pass
+            loss_of(other, 8)
+            assert not sharded._pending  # all parts have been called
+            train(other, sharded, [8])
+        train(one, plain, [8])
+        assert not sharded._pending  # the block has ended
+        assert_same(one.parameters(), other.parameters())
+        assert_same_on_all_ranks(other.parameters())
+        train(one, plain, [9])
+        train(other, sharded, [9])
+        assert not sharded._pending
+        assert_same(one.parameters(), other.parameters())
+        assert not any(module._forward_pre_hooks for module in other.modules())
+
+
+def two_parts_wait_for_their_own():
+    """In the order of the forward pass; rounds follow the order of parameters."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, num_rounds=4)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    left, x = [], torch.ones(1, 16)
+    with optimizer.overlap_with(model):
+        optimizer.step()
+        for layer in model:
+            left.append(len(optimizer._pending))
+            x = layer(x)
+        assert left == [4, 3, 3, 2, 2, 1, 1, 0]
+        optimizer.step()
+        model.state_dict()
+        assert not optimizer._pending
+        optimizer.step()
+        optimizer.wait()
+        assert not optimizer._pending
+
+
+def two_overlap_waits_in_step_for_what_no_forward_reads():
+    model, beside = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4))
+    optimizer = ShardedOptimizer([*model.parameters(), beside], torch.optim.SGD, lr=0.5, num_rounds=1)
+    with optimizer.overlap_with(model):
+        model.weight.grad, beside.grad = torch.ones(4, 4), torch.ones(4)
+        optimizer.step()
+        assert not optimizer._pending  # they share a round
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, num_rounds=2)
+    later = nn.Parameter(torch.ones(4))
+    with optimizer.overlap_with(model):
+        optimizer.add_param_group({"params": later})
+        model.weight.grad, later.grad = torch.ones(4, 4), torch.ones(4)
+        optimizer.step()
+        assert torch.equal(later, torch.full((4,), 0.5))
+    assert_same_on_all_ranks([*model.parameters(), beside, later])
+
+
 def groups_of(model):
     decayed = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
@@ -312,24 +439,26 @@ def two_dtypes_and_layouts():
         assert_same_state(plain.state_dict(), whole)
 
 
-def two_frozen_parameters_stay_at_home(monkeypatch):
+def two_frozen_parameters_stay_at_home():
     model = Toy()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     frozen = {id(model.frozen), id(model.head.bias)}
-    sent = []
-    broadcast = dist.broadcast
-    monkeypatch.setattr(
-        dist, "broadcast", lambda t, *a, **k: sent.append(t.data_ptr()) or broadcast(t, *a, **k)
-    )
+
+    def sent_in_a_step():
+        with Collectives() as sent:
+            optimizer.step()
+        assert sent.kinds == ["broadcast"]
+        return sent.calls("broadcast"), {identity for identity, _ in sent.living_storages()}
+
     train(model, optimizer, [0])
-    trainable = [p for p in model.parameters() if id(p) not in frozen]
-    assert sorted(sent) == sorted(p.data_ptr() for p in trainable)  # once each, from and into its own memory
+    trainable = {p.untyped_storage()._cdata for p in model.parameters() if id(p) not in frozen}
+    assert sent_in_a_step() == (len(trainable), trainable)  # once each, from and into its own memory
     # a gradient from before it was frozen still counts, as it does for the plain optimizer
-    sent.clear()
     model.norm.weight.grad = torch.ones_like(model.norm.weight)
     model.norm.weight.requires_grad_(False)
-    optimizer.step()
-    assert model.norm.weight.data_ptr() in sent
+    assert sent_in_a_step() == (len(trainable), trainable)
+    model.norm.weight.grad = None
+    assert sent_in_a_step()[1] == trainable - {model.norm.weight.untyped_storage()._cdata}
     assert_same_on_all_ranks(model.parameters())
     # trainable and frozen bytes are balanced each for itself
     owners = [optimizer.owner(p) for p in (model.frozen, model.head.bias)]
@@ -541,6 +670,87 @@ def four_groups_of_ranks():
             ShardedOptimizer(Toy().parameters(), torch.optim.AdamW, member)
 
 
+# -------------------------------------------------------------------------------------------------- on one, on GPUs
+def one_rank_communicates_nothing(monkeypatch):
+    """In a process group of one: the plain optimizer, step by step and in what it saves."""
+    for name in ("broadcast", "all_gather_object", "gather_object", "batch_isend_irecv"):
+        monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("communicated"))
+    one, other = pair()
+    plain = torch.optim.AdamW(groups_of(one), **ADAMW())
+    sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, **ADAMW())
+    assert (sharded.world_size, sharded.rank) == (1, 0)
+    for step in range(4):
+        train(one, plain, [step])
+        train(other, sharded, [step])
+        sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    assert_same(one.parameters(), other.parameters())
+    assert_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def nccl_few_launches_and_no_copy(monkeypatch):
+    """A round's broadcasts are one group call; a step needs no memory beside what there is."""
+    sizes = [(512, 1024)] * 30 + [(1024,)] * 10
+    parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+    for p in parameters:
+        dist.broadcast(p.detach(), 0)
+    optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=0.1, num_rounds=3, fused=True)
+    plain_ones = [nn.Parameter(p.detach().clone()) for p in parameters]
+    plain = torch.optim.AdamW(plain_ones, lr=0.1, fused=True)
+    calls = []
+    together = dist._coalescing_manager
+    monkeypatch.setattr(dist, "_coalescing_manager", lambda *a, **k: calls.append(1) or together(*a, **k))
+    for step in range(4):
+        for p, q in zip(parameters, plain_ones, strict=True):
+            p.grad = torch.full_like(p, step + 1.0)
+            q.grad = p.grad.clone()
+        plain.step()
+        if step:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+        if step:
+            assert torch.cuda.max_memory_allocated() - before < 2**20  # all parameters: 60 MiB
+        assert len(calls) == 3 * (step + 1)
+    assert_same(plain_ones, parameters)
+    assert_same_on_all_ranks(parameters)
+
+
+def nccl_the_next_kernel_waits(monkeypatch):
+    """What is enqueued after a step sees all updates, with no synchronization by the host."""
+    parameters = [nn.Parameter(torch.zeros(2**22)) for _ in range(8)]
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=1.0)
+    for step in range(5):
+        for p in parameters:
+            p.grad = torch.full_like(p, -1.0)
+        optimizer.step()
+        sums = torch.stack([p.detach().sum() for p in parameters])
+        assert (sums == (step + 1) * 2**22).all()
+
+
+def nccl_forward_passes_wait(monkeypatch):
+    """Overlapped with the next forward pass, which is enqueued at once: the same losses, bit by bit."""
+    torch.manual_seed(0)
+    one = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+    for p in one.parameters():
+        dist.broadcast(p.detach(), 0)
+    other, x = copy.deepcopy(one), torch.ones(64, 2048)
+    losses = []
+    for model, cls in ((one, torch.optim.AdamW), (other, ShardedOptimizer)):
+        more = (torch.optim.AdamW,) if cls is ShardedOptimizer else ()
+        optimizer = cls(model.parameters(), *more, lr=1e-3, fused=True)
+        with optimizer.overlap_with(model) if more else contextlib.nullcontext():
+            for _ in range(6):
+                optimizer.zero_grad()
+                losses.append(model(x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+    assert torch.equal(torch.stack(losses[:6]), torch.stack(losses[6:]))
+    assert_same(one.parameters(), other.parameters())
+    assert_same_on_all_ranks(other.parameters())
+
+
 # ------------------------------------------------------------------------------------------------------- running
 def checks(word):
     return [name for name in globals() if name.startswith(f"{word}_")]
@@ -566,7 +776,7 @@ def run_checks_where_rank_is(rank, names, folder):
         return run_checks(names, folder)
 
 
-@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+@pytest.mark.parametrize("word, num_ranks", [("one", 1), ("two", 2), ("four", 4)])
 def test_on_several_ranks(word, num_ranks, tmp_path):
     names = checks(word)
     assert names
@@ -575,7 +785,7 @@ def test_on_several_ranks(word, num_ranks, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("word, num_ranks", [("two", 2), ("four", 4)])
+@pytest.mark.parametrize("word, num_ranks", [("one", 1), ("two", 2), ("nccl", 2), ("four", 4)])
 def test_on_several_gpus(word, num_ranks, tmp_path):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs, {torch.cuda.device_count()} are here")
@@ -642,6 +852,20 @@ def test_adapter():
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.1)
 
 
+def test_who_reads_what():
+    model = Awkward()
+    found = {part: parameters for part, parameters in readers(model)}
+    leaves = [model.embed[0], model.embed[2], *model.blocks, model.head]
+    # these read what is beneath them; the others read their own
+    assert list(found) == [*leaves[:2], model.attention, model.gated, *leaves[2:]]
+    for part, parameters in found.items():
+        assert_same(parameters, part.parameters())
+    assert {id(p) for ps in found.values() for p in ps} == {id(p) for p in model.parameters()}
+    assert isinstance(next(part for part, _ in readers(Toy())), Toy)  # it has parameters of its own
+    assert not list(readers(nn.ParameterList([torch.ones(2)])))  # nobody calls it
+    assert not list(readers(nn.ReLU()))
+
+
 # ------------------------------------------------------------------------------------------------ whose is what
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -660,7 +884,7 @@ def test_assignment_is_balanced_and_stable(num_ranks, rounds):
         by_rank = [sum(rounds) for rounds in held]
         assert max(by_rank) - min(by_rank) <= max(sizes + later)
         for of_rank in held:
-            assert max(of_rank) - min(of_rank) <= max(sizes + later)
+            assert max(of_rank) - min(of_rank) < 2 * max(sizes + later)
     assert assign(sizes, [[0] * rounds for _ in range(num_ranks)]) == homes
     # Graham's bound, against what no assignment can beat
     least = max(sum(sizes) / num_ranks, max(sizes))
@@ -669,9 +893,14 @@ def test_assignment_is_balanced_and_stable(num_ranks, rounds):
 
 def test_assignment_by_hand():
     loads = [[0, 0], [0, 0]]
-    # 9 → rank 0; 7 → rank 1; 5 → rank 1 (12); 5 → rank 0 (14); 1 → rank 1 (13), there to the round with 5
-    assert assign([1, 9, 5, 7, 5], loads) == [(1, 1), (0, 0), (1, 1), (1, 0), (0, 1)]
-    assert loads == [[9, 5], [7, 6]]
+    # 9 → rank 0; 7 → rank 1; 5 → rank 1 (12); 5 → rank 0 (14); 1 → rank 1 (13); each cut in two, in the order given
+    assert assign([1, 9, 5, 7, 5], loads) == [(1, 0), (0, 0), (1, 0), (1, 1), (0, 1)]
+    assert loads == [[9, 5], [6, 7]]
+    # later: 4 → rank 1 (17), to the round with 6; 2 → rank 0 (16), to the round with 5; an empty one to the least
+    assert assign([2, 4, 0], loads) == [(0, 1), (1, 0), (0, 1)]
+    assert loads == [[9, 7], [10, 7]]
+    assert assign([0, 0], [[0, 0]]) == [(0, 0), (0, 0)]
+    assert assign([5, 0], [[0, 0, 0]]) == [(0, 1), (0, 2)]
 
 
 # ------------------------------------------------------------------------------------------------ closed forms
@@ -721,6 +950,58 @@ def test_memory_of_xl_on_two_ranks():
     )
 
 
+def test_memory_of_a_step():
+    """Beside the plain form: what is saved after forward, and buckets that are there all the time."""
+    config = size("xl")
+    first, later = accounting.zero_memory(config, 2), accounting.zero_memory(config, 2, first_step=False)
+    found = accounting.zero_step_memory(config, 2, 128, 2, buckets=1000)
+    assert tuple(found) == accounting.STEP_MOMENTS
+    assert all(tuple(sorted(parts)) == tuple(sorted(accounting.COMPONENTS)) for parts in found.values())
+    assert {parts["buckets"] for parts in found.values()} == {1000}
+    saved = sum(saved_activation_bytes(config, 2, 128).values())
+    assert [parts["activations"] for parts in found.values()] == [0, 0, 0, saved, 0, 0]
+    for moment, expected in {
+        "initialized": first["initialized"], "first_before": first["before_step"], "first_after": first["after_step"],
+        "later_forward": later["before_step"] | {"gradients": 0}, "later_before": later["before_step"],
+        "later_after": later["after_step"],
+    }.items():  # fmt: skip
+        assert {k: found[moment][k] for k in expected} == expected
+
+
+@pytest.mark.parametrize("context", [128, 512])
+def test_peak_of_a_step(context):
+    """What the plain form has, but for the state; its moment is the same with any share of the state."""
+    config = size("xl")
+    plain = peak_bytes(config, 2, context, "train_step", optimizer="fused")
+    for num_ranks in (1, 2, 8):
+        parts = accounting.zero_peak_memory(config, 2, context, num_ranks, buckets=7)
+        state = accounting.zero_memory(config, num_ranks)["after_step"]["optimizer_state"]
+        assert parts["optimizer_state"] == state and parts["buckets"] == 7
+        assert sum(parts.values()) - state - 7 == sum(plain.values()) - plain["optimizer_state"]
+    # at the end of backward with few tokens, at its beginning with many
+    assert (parts["gradients"] == parts["parameters"]) == (context == 128)
+
+
+def test_times_of_an_optimizer_step():
+    whole = {"num_parameters": 10**9, "tb_per_s": 2.8, "link_gb_per_s": 400.0}
+    one = accounting.zero_optimizer_ms(num_ranks=2, **whole)
+    # 28 bytes at 2.8 TB/s; half of it; half of 4 bytes at 400 GB/s
+    assert one == pytest.approx(
+        {"plain": 10.0, "update": 5.0, "broadcast": 5.0, "sharded": 10.0}
+    )  # w = β / 7
+    four = accounting.zero_optimizer_ms(num_ranks=2, rounds=4, **whole)
+    assert four["sharded"] == pytest.approx(5.0 + 5.0 / 4)  # of equal parts all is hidden but one round
+    for num_ranks in (2, 4, 16):  # the break-even does not depend on the number of ranks
+        even = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole)
+        assert even["sharded"] == pytest.approx(even["plain"])
+        faster = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole | {"link_gb_per_s": 401.0})
+        assert faster["sharded"] < faster["plain"]
+        many = accounting.zero_optimizer_ms(num_ranks=num_ranks, rounds=1000, **whole)
+        assert many["sharded"] == pytest.approx(max(many["update"], many["broadcast"]), rel=2e-3)
+    alone = accounting.zero_optimizer_ms(num_ranks=1, **whole)
+    assert alone["sharded"] == alone["plain"] == alone["update"] and alone["broadcast"] == 0
+
+
 def test_stages_as_the_paper_has_them():
     """Figure 1: 7.5 billion parameters on 64 devices, 120, 31.4, 16.6 and 1.9 GB."""
     totals = [sum(accounting.zero_stage_bytes(7_500_000_000, 64, stage).values()) / 1e9 for stage in range(4)]
@@ -754,6 +1035,9 @@ def test_communication_of_a_step():
         (lambda: accounting.zero_memory(size("tiny"), 2, rank=2), ["rank=2", "0 ... 1"]),
         (lambda: accounting.zero_memory(size("tiny"), 0), ["num_ranks=0", "positive"]),
         (lambda: accounting.shards(size("tiny"), -1), ["num_ranks=-1", "positive"]),
+        (lambda: accounting.zero_step_memory(size("tiny"), 2, 0, 1), ["sequence=0", "positive"]),
+        (lambda: accounting.zero_peak_memory(size("tiny"), 0, 8, 1), ["batch=0", "positive"]),
+        (lambda: accounting.zero_optimizer_ms(10, 2, 1.0, 0.0), ["link_gb_per_s=0.0", "positive"]),
     ],
 )
 def test_wrong_arguments_of_closed_forms(call, words):

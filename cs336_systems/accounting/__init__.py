@@ -48,7 +48,15 @@ from cs336_systems.accounting.operations import (
     attention_flops,
     matmul_flops,
 )
-from cs336_systems.accounting.zero import shard_imbalance, zero_memory, zero_stage_bytes, zero_step_bytes
+from cs336_systems.accounting.zero import (
+    shard_imbalance,
+    zero_memory,
+    zero_optimizer_ms,
+    zero_peak_memory,
+    zero_stage_bytes,
+    zero_step_bytes,
+    zero_step_memory,
+)
 
 __all__ = [
     "ATTENTION_IMPLS",
@@ -90,6 +98,9 @@ __all__ = [
     "saved_layer_bytes",
     "shard_imbalance",
     "zero_memory",
+    "zero_optimizer_ms",
+    "zero_peak_memory",
     "zero_stage_bytes",
     "zero_step_bytes",
+    "zero_step_memory",
 ]

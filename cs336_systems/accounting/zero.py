@@ -10,6 +10,7 @@ sections 3, 5 and 7. Nothing here needs torch.
 
 from __future__ import annotations
 
+from cs336_systems.accounting.memory import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.sizes import ModelConfig
@@ -17,6 +18,10 @@ from cs336_systems.sizes import ModelConfig
 SCHEMES = ("ddp", "sharded", "zero1")
 """Plain data parallelism; `ShardedOptimizer` after it; ZeRO stage 1, which reduces gradients to their owners alone."""
 MOMENTS = ("initialized", "before_step", "after_step")
+STEP_MOMENTS = ("initialized", "first_before", "first_after", "later_forward", "later_before", "later_after")
+"""Before any step; in the first one directly before and after the optimizer's step; in a later one also after forward
+and loss, when the graph is complete."""
+COMPONENTS = ("parameters", "gradients", "optimizer_state", "buckets", "activations")
 _FP32 = 4
 
 
@@ -31,9 +36,9 @@ def tensor_sizes(config: ModelConfig) -> list[int]:
 def shards(config: ModelConfig, num_ranks: int) -> list[list[int]]:
     """Elements of the parameters that each of N ranks owns, in the order of ranks.
 
-    The rule of `parallel.zero.assign`: the largest parameter first, each to the rank that holds least so far (of equal
-    ones the lowest). The order of equally large parameters changes whose they are, but not how many each rank gets.
-    ValueError unless num_ranks is positive.
+    The rule of `parallel.shares.assign`: the largest parameter first, each to the rank that holds least so far (of
+    equal ones the lowest). The order of equally large parameters changes whose they are, but not how many each
+    rank gets. ValueError unless num_ranks is positive.
     """
     check_sizes(num_ranks=num_ranks)
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -90,6 +95,56 @@ def zero_memory(
     }
 
 
+def zero_step_memory(
+    config: ModelConfig, batch: int, sequence: int, num_ranks: int, rank: int | None = None, buckets: int = 0,
+    device: str = "cuda",
+) -> dict[str, dict[str, int]]:  # fmt: skip
+    """Bytes alive on one of N ranks at STEP_MOMENTS: moment → component (COMPONENTS) → bytes, B × S tokens a rank.
+
+    As `zero_memory`, with what the graph has saved at `later_forward` (`accounting.saved_activation_bytes`, attention
+    materialized), and `buckets` bytes that a data-parallel container holds all the time beside the gradients: none
+    where gradients are views of buckets that live as long as they do; 4·Ψ where it keeps copies, as torch's DDP does
+    by default. Errors as `zero_memory` and `saved_activation_bytes`.
+    """
+    first = zero_memory(config, num_ranks, rank)
+    later = zero_memory(config, num_ranks, rank, first_step=False)
+    activations = sum(saved_activation_bytes(config, batch, sequence, device=device).values())
+    alive = {
+        "initialized": first["initialized"],
+        "first_before": first["before_step"],
+        "first_after": first["after_step"],
+        "later_forward": {**later["before_step"], "gradients": 0},
+        "later_before": later["before_step"],
+        "later_after": later["after_step"],
+    }
+    return {
+        moment: {**parts, "buckets": buckets, "activations": activations if moment == "later_forward" else 0}
+        for moment, parts in alive.items()
+    }
+
+
+def zero_peak_memory(
+    config: ModelConfig, batch: int, sequence: int, num_ranks: int, rank: int | None = None, buckets: int = 0,
+    device: str = "cuda",
+) -> dict[str, int]:  # fmt: skip
+    """Component → bytes at the peak of a step that is not the first, with a fused optimizer; arguments and errors as
+    `zero_step_memory`.
+
+    State and buckets are there throughout such a step, so the moment of the peak is that of training on one device
+    (`accounting.peak_bytes`): where a block's activations outweigh its gradients, the beginning of backward, else its
+    end. Temporaries count as activations. An optimizer that is not fused, and containers that copy gradients into
+    buckets while backward runs, need up to a bucket or a round of the share more.
+    """
+    items = peak_bytes(config, batch, sequence, "train_step", device=device, optimizer="fused")
+    return {
+        "parameters": items["weights"],
+        "gradients": items["gradients"],
+        "optimizer_state": zero_memory(config, num_ranks, rank)["after_step"]["optimizer_state"],
+        "buckets": buckets,
+        "activations": items["saved_activations"] + items["temporaries"],
+    }
+
+
 def zero_stage_bytes(
     num_parameters: int, num_ranks: int, stage: int, parameter: int = 2, gradient: int = 2, state: int = 12
 ) -> dict[str, float]:
@@ -140,3 +195,35 @@ def zero_step_bytes(
         "gradients": passes[0] * (num_ranks - 1) * gradient_bytes / num_ranks,
         "parameters": passes[1] * (num_ranks - 1) * parameter_bytes / num_ranks,
     }
+
+
+# -------------------------------------------------------------------------------------------------------- time
+ADAMW_BYTES = 28
+"""Bytes that a fused AdamW in fp32 moves for one parameter: weight, gradient and two moments read, all but the gradient
+written."""
+
+
+def zero_optimizer_ms(
+    num_parameters: int, num_ranks: int, tb_per_s: float, link_gb_per_s: float, rounds: int = 1
+) -> dict[str, float]:
+    """The least times in ms of the optimizer's step in fp32, with memory at `tb_per_s` and a link that sends
+    `link_gb_per_s` (10^9 bytes a second, one direction) while it receives as much.
+
+    plain: AdamW over all parameters, 28·Ψ / β. update: over a share, an N-th of it. broadcast: of all parameters,
+    (N - 1)/N · 4·Ψ / w. sharded: both in R rounds of equal size, a round's broadcast beside the next one's update,
+    u/R + (R - 1)/R · max(u, b) + b/R; with one round their sum. ValueError for what is not positive.
+
+    Without overlap, sharding is the faster one if w > β / 7, whatever N is: it saves (N - 1)/N · 28·Ψ / β.
+    """
+    check_sizes(
+        num_parameters=num_parameters,
+        num_ranks=num_ranks,
+        tb_per_s=tb_per_s,
+        link_gb_per_s=link_gb_per_s,
+        rounds=rounds,
+    )
+    plain = ADAMW_BYTES * num_parameters / (tb_per_s * 1e9)
+    update = plain / num_ranks
+    broadcast = (num_ranks - 1) / num_ranks * _FP32 * num_parameters / (link_gb_per_s * 1e6)
+    both = update / rounds + (rounds - 1) / rounds * max(update, broadcast) + broadcast / rounds
+    return {"plain": plain, "update": update, "broadcast": broadcast, "sharded": both}

@@ -6,7 +6,8 @@ After a data-parallel backward pass all N ranks hold all gradients. A step then 
 
 1. `assign` has given each whole parameter an owner, so that bytes are balanced, and one of the owner's rounds.
 2. Each rank runs the optimizer over its own parameters, round by round: 1/N of the work, 1/N of the state.
-3. The owners broadcast what they have updated. A round's broadcasts travel while the next round is computed.
+3. The owners broadcast what they have updated. A round's broadcasts travel while the next round is computed; inside
+   `overlap_with(model)` the last ones also while the next forward pass has begun, each part of which waits for its own.
 
 Owning whole parameters serves every optimizer that treats parameters one by one, also those that look at a matrix as a
 matrix (Adafactor, Muon), and an update is made of the very operations of the plain optimizer: results are equal bit by
@@ -28,9 +29,11 @@ section 5.1; there gradients are reduced to their owners alone, which costs less
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,23 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-
-def assign(sizes: Sequence[int], loads: list[list[int]]) -> list[tuple[int, int]]:
-    """The (rank, round) of each parameter of `sizes` bytes, given what ranks and rounds hold already.
-
-    loads: `loads[rank][round]`, bytes; it grows by what is assigned. The largest parameter comes first (of equal ones
-    the earlier), and goes to the rank that holds least (of equal ones the lowest), there to the round that holds least.
-    So no two ranks ever differ by more than the largest parameter, and what was assigned before stays where it is.
-    Source: Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969): given at once, the
-    fullest rank holds at most 4/3 of what the best assignment gives its fullest.
-    """
-    homes = [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = min(range(len(loads)), key=lambda r: sum(loads[r]))
-        round_ = min(range(len(loads[rank])), key=lambda k: loads[rank][k])
-        loads[rank][round_] += sizes[index]
-        homes[index] = (rank, round_)
-    return homes
+from cs336_systems.parallel.readers import readers
+from cs336_systems.parallel.shares import assign
 
 
 class ShardedOptimizer(Optimizer):
@@ -103,6 +91,9 @@ class ShardedOptimizer(Optimizer):
         # by round: parameter → owner, and the optimizer over what this rank owns
         self._owners: list[dict[Tensor, int]] = [{} for _ in range(rounds)]
         self._inner: list[Optimizer] = []
+        self._pending: dict[int, list[Any]] = {}  # by round: what is still on its way
+        # inside overlap_with: the rounds that step waits for, since no forward pass waits for all of them
+        self._awaited_in_step: set[int] | None = None
         super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
         self._share_out(self.param_groups)
 
@@ -156,6 +147,8 @@ class ShardedOptimizer(Optimizer):
                 for share in shares:
                     self._inner[round_].add_param_group(share)
             self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
+        if self._awaited_in_step is not None:
+            self._awaited_in_step.update(round_ for _, round_ in homes.values())
 
     def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
         """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
@@ -200,16 +193,59 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.wait()  # what is still on its way since the last step must have arrived before it is updated again
         self._lend()
-        works = []
-        for inner, owners in zip(self._inner, self._owners, strict=True):
+        for round_, (inner, owners) in enumerate(zip(self._inner, self._owners, strict=True)):
             inner.step(**kwargs)
-            if self.world_size > 1:
-                works += self._broadcast(owners)
-        for work in works:
-            work.wait()
+            if self.world_size > 1 and (works := self._broadcast(owners)):
+                self._pending[round_] = works
+        self._wait_for(range(len(self._inner)) if self._awaited_in_step is None else self._awaited_in_step)
         self._collect_settings()
         return loss
+
+    def wait(self) -> None:
+        """Waits for all parameters of the last step: the current stream does, on a GPU; the host, on a CPU.
+
+        `step` has done so itself, but inside `overlap_with`.
+        """
+        self._wait_for(range(len(self._inner)))
+
+    def _wait_for(self, rounds: Iterable[int], *_: Any) -> None:
+        for round_ in rounds:
+            for work in self._pending.pop(round_, ()):
+                work.wait()
+
+    @contextmanager
+    def overlap_with(self, module: torch.nn.Module) -> Iterator[None]:
+        """Inside, `step` returns while broadcasts are on their way, and each part of `module` waits for the parameters
+        that it reads when its forward pass begins (see `readers`): communication runs beside the next forward pass.
+
+            with optimizer.overlap_with(model):
+                for batch in batches: ...
+
+        Results are the same. But nobody else may read parameters after a step before `wait()`: it is called at the end
+        of the block, before the next step, and by `module.state_dict()`. Parameters that are not in the module, or that
+        no forward of it reads, are waited for in `step`. It must be eager: a part that torch.compile has swallowed does
+        not wait. RuntimeError inside another such block.
+        """
+        if self._awaited_in_step is not None:
+            raise RuntimeError("overlap_with() inside overlap_with(): one module at a time")
+        round_of = {p: round_ for round_, owners in enumerate(self._owners) for p in owners}
+        unread = set(round_of)
+        handles = [module.register_state_dict_pre_hook(lambda *_: self.wait())]
+        for part, parameters in readers(module):
+            # known beforehand: the hook runs while the GPU may be waiting for the host
+            rounds = sorted({round_of[p] for p in parameters if p in round_of})
+            handles.append(part.register_forward_pre_hook(functools.partial(self._wait_for, rounds)))
+            unread.difference_update(parameters)
+        self._awaited_in_step = {round_of[p] for p in unread}
+        try:
+            yield
+        finally:
+            self._awaited_in_step = None
+            for handle in handles:
+                handle.remove()
+            self.wait()
 
     def _lend(self) -> None:
         """What `state` and `param_groups` hold now is what the inner optimizers work with."""
@@ -226,25 +262,28 @@ class ShardedOptimizer(Optimizer):
 
     def _broadcast(self, owners: dict[Tensor, int]) -> list[Any]:
         """Starts the broadcasts of one round; what to wait for."""
-        moving = [p for p in owners if p.numel() and (p.requires_grad or p.grad is not None)]
+        moving = [(p, o) for p, o in owners.items() if p.numel() and (p.requires_grad or p.grad is not None)]
         # c10d does not tell autograd what it writes
-        torch.autograd.graph.increment_version([p for p in moving if owners[p] != self.rank])
+        torch.autograd.graph.increment_version([p for p, owner in moving if owner != self.rank])
         by_device: dict[torch.device, list[tuple[Tensor, int]]] = {}
-        for parameter in moving:
-            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owners[parameter]))
+        for parameter, owner in moving:
+            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owner))
         works: list[Any] = []
         for device, sent in by_device.items():
             if self.process_group._get_backend(device).supports_coalescing:
                 with dist._coalescing_manager(self.process_group, device, async_ops=True) as together:
                     for memory, owner in sent:
-                        dist.broadcast(memory, group=self.process_group, group_src=owner, async_op=True)
+                        self._send(memory, owner)
                 works.append(together)
             else:
-                works += [
-                    dist.broadcast(memory, group=self.process_group, group_src=owner, async_op=True)
-                    for memory, owner in sent
-                ]
+                works += [self._send(memory, owner) for memory, owner in sent]
         return works
+
+    def _send(self, memory: Tensor, owner: int) -> Any:
+        """Starts one broadcast: what `dist.broadcast` ends in, whose own work costs the host a microsecond or two."""
+        options = dist.BroadcastOptions()
+        options.rootRank = owner  # in the group; asynchronous by default
+        return self.process_group.broadcast([memory], options)
 
     # -------------------------------------------------------------------------------------------- saving, loading
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,222 @@
+"""What chapter `zero` shows of times and of what is sent: steps and their phases, the optimizer's kernels, formulas
+beside counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.accounting.zero import SCHEMES
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages.zero import (
+    GIB,
+    LABELS,
+    TIMED,
+    Row,
+    contexts,
+    head_of,
+    records,
+    there,
+    unit,
+    word,
+    world_size,
+)
+from cs336_systems.report.roofs import roofs
+from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.sizes import size
+
+ROUNDS = 4  # of ShardedOptimizer, by default
+PHASE_COLORS = {"optimizer": "#D55E00", "forward": "#0072B2", "backward": "#009E73"}
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+def bandwidths(chapter: Chapter, machine: str) -> tuple[float, float, str] | None:
+    """(memory in TB/s, link in GB/s in one direction, where they are from); None where the GPU is not known.
+
+    The memory's is that of the best measured copy, where chapter `hardware` has it.
+    """
+    found = roofs(machine, chapter.root)
+    if found.sheet is None or found.sheet.nvlink_gb_per_s is None:
+        return None
+    link, sheet = found.sheet.nvlink_gb_per_s / 2, "the data sheet"
+    if found.tb_per_s is None:
+        return found.sheet.tb_per_s, link, f"memory and link by {sheet}"
+    return found.tb_per_s, link, f"memory by the best measured copy, link by {sheet}"
+
+
+def predicted_ms(chapter: Chapter, row: Row) -> dict[str, float] | None:
+    """The least times of the optimizer's step on the row's machine, torch's in one round; None without a known link."""
+    speeds = bandwidths(chapter, row["machine"])
+    if speeds is None:
+        return None
+    parameters = accounting.num_parameters(size(row["size"]))
+    rounds = 1 if row["variant"] == "torch_zero" else ROUNDS
+    return accounting.zero_optimizer_ms(parameters, int(row["world_size"]), *speeds[:2], rounds=rounds)
+
+
+# ------------------------------------------------------------------------------------------------ (b) times
+def quantiles(row: Row, phase: str) -> str:
+    """`"12.3 (12.1 – 12.6)"`: median and the quantiles of 20 and 80 %, ms."""
+    low, middle, high = (fmt(row[f"{phase}_ms_{q}"]) for q in ("p20", "p50", "p80"))
+    return f"{middle} ({low} – {high})"
+
+
+def times_table(chapter: Chapter) -> pd.DataFrame:
+    """Times of the phases and of the step, and the step over that of torch's sharded optimizer in the same run."""
+    out = []
+    for row in there(records(chapter, moment=TIMED)):
+        head = head_of(row) | {"ranks": int(row["world_size"]), "context": int(row["context_length"])}
+        if row["variant"] == "alone":
+            head["variant"] = "no communication"
+        phases = (*chapter.experiment.PHASES, "step")
+        line = head | {p: quantiles(row, p) if row["status"] == "ok" else word(row) for p in phases}
+        line["tokens/s"] = fmt(row["tokens_per_s"]) if row["status"] == "ok" else EMPTY
+        ratio = against(chapter, row, "torch_zero")
+        out.append(line | {"over torch's sharded": EMPTY if ratio is None else f"{fmt(ratio)} ×"})
+    return pd.DataFrame(out)
+
+
+def times_figure(chapter: Chapter, context_length: int) -> Figure:
+    """The medians of the phases, stacked, a bar for each variant; what sharding and hiding change is at the left."""
+    figure, axes = figures.panels(height=2.6)
+    ax, machine = axes[0, 0], (chapter.machines or [""])[0]
+    where = {
+        "machine": machine,
+        "context_length": context_length,
+        "world_size": world_size(chapter),
+        "status": "ok",
+    }
+    rows = records(chapter, moment=TIMED, **where)
+    if not rows:
+        figures.nothing(ax)
+        return figure
+    for place, row in enumerate(rows):
+        left = 0.0
+        for phase in chapter.experiment.PHASES:
+            ms = float(row[f"{phase}_ms_p50"])
+            ax.barh(
+                place, ms, 0.66, left=left, color=PHASE_COLORS[phase], zorder=3, label="" if place else phase
+            )
+            middle = (left + ms / 2, place)
+            ax.annotate(fmt(ms, 2), middle, ha="center", va="center", fontsize=7, color="white", zorder=4)
+            left += ms
+        ax.annotate(f" {fmt(row['step_ms_p50'])} ms", (left, place), va="center", fontsize=8.5)
+    names = [LABELS[row["variant"]] if row["variant"] != "alone" else "no communication" for row in rows]
+    ax.set_yticks(range(len(rows)), names)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.margins(x=0.1)
+    ax.set_xlabel("ms; at the end of a bar: the median of whole steps")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def against(chapter: Chapter, row: Row, variant: str, metric: str = "step_ms_p50") -> float | None:
+    """A row's time over that of another variant of the same run; None unless both were measured."""
+    keys = ("machine", "context_length", "size", "world_size", "batch", "bucket_mb")
+    same = {key: row[key] for key in keys} | {"moment": TIMED, "repeat": 0}
+    return chapter.ratio(metric, same | {"variant": row["variant"]}, same | {"variant": variant})
+
+
+def optimizer_table(chapter: Chapter) -> pd.DataFrame:
+    """The optimizer's step on one GPU by torch's profiler, beside the least times of the closed form; ms."""
+    out = []
+    rows = there(records(chapter, moment=TIMED, context_length=contexts(chapter)[0]))
+    for row in rows:
+        if row["variant"] == "alone" or row["status"] != "ok" or not row["whole_ms"] > 0:
+            continue
+        least, sharded = predicted_ms(chapter, row), row["variant"] in ("sharded", "torch_zero")
+        line = head_of(row) | {
+            "launches": int(row["optimizer_launches"]),
+            "updating": fmt(row["update_ms"]),
+            "sending": fmt(row["communication_ms"]),
+            "both at once": fmt(row["both_ms"]),
+            "first to last kernel": fmt(row["whole_ms"]),
+            **dict.fromkeys(("least", "least updating", "least sending"), EMPTY),
+        }
+        if least is not None:
+            line["least"] = fmt(least["sharded" if sharded else "plain"])
+            line["least updating"] = fmt(least["update" if sharded else "plain"])
+            line["least sending"] = fmt(least["broadcast"]) if sharded else EMPTY
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def noise(chapter: Chapter) -> list[float]:
+    """How far the medians of the A/A pairs lie apart, each as a share of the first."""
+    rows = chapter.measured(moment=TIMED)
+    keys = ["machine", "variant", "context_length", "world_size", "size", "run"]
+    both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
+    return list(np.abs(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1))
+
+
+# ------------------------------------------------------------------------------------------------ (c) ZeRO stage 1
+STAGES = {0: "plain data parallelism", 1: "ZeRO stage 1", 2: "ZeRO stage 2", 3: "ZeRO stage 3"}
+
+
+def stages_table(name: str = "xl", ranks: int = 2) -> pd.DataFrame:
+    """Memory of a rank by stage, in fp32 as here and in the paper's mixed precision; GiB."""
+    parameters, out = accounting.num_parameters(size(name)), []
+    for stage, label in STAGES.items():
+        fp32 = accounting.zero_stage_bytes(parameters, ranks, stage, parameter=4, gradient=4, state=8)
+        mixed = accounting.zero_stage_bytes(parameters, ranks, stage)
+        line = {"": label} | {f"{part.replace('_', ' ')}, fp32": fmt(b / GIB) for part, b in fp32.items()}
+        out.append(
+            line | {"together, fp32": fmt(sum(fp32.values()) / GIB), "mixed": fmt(sum(mixed.values()) / GIB)}
+        )
+    return pd.DataFrame(out)
+
+
+SCHEME_LABELS = {
+    "ddp": ("all-reduce", EMPTY),
+    "sharded": ("all-reduce", "broadcasts"),
+    "zero1": ("reduce-scatter", "all-gather"),
+}
+
+
+def traffic_formula_table(name: str = "xl", ranks: Sequence[int] = (2, 4, 8)) -> pd.DataFrame:
+    """What a rank sends in a step by the closed form, GiB, for each scheme and number of ranks."""
+    num_bytes = 4 * accounting.num_parameters(size(name))
+    names = {"ddp": "data parallelism", "sharded": "ShardedOptimizer", "zero1": "ZeRO stage 1"}
+    out = []
+    for scheme in SCHEMES:
+        gradients, parameters = SCHEME_LABELS[scheme]
+        line = {"": names[scheme], "gradients by": gradients, "parameters by": parameters}
+        for count in ranks:
+            parts = accounting.zero_step_bytes(scheme, count, num_bytes, num_bytes)
+            line[f"{count} ranks"] = fmt(sum(parts.values()) / GIB)
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def traffic_table(chapter: Chapter) -> pd.DataFrame:
+    """What was counted in one step: calls and payload; what a rank sends for it, by formula and by the link."""
+    name, scale = unit(chapter)
+    out = []
+    for row in there(records(chapter, moment=TIMED, context_length=contexts(chapter)[0])):
+        if row["variant"] == "alone" or row["status"] != "ok" or pd.isna(row["all_reduce_calls"]):
+            continue
+        scheme = "sharded" if row["variant"] in ("sharded", "torch_zero") else "ddp"
+        whole = 4 * accounting.num_parameters(size(row["size"]))
+        ranks = int(row["world_size"])
+        formula = sum(accounting.zero_step_bytes(scheme, ranks, whole, whole).values())
+        line = head_of(row)
+        for kind in ("all_reduce", "broadcast"):
+            calls, num_bytes = row[f"{kind}_calls"], row[f"{kind}_bytes"]
+            label = kind.replace("_", "-")
+            line |= {f"{label}s": int(calls), f"{label}, {name}": fmt(num_bytes / scale) if calls else EMPTY}
+        line |= {"sent, counted": fmt(sent_bytes(row) / scale), "sent, formula": fmt(formula / scale)}
+        line["sent, link"] = EMPTY if pd.isna(row["link_sent_bytes"]) else fmt(row["link_sent_bytes"] / scale)
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def sent_bytes(row: Row) -> float:
+    """What a rank sends for the payload that was counted: twice for an all-reduce, once for a broadcast."""
+    ranks = row["world_size"]
+    return (ranks - 1) / ranks * (2 * row["all_reduce_bytes"] + row["broadcast_bytes"])

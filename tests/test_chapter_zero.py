@@ -1,0 +1,350 @@
+"""Chapter zero: its grid, what is measured on several processes against the closed forms, and its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import zero_rows
+
+from cs336_systems import experiments
+from cs336_systems.accounting.zero import STEP_MOMENTS, tensor_sizes
+from cs336_systems.experiments import zero
+from cs336_systems.experiments.zero import Case
+from cs336_systems.measure import rows
+from cs336_systems.measure.machine import machine_name
+from cs336_systems.parallel.launch import LaunchError
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages import zero as page
+from cs336_systems.report.pages import zero_speed as speed
+from cs336_systems.report.pages import zero_words as words
+from cs336_systems.sizes import size
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+
+MACHINE = "h200-x2"
+TINY = {"size": "tiny", "bucket_mb": 0.25}
+
+
+# --------------------------------------------------------------------------------------------- grids
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_grid_is_a_grid(preset):
+    cases = zero.grid(preset)
+    assert len(set(cases)) == len(cases)
+    for case in cases:
+        assert case.variant in zero.VARIANTS and case.moment in zero.MOMENTS
+        assert case.repeat == 0 or dataclasses.replace(case, repeat=0) in cases
+    for group in rows.groups(zero, cases):
+        assert zero.estimate_s(group) > 0
+        # what has a launch to itself has it for one variant; what takes turns is timed
+        assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
+        assert len({zero.key_of(c) for c in group}) == len(group)
+
+
+def test_full_has_every_variant_and_fits_the_time():
+    cases = zero.grid("full")
+    for context in (128, 512):
+        for moment in STEP_MOMENTS:
+            assert Case("alone", context, moment, world_size=1) in cases
+            for variant in ("plain", "sharded", "torch", "torch_zero"):
+                assert Case(variant, context, moment) in cases
+        for variant in zero.VARIANTS:
+            assert Case(variant, context, zero.TIMED) in cases
+    assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl"}
+    two = [c for c in cases if c.world_size <= 2]
+    assert sum(map(zero.estimate_s, rows.groups(zero, two))) < 220
+
+
+def test_wrong_choices_are_named():
+    for field, wrong, allowed in (
+        ("variant", "fsdp", "alone, plain, sharded, overlapped, torch, torch_zero"),
+        ("moment", "late", "initialized, first_before"),
+        ("size", "huge", "tiny, small"),
+    ):
+        with pytest.raises(ValueError, match=rf"'{wrong}'; allowed: {allowed}"):
+            zero.refuse(dataclasses.replace(Case("plain", 64, "initialized", **TINY), **{field: wrong}))
+
+
+# --------------------------------------------------------------------------------------------- measured
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The rows of the smoke preset, measured once; and their root."""
+    root = tmp_path_factory.mktemp("results")
+    rows.measure(zero, zero.grid("smoke"), root=root)
+    return rows.read(zero, machine_name(), root).to_dict("records"), root
+
+
+def case_of(row):
+    return Case(**{f: type(default)(row[f]) for f, default in dataclasses.asdict(Case("", 0, "")).items()})
+
+
+@pytest.mark.slow
+def test_smoke_agrees_with_the_closed_forms(smoke):
+    found, _ = smoke
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    assert {row["status"] for row in found} == {"ok"} and len(found) == len(zero.grid("smoke"))
+    peaks = {}
+    for row in found:
+        if row["moment"] == zero.TIMED:
+            continue
+        case = case_of(row)
+        expected = zero.predicted(case, device)
+        for part, num_bytes in expected.items():
+            # what the graph has saved contains the ids, which are there already
+            assert row[f"{part}_bytes"] == pytest.approx(num_bytes, rel=1e-3, abs=100), (case, part)
+        assert sum(row[column] for column in zero.COMPONENT_COLUMNS.values()) == row["live_bytes"]
+        if device == "cpu":
+            assert row["live_bytes"] == pytest.approx(sum(expected.values()), rel=0.02)
+            peak = sum(zero.predicted_peak(case, device).values())
+            peaks.setdefault(case.variant, [peak]).append(row["peak_bytes"])
+    for peak, *measured in peaks.values():
+        assert max(measured) == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.slow
+def test_smoke_counts_what_is_sent(smoke):
+    found, _ = smoke
+    counted = {r["variant"]: r for r in found if r["moment"] == zero.TIMED and r["repeat"] == 0}
+    sizes = tensor_sizes(size("tiny"))
+    whole = 4 * sum(sizes)
+    assert set(counted) == set(zero.VARIANTS)
+    assert counted["overlapped"]["broadcast_calls"] != counted["overlapped"]["broadcast_calls"]  # empty
+    assert counted["alone"]["all_reduce_calls"] == counted["alone"]["broadcast_calls"] == 0
+    for variant in ("sharded", "torch_zero"):
+        assert counted[variant]["broadcast_calls"] == len(sizes)
+        assert counted[variant]["broadcast_bytes"] == whole
+    for variant in ("plain", "sharded"):  # a byte a parameter tells which gradients there are
+        assert counted[variant]["all_reduce_bytes"] == whole + len(sizes)
+    for variant in ("torch", "torch_zero"):
+        assert counted[variant]["all_reduce_bytes"] == whole
+    assert {counted[variant]["other_calls"] for variant in counted if variant != "overlapped"} == {0}
+    for row in found:
+        if row["moment"] == zero.TIMED:
+            assert row["step_ms_p20"] <= row["step_ms_p50"] <= row["step_ms_p80"]
+            assert row["tokens_per_s"] == pytest.approx(2 * 2 * 64 / row["step_ms_p50"] * 1e3, rel=1e-3)
+    assert len({r["run"] for r in found if r["moment"] == zero.TIMED}) == 1
+
+
+@pytest.mark.slow
+def test_page_of_measured_rows(smoke):
+    _, root = smoke
+    chapter = Chapter("zero", measure="no", machine="this", preset="smoke", root=root)
+    assert page.unit(chapter)[0] == "MiB"
+    assert "saved" in words.saved(chapter) and "4Ψ bytes" in words.counted(chapter)
+    assert len(speed.traffic_table(chapter)) == 4
+
+
+@without_gpu
+@pytest.mark.slow
+def test_torchs_container_keeps_buckets_and_one_rank_has_none():
+    """The variants that the smoke preset leaves out."""
+    for variant, world_size in (("torch_zero", 2), ("alone", 1)):
+        cases = [Case(variant, 64, moment, world_size=world_size, **TINY) for moment in STEP_MOMENTS]
+        for case, row in zip(cases, zero.run_group(cases), strict=True):
+            assert "status" not in row, row
+            for part, num_bytes in zero.predicted(case, "cpu").items():
+                assert row[f"{part}_bytes"] == pytest.approx(num_bytes, rel=1e-3, abs=100), (case, part)
+
+
+@without_gpu
+def test_a_machine_without_gpus_says_what_is_missing():
+    found = list(
+        zero.run_group([Case("alone", 128, m, world_size=1) for m in ("initialized", "later_after")])
+    )
+    assert found == 2 * [{"status": "skipped: needs 1 GPU"}]
+    found = list(zero.run_group([Case(v, c, zero.TIMED) for v in ("plain", "sharded") for c in (128, 512)]))
+    assert found == 4 * [{"status": "skipped: needs 2 GPUs"}]
+
+
+# --------------------------------------------------------------------------------------------- launches, made up
+def made_up_launch(monkeypatch, fail):
+    """`launch` gives each case its own key and number of ranks, unless `fail(contexts)` raises."""
+    calls = []
+
+    def launch(function, world_size, arguments, **options):
+        cases = [Case(**case) for case in json.loads(json.dumps(arguments))["cases"]]
+        calls.append((function, world_size, sorted({case.context_length for case in cases})))
+        fail(calls[-1][2])
+        live = {zero.key_of(case): {"live_bytes": case.context_length} for case in cases}
+        return [
+            {k: {"live_bytes": m["live_bytes"] + rank} for k, m in live.items()} for rank in range(world_size)
+        ]
+
+    monkeypatch.setattr(zero, "launch", launch)
+    monkeypatch.setattr(zero, "refuse", lambda case: None)
+    return calls
+
+
+def test_one_launch_for_all_contexts_of_a_variant(monkeypatch):
+    calls = made_up_launch(monkeypatch, lambda contexts: None)
+    cases = [Case("plain", c, m) for c in (128, 512) for m in STEP_MOMENTS]
+    found = list(zero.run_group(cases))
+    assert calls == [("cs336_systems.experiments.zero_ranks:memory_on_a_rank", 2, [128, 512])]
+    # the rank that holds most, and how far the other is from it
+    assert [row["live_bytes"] for row in found] == [case.context_length + 1 for case in cases]
+    assert {row["rank_spread_bytes"] for row in found} == {1}
+
+
+def test_a_context_that_does_not_fit_does_not_take_the_others_with_it(monkeypatch, capsys):
+    def fail(contexts):
+        if 512 in contexts:
+            raise LaunchError("rank 1 of 2: OutOfMemoryError: CUDA out of memory. Tried to allocate", 1)
+
+    calls = made_up_launch(monkeypatch, fail)
+    cases = [Case(v, c, zero.TIMED) for v in ("plain", "sharded") for c in (128, 512)]
+    found = list(zero.run_group(cases))
+    assert [contexts for _, _, contexts in calls] == [[128, 512], [128], [512]]
+    assert [row.get("status") for row in found] == [None, "oom", None, "oom"]
+
+
+def test_an_error_is_a_row_with_its_first_line(monkeypatch, capsys):
+    def fail(contexts):
+        raise LaunchError("rank 0 of 2: ValueError: no such thing\nTraceback ...", 0)
+
+    made_up_launch(monkeypatch, fail)
+    [found] = zero.run_group([Case("plain", 128, "initialized")])
+    assert found["status"] == "error: LaunchError: rank 0 of 2: ValueError: no such thing"
+    assert "Traceback" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- page
+@pytest.fixture
+def made_up(results_root):
+    """A chapter whose rows are made up, on two H200."""
+    zero_rows.write(zero.grid("full"), results_root)
+    environment = {"gpu": "NVIDIA H200", "gpus": 2}
+    (results_root / MACHINE / "machine.json").write_text(json.dumps({"00000000": environment}))
+    return Chapter("zero", measure="no", machine=MACHINE, preset="full")
+
+
+def test_tables_of_made_up_rows(made_up):
+    moments = page.moments_table(made_up, 128)
+    assert len(moments) == 15 and set(moments["apart"]) == {"1.0 %"}
+    assert list(moments["variant"][:3]) == 3 * ["one rank"] and list(moments["ranks"][:4]) == [
+        1,
+        1,
+        1,
+        2,
+    ]
+    after = moments[moments["moment"] == "after it"].set_index("variant")["closed form"]
+    assert after["plain"] == "29.8" and after["sharded"] == "22.3"
+    assert after["torch"] == "37.2"
+    components = page.components_table(made_up, 128).set_index("variant")
+    assert components.loc["sharded", "optimizer state"] == "7.44 / 7.44"
+    assert components.loc["sharded", "buckets"] == "–"
+    assert components.loc["torch", "buckets"] == "7.44 / 7.44"
+    peaks = page.peak_table(made_up)
+    assert len(peaks) == 10 and set(peaks["apart"]) == {"1.0 %"} and set(peaks["in phase"]) == {"backward"}
+    assert len(page.difference_table(made_up)) == 5
+    times = speed.times_table(made_up)
+    assert len(times) == 12 and list(times["over torch's sharded"][:6]) == [
+        "0.798 ×", "0.851 ×", "0.904 ×", "0.830 ×", "0.915 ×", "1.00 ×",
+    ]  # fmt: skip
+    assert times["step"][0] == "150 (149 – 152)" and times["variant"][0] == "no communication"
+    kernels = speed.optimizer_table(made_up).set_index("variant")
+    # 28 and 4 bytes of 1,998,235,200 parameters, at 4.8 TB/s and 450 GB/s
+    assert kernels.loc["plain", "least"] == "11.7"
+    assert kernels.loc["sharded", "least sending"] == "8.88"
+    traffic = speed.traffic_table(made_up).set_index("variant")
+    assert traffic.loc["sharded", "sent, formula"] == "11.2"
+    assert traffic.loc["plain", "sent, counted"] == "7.44"
+
+
+def test_sentences_of_made_up_rows(made_up):
+    assert "7.44 GiB)" in words.saved(made_up) and "25.0 % less" in words.saved(made_up)
+    assert "at most 1.0 %" in words.accuracy(made_up)
+    assert "1.0 % apart" in words.noise(made_up)
+    assert "+10.0 ms, 1.06 times" in words.cost(made_up) and "156 ms (−4.00 ms" in words.cost(made_up)
+    assert words.peer(made_up).count("no slower, as aimed") == 2 and "0.750 times" in words.peer(made_up)
+    assert "71.4 % of the update's time" in words.overlap(made_up)
+    assert "686 GB/s, so without overlap the sharded step is the longer one" in words.break_even_words(
+        made_up
+    )
+    assert words.counted(made_up).count("and 435 more of gradients") == 3
+    assert words.skipped(made_up) == "Left out on `h200-x2`: what needs 4 GPUs, what needs 8 GPUs."
+    assert "allocator" in words.source(made_up)
+
+
+def test_a_slower_step_is_called_slower(results_root, monkeypatch):
+    monkeypatch.setitem(zero_rows.STEP_MS, "sharded", 200.0)
+    zero_rows.write(zero.grid("full"), results_root)
+    assert "slower than the aim" in words.peer(Chapter("zero", measure="no", machine=MACHINE, preset="full"))
+
+
+def test_figure(made_up):
+    figure = page.memory_figure(made_up, 128)
+    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == list(
+        page.FIRST_STEP.values()
+    )
+    heights = sum(bar.get_height() for bar in figure.axes[2].patches)
+    expected = sum(
+        (1.01 + 1) * sum(zero.predicted(c).values())
+        for c in zero.grid("full")
+        if c.moment == "first_after" and c.context_length == 128 and c.world_size <= 2
+    )
+    assert heights == pytest.approx(expected / 2**30, rel=1e-3)
+
+
+def test_figure_of_times(made_up):
+    ax = speed.times_figure(made_up, 512).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "no communication", "plain", "sharded", "overlapped", "torch", "torch, sharded",
+    ]  # fmt: skip
+    assert len(ax.patches) == 6 * 3
+    assert ax.patches[9].get_width() == 7.0  # the update alone, where the broadcasts are hidden
+
+
+def test_page_without_rows():
+    chapter = Chapter("zero", measure="no", preset="full")
+    assert speed.times_figure(chapter, 128).axes
+    for sentence in (
+        words.saved, words.accuracy, words.noise, words.cost, words.peer, words.overlap, words.counted, words.source,
+    ):  # fmt: skip
+        assert "not measured" in sentence(chapter), sentence
+    assert "neither is known" in words.break_even_words(chapter) and words.skipped(chapter) == ""
+    assert set(page.moments_table(chapter, 128)["alive, GiB"]) == {"not measured"}
+    assert page.components_table(chapter, 128)["parameters"].str.startswith("not measured / ").all()
+    assert set(speed.times_table(chapter)["step"]) == {"not measured"}
+    assert page.memory_figure(chapter, 128).axes
+    assert speed.optimizer_table(chapter).empty and speed.traffic_table(chapter).empty
+
+
+def test_tables_that_need_no_rows():
+    table = page.prediction_table()
+    assert list(table["together, GiB"][:2]) == ["29.8", "22.3"] and list(table["ranks"]) == [1, 2, 4, 8, 64]
+    assert "1,998,235,200 in 435 tensors" in words.model_words()
+    stages = speed.stages_table()
+    assert list(stages["together, fp32"]) == ["29.8", "22.3", "18.6", "14.9"]
+    sent = speed.traffic_formula_table().set_index("")
+    assert list(sent["2 ranks"]) == ["7.44", "11.2", "7.44"]
+
+
+# --------------------------------------------------------------------------------------------- GPUs
+@pytest.mark.gpu
+def test_on_gpus():
+    """Every variant by NCCL, against the closed forms; each component to the block that the allocator rounds up to."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, {torch.cuda.device_count()} are here")
+    config = {"size": "tiny", "bucket_mb": 0.25}
+    for variant in ("sharded", "torch_zero"):
+        cases = [Case(variant, 64, moment, **config) for moment in STEP_MOMENTS]
+        for case, row in zip(cases, zero.run_group(cases), strict=True):
+            assert "status" not in row, row
+            assert row["source"] == "allocator" and row["outside_bytes"] > 0
+            for part in ("parameters", "gradients", "optimizer_state", "buckets"):
+                slack = 32 * 512 if part != "buckets" else 1 << 20
+                assert row[f"{part}_bytes"] == pytest.approx(zero.predicted(case)[part], abs=slack), (
+                    case,
+                    part,
+                )
+    cases = [Case(variant, 64, zero.TIMED, **config) for variant in zero.VARIANTS]
+    found = dict(zip(zero.VARIANTS, zero.run_group(cases), strict=True))
+    tensors = len(tensor_sizes(size("tiny")))
+    for row in found.values():
+        assert "status" not in row and row["step_ms_p50"] > 0, row
+    assert found["sharded"]["broadcast_calls"] == tensors
+    assert 0 < found["sharded"]["optimizer_launches"] < tensors / 2  # group calls
+    assert found["plain"]["optimizer_launches"] == found["alone"]["optimizer_launches"] == 0
+    assert found["sharded"]["update_ms"] > 0
