@@ -37,7 +37,7 @@ from cs336_systems.parallel import team_size
 
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
-    "allreduce",
+    "leaderboard", "allreduce",
 )  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
