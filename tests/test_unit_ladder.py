@@ -171,7 +171,8 @@ def test_two_steps_are_a_differentiable_attention(compiled):
         assert relative(x, y, y.norm().item()) < 1e-5
 
 
-# ------------------------------------------------------------------------------------------------ compiled ahead of time
+# ------------------------------------------------------------------------------------------------ compiled ahead of
+# time
 @pytest.fixture(scope="module")
 def compiler():
     """A process in which triton compiles instead of interpreting, which is settled when it is imported."""
@@ -206,7 +207,9 @@ def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
             SHARED_MEMORY_KIB[90] * 1024 // (kernel.shared_bytes + 1024),
         )
         # a few registers more or less from one version of the compiler to the next may change it by one
-        assert abs(fits - resident) <= 1, f"{kernel.kernel}: {fits} fit a multiprocessor, the step says {resident}"
+        assert abs(fits - resident) <= 1, (
+            f"{kernel.kernel}: {fits} fit a multiprocessor, the step says {resident}"
+        )
 
 
 def test_only_the_ladders_own_kernels_are_compiled_here():
@@ -232,12 +235,17 @@ def test_each_own_step_changes_one_switch(part):
     for step in (s for s in steps.of_part(part)[1:] if s.own):
         old, new = vars(steps.STEPS[step.base].config), vars(step.config)
         changed = {name for name in new if new[name] != old[name]}
-        assert len(changed) == 1 or changed <= {"tiles", "key_tiles", "one_pass", "fuse_d"}, (step.name, changed)
+        assert len(changed) == 1 or changed <= {"tiles", "key_tiles", "one_pass", "fuse_d"}, (
+            step.name,
+            changed,
+        )
 
 
 def test_predictions_follow_the_work():
     ms = {name: steps.predicted_ms(step) for name, step in steps.STEPS.items()}
-    assert ms["f_skip"] / ms["f_all_tiles"] == pytest.approx(0.5, abs=0.1)  # half of the pairs, a less even end
+    assert ms["f_skip"] / ms["f_all_tiles"] == pytest.approx(
+        0.5, abs=0.1
+    )  # half of the pairs, a less even end
     assert ms["b_skip"] / ms["b_all_tiles"] == pytest.approx(0.5, abs=0.1)
     for part in steps.PARTS:
         floor = accounting.attention_flops(16, 16384, 16384, 64, True, part) / 989.4e9

@@ -1,9 +1,9 @@
 """Closed forms, each evaluated by code: FLOPs, bytes and times that are predicted before they are measured.
 
-`operations` says what an operation must compute and move, `attention_limits` what each unit of a multiprocessor does for
-attention, `model` what a whole Transformer must compute, `memory` what
-it holds, `attention_memory` what one attention holds and moves, `collectives` how long ranks take to add up a tensor,
-`hardware` what a known GPU could do at best. Nothing here needs torch.
+`operations` says what an operation must compute and move, `attention_limits` what each unit of a multiprocessor does
+for attention, `model` what a whole Transformer must compute, `memory` what it holds, `attention_memory` what one
+attention holds and moves, `collectives` how long ranks take to add up a tensor, `hardware` what a known GPU could do
+at best. Nothing here needs torch.
 """
 
 from cs336_systems.accounting.attention_limits import (
@@ -12,6 +12,7 @@ from cs336_systems.accounting.attention_limits import (
     Work,
     backward_work,
     forward_work,
+    harness_bytes,
     idle_factor,
     overlapped_ms,
     product_shared_bytes,
@@ -91,6 +92,7 @@ __all__ = [
     "fit_line",
     "forward_matmul_flops",
     "forward_work",
+    "harness_bytes",
     "idle_factor",
     "kernels_ms",
     "matmul_flops",

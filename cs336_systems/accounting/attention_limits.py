@@ -40,18 +40,24 @@ class Multiprocessor:
 
     @property
     def per_clock(self) -> dict[str, int]:
-        return {"products": self.flops, "exps": self.exps, "instructions": self.lanes, "shared": self.shared_bytes}
+        return {
+            "products": self.flops,
+            "exps": self.exps,
+            "instructions": self.lanes,
+            "shared": self.shared_bytes,
+        }
 
 
-# By compute capability. FLOPs: the architectures' white papers, which give an A100's multiprocessor 1024 multiplications
-# with addition a clock and an H100's twice as many. The other rates: CUDA C++ Programming Guide, table of the throughput
-# of native arithmetic instructions (compute capabilities 8.0 and 9.0), and 32 banks of shared memory, 4 bytes each.
+# By compute capability. FLOPs: the architectures' white papers, which give an A100's multiprocessor 1024
+# multiplications with addition a clock and an H100's twice as many. The other rates: CUDA C++ Programming Guide,
+# table of the throughput of native arithmetic instructions (compute capabilities 8.0 and 9.0), and 32 banks of
+# shared memory, 4 bytes each.
 MULTIPROCESSORS = {80: Multiprocessor(2048), 90: Multiprocessor(4096)}
 
 # Instructions per pair, by hand, for scores in fp32 and 16-bit operands: each is issued for every pair.
-#   forward: scale and subtract the maximum (1), maximum (1), exponential (1), sum (1), half a conversion of two to 16 bits
-#   backward: scale and subtract L (1), exponential (1), dP − D (1), its product with P (1), two half conversions; in a pass
-#   that does not need P as an operand, one
+#   forward: scale and subtract the maximum (1), maximum (1), exponential (1), sum (1), half a conversion of two to
+#   16 bits backward: scale and subtract L (1), exponential (1), dP − D (1), its product with P (1), two half
+#   conversions; in a pass that does not need P as an operand, one
 FORWARD_INSTRUCTIONS = 4.5
 BACKWARD_INSTRUCTIONS = 5.0
 DQ_INSTRUCTIONS = 4.5
@@ -82,8 +88,8 @@ class Work:
 
 
 def product_shared_bytes(m: int, n: int, k: int, a_in_registers: bool = False) -> float:
-    """Bytes that 16-bit (m, k) @ (k, n) takes from shared memory: each group of 64 rows reads its rows of the first operand
-    (unless it holds them in registers) and all of the second. ValueError for a size that is not positive."""
+    """Bytes that 16-bit (m, k) @ (k, n) takes from shared memory: each group of 64 rows reads its rows of the first
+    operand (unless it holds them in registers) and all of the second. ValueError for a size that is not positive."""
     check_sizes(m=m, n=n, k=k)
     return _HALF_BYTES * ((0 if a_in_registers else m * k) + m / _GROUP * n * k)
 
@@ -93,7 +99,9 @@ def forward_work(head_dim: int, block_n: int, masked: bool = False, folded: bool
     the mask; `folded`: base-two exponentials with the scale folded in."""
     check_sizes(head_dim=head_dim, block_n=block_n)
     pairs = _GROUP * block_n
-    shared = product_shared_bytes(_GROUP, block_n, head_dim) + product_shared_bytes(_GROUP, head_dim, block_n, True)
+    shared = product_shared_bytes(_GROUP, block_n, head_dim) + product_shared_bytes(
+        _GROUP, head_dim, block_n, True
+    )
     return Work(2, 1, FORWARD_INSTRUCTIONS + _extra(masked, folded), shared / pairs)
 
 
@@ -115,7 +123,9 @@ def backward_work(
         return Work(3, 1, DQ_INSTRUCTIONS + extra, (scores + sums) / pairs)
     if passes == "keys":
         return Work(4, 1, BACKWARD_INSTRUCTIONS + extra, (scores + 2 * sums) / pairs)
-    dq = _HALF_BYTES * pairs + product_shared_bytes(block, head_dim, _GROUP)  # dS is written, and read as an operand
+    dq = _HALF_BYTES * pairs + product_shared_bytes(
+        block, head_dim, _GROUP
+    )  # dS is written, and read as an operand
     return Work(5, 1, BACKWARD_INSTRUCTIONS + extra, (scores + 2 * sums + dq) / pairs)
 
 
@@ -133,19 +143,21 @@ def visited_pairs(length: int, block_m: int, block_n: int, skip: bool = True) ->
     return sum(-(-min((i + 1) * block_m, length) // block_n) * block_n * block_m for i in range(tiles))
 
 
-def unit_ms(work: Work, pairs: float, head_dim: int, sms: int, sm_mhz: float, sm: Multiprocessor) -> dict[str, float]:
+def unit_ms(
+    work: Work, pairs: float, head_dim: int, sms: int, sm_mhz: float, sm: Multiprocessor
+) -> dict[str, float]:
     """Unit → the least time in ms for `pairs` pairs on `sms` multiprocessors, were it the only one at work.
 
-    The largest is a floor for any kernel with this work; the sum is what a kernel takes that never has two units at work
-    at once. ValueError for a number that is not positive.
+    The largest is a floor for any kernel with this work; the sum is what a kernel takes that never has two units at
+    work at once. ValueError for a number that is not positive.
     """
     check_sizes(pairs=pairs, sms=sms, sm_mhz=sm_mhz)
     return {unit: clocks * pairs / (sms * sm_mhz * 1e3) for unit, clocks in work.clocks(head_dim, sm).items()}
 
 
 def overlapped_ms(times: dict[str, float], overlap: float) -> float:
-    """Between the sum of the units' times (`overlap` 0) and the largest of them (1). Shared memory feeds the tensor cores
-    while they run, so it never adds: it counts where it takes longer than they do."""
+    """Between the sum of the units' times (`overlap` 0) and the largest of them (1). Shared memory feeds the tensor
+    cores while they run, so it never adds: it counts where it takes longer than they do."""
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap={overlap}; it must be between 0 and 1")
     tensor = max(times["products"], times["shared"])
@@ -167,3 +179,19 @@ def idle_factor(costs: Iterable[float], slots: int, fixed: bool = False) -> floa
     for cost in () if fixed else costs:
         heapq.heapreplace(ends, ends[0] + cost)
     return max(ends) / (sum(costs) / slots)
+
+
+def harness_bytes(
+    heads: int, length: int, head_dim: int, bytes_per_element: int, stacked: bool
+) -> dict[str, int]:
+    """Operation → the fewest bytes that the leaderboard's harness moves around attention itself.
+
+    The sum reads O. Its gradient, one number, is written out as a matrix, since compiled backward passes take
+    gradients in the layout that they were traced with. With q, k and v unpacked from one leaf (`stacked`), autograd
+    copies their gradients into one tensor and adds that to the gradient of the call before; three leaves whose
+    gradients are dropped cost nothing more.
+    """
+    check_sizes(heads=heads, length=length, head_dim=head_dim, bytes_per_element=bytes_per_element)
+    matrix = heads * length * head_dim * bytes_per_element
+    more = {"stacking the gradients": 6 * matrix, "adding to the last call's": 9 * matrix} if stacked else {}
+    return {"sum of the output": matrix, "its gradient as a matrix": matrix} | more

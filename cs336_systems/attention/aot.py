@@ -76,12 +76,11 @@ def compile_kernel(
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills = ptxas_report(compiled.asm["ptx"], capability)
+    registers, spills = _ptxas_report(compiled.asm["ptx"], capability)
     return Compiled(registers, spills, compiled.metadata.shared, 32 * tiles.num_warps, compiled.asm["ptx"])
 
 
-def ptxas_report(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers a thread and spilled bytes, as the assembler reports them for a kernel's PTX."""
+def _ptxas_report(ptx: str, capability: int) -> tuple[int, int]:
     from triton import knobs
 
     tool = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path

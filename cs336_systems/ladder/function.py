@@ -22,7 +22,9 @@ def _forward(q, k, v, is_causal, step):
 
 
 def _backward(q, k, v, o, logsumexp, grad_o, is_causal, step):
-    if STEPS[step].own:  # the ladder's kernels take a matrix; a sum's gradient is one number with strides of 0
+    if STEPS[
+        step
+    ].own:  # the ladder's kernels take a matrix; a sum's gradient is one number with strides of 0
         grad_o = grad_o.contiguous()
     return launcher(STEPS[step])(q, k, v, o, logsumexp, grad_o, is_causal)
 
@@ -45,8 +47,9 @@ def _fake_backward(q, k, v, o, logsumexp, grad_o, is_causal, step):
 class LadderAttention(torch.autograd.Function):
     """Attention by two named steps, as `LadderAttention.apply(Q, K, V, is_causal, forward_step, backward_step)`.
 
-    Q, K, V: (..., n, d) with up to four axes, of one dtype. Returns O like Q. ValueError for inputs that do not fit (the ladder's own
-    kernels are causal only), KeyError for an unknown step, RuntimeError for one that this machine cannot run.
+    Q, K, V: (..., n, d) with up to four axes, of one dtype. Returns O like Q. ValueError for inputs that do not fit
+    (the ladder's own kernels are causal only), KeyError for an unknown step, RuntimeError for one that this machine
+    cannot run.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """FlashAttention-2 in Triton with a switch for each optimization: causal, and no more general than the lesson needs.
 
 The symbols are those of `attention.triton_kernels`, the production kernels, which are what remains when every switch
-stands where it should. Here tensors are contiguous (batch · heads, n, D), all heads one below the other as the rows of one
-matrix; n is a multiple of the tiles, so that the only mask is the causal one.
+stands where it should. Here tensors are contiguous (batch · heads, n, D), all heads one below the other as the rows
+of one matrix; n is a multiple of the tiles, so that the only mask is the causal one.
 
 Switches, all known at compile time:
 
@@ -226,7 +226,9 @@ def _key_steps(k, v, dk, dv, q, do, l_head, d_head, dq_sum, head_row, first_key,
         dk = tl.dot(ds, q_tile, dk)  # (BLOCK_N, D)
         if ONE_PASS:  # programs of other keys add to the same rows, in any order
             part = tl.dot(tl.trans(ds), k)  # (BLOCK_M, D)
-            tl.atomic_add(dq_sum + (head_row + rows)[:, None] * D + tl.arange(0, D)[None, :], part, sem="relaxed")
+            tl.atomic_add(
+                dq_sum + (head_row + rows)[:, None] * D + tl.arange(0, D)[None, :], part, sem="relaxed"
+            )
     return dk, dv
 
 
@@ -234,8 +236,8 @@ def _key_steps(k, v, dk, dv, q, do, l_head, d_head, dq_sum, head_row, first_key,
 def keys_kernel(q, k, v, do, logsumexp, delta, dk, dv, dq_sum, batch_heads, n, scale,
                 SKIP: tl.constexpr, SPLIT: tl.constexpr, EXP2: tl.constexpr, HEAVY_FIRST: tl.constexpr,
                 ONE_PASS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """dK and dV; with ONE_PASS also dQ / scale, added to `dq_sum` (fp32, zeros before). Grid: a program for each tile of
-    keys. The first keys are the heaviest, since the most queries see them."""
+    """dK and dV; with ONE_PASS also dQ / scale, added to `dq_sum` (fp32, zeros before). Grid: a program for each
+    tile of keys. The first keys are the heaviest, since the most queries see them."""
     head, tile = _place(tl.program_id(0), n // BLOCK_N, batch_heads, HEAVY_FIRST, False)
     head_row, first_key = head * n, tile * BLOCK_N
     k_tile = _load(k, head_row + first_key, BLOCK_N, D, False)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.tiles import Tiles
@@ -24,7 +23,9 @@ def _check(x: torch.Tensor, *tiles: Tiles) -> tuple[int, int, int]:
     """(batch · heads, n, d) of a tensor (batch, heads, n, d) that the ladder's kernels take; ValueError otherwise."""
     batch, heads, n, d = x.shape
     if not x.is_contiguous() or x.numel() >= _MAX_ELEMENTS:
-        raise ValueError(f"strides {x.stride()} of shape {tuple(x.shape)}; expected a contiguous tensor below 2^31")
+        raise ValueError(
+            f"strides {x.stride()} of shape {tuple(x.shape)}; expected a contiguous tensor below 2^31"
+        )
     if d & (d - 1) or d < 16:
         raise ValueError(f"head dimension {d}; allowed: powers of two from 16 on")
     for size in (_ROWS, *(size for t in tiles for size in (t.block_m, t.block_n))):
@@ -41,8 +42,8 @@ def _options(tiles: Tiles) -> dict[str, int]:
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Switches
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O (batch, heads, n, d) and L (batch, heads, n) fp32 of contiguous tensors (batch, heads, n, d), n a multiple of the
-    tiles, d a power of two. ValueError for others, and without a causal mask."""
+    """O (batch, heads, n, d) and L (batch, heads, n) fp32 of contiguous tensors (batch, heads, n, d), n a multiple
+    of the tiles, d a power of two. ValueError for others, and without a causal mask."""
     _only_causal(is_causal)
     tiles = config.tiles
     batch_heads, n, d = _check(q, tiles)
@@ -68,7 +69,8 @@ def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, config: Switches,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV of contiguous tensors (batch, heads, n, d); L (batch, heads, n) as forward returns it. Errors as there."""
+    """dQ, dK, dV of contiguous tensors (batch, heads, n, d); L (batch, heads, n) as forward returns it. Errors as
+    there."""
     _only_causal(is_causal)
     tiles, key_tiles = config.tiles, config.key_tiles
     if key_tiles is None:
@@ -78,7 +80,9 @@ def launch_backward(
         _check(x, tiles, key_tiles)
     dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, logsumexp))
     scale, all_rows = d**-0.5, batch_heads * n // _ROWS
-    switches = dict(SKIP=config.skip, SPLIT=config.split, EXP2=config.exp2, HEAVY_FIRST=config.heavy_first, D=d)
+    switches = dict(
+        SKIP=config.skip, SPLIT=config.split, EXP2=config.exp2, HEAVY_FIRST=config.heavy_first, D=d
+    )
     if not config.fuse_d:
         kernels.delta_kernel[(all_rows,)](o, do, delta, BLOCK_M=_ROWS, D=d)
     dq_sum = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if config.one_pass else dq
@@ -122,8 +126,8 @@ def missing(step: Step) -> str | None:
 
 
 def launcher(step: Step) -> Callable[..., Any]:
-    """The step's launcher with its configuration: takes (q, k, v, is_causal) or (q, k, v, o, logsumexp, do, is_causal), each
-    tensor (batch, heads, n, d). RuntimeError with the reason where this machine cannot run it."""
+    """The step's launcher with its configuration: takes (q, k, v, is_causal) or (q, k, v, o, logsumexp, do,
+    is_causal), each tensor (batch, heads, n, d). RuntimeError with the reason where this machine cannot run it."""
     if reason := missing(step):
         raise RuntimeError(f"step {step.name!r} needs {reason}")
     module_name, function_name = step.launcher.split(":")

@@ -1,4 +1,5 @@
-"""What the compiler made of a step's kernels: registers, spills, shared memory; ahead of time, or of what has just run."""
+"""What the compiler made of a step's kernels: registers, spills, shared memory; ahead of time, or of what has just
+run."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from cs336_systems.attention.aot import ptxas_report
+from cs336_systems.attention import aot
 from cs336_systems.attention.tiles import Tiles
-from cs336_systems.ladder import kernels
+from cs336_systems.ladder import kernels as ladder_kernels
 from cs336_systems.ladder.steps import Step
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel: registers a thread, spilled bytes a thread, shared memory and threads of a program, and its PTX."""
+    """Of one kernel: registers a thread, spilled bytes a thread, shared memory and threads of a program, and its
+    PTX."""
 
     kernel: str
     registers: int
@@ -30,14 +32,18 @@ class Resources:
 
 
 # ------------------------------------------------------------------------------------------------ ahead of time
-def compile_step(step: Step, head_dim: int = 64, capability: int = 90, dtype: str = "bf16") -> list[Resources]:
+def compile_step(
+    step: Step, head_dim: int = 64, capability: int = 90, dtype: str = "bf16"
+) -> list[Resources]:
     """Compiles the main kernels of one of the ladder's own steps without a GPU: forward, or those of the passes.
 
     ValueError for a step of other kernels; triton's own errors where one does not compile for the target.
     """
     if not step.own:
-        raise ValueError(f"step {step.name!r} runs kernels of {step.launcher}; only the ladder's own are compiled here")
-    config, f = step.config, kernels
+        raise ValueError(
+            f"step {step.name!r} runs kernels of {step.launcher}; only the ladder's own are compiled here"
+        )
+    config, f = step.config, ladder_kernels
     switches = dict(SKIP=config.skip, SPLIT=config.split, EXP2=config.exp2, HEAVY_FIRST=config.heavy_first)
     if step.part == "forward":
         switches |= dict(TMA=config.tma, PERSISTENT=config.persistent > 0)
@@ -50,7 +56,9 @@ def compile_step(step: Step, head_dim: int = 64, capability: int = 90, dtype: st
     return [*out, _compile(f.keys_kernel, config.key_tiles, passes, head_dim, capability, dtype)]
 
 
-def _compile(function: Any, tiles: Tiles, switches: dict, head_dim: int, capability: int, dtype: str) -> Resources:
+def _compile(
+    function: Any, tiles: Tiles, switches: dict, head_dim: int, capability: int, dtype: str
+) -> Resources:
     constants = switches | dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=head_dim)
     blocks = {"q": tiles.block_m, "o": tiles.block_m, "k": tiles.block_n, "v": tiles.block_n}
     signature, attributes = {}, {}
@@ -70,9 +78,11 @@ def _compile(function: Any, tiles: Tiles, switches: dict, head_dim: int, capabil
         ASTSource(function, signature, places, attributes), target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )  # fmt: skip
-    registers, spills = ptxas_report(compiled.asm["ptx"], capability)
+    registers, spills = aot._ptxas_report(compiled.asm["ptx"], capability)
     threads = 32 * compiled.metadata.num_warps
-    return Resources(function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"])
+    return Resources(
+        function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ of what has run
@@ -92,12 +102,17 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
         call()
     finally:
         hook.remove(note)
-    compiled = {x.function: x for x in gc.get_objects() if isinstance(x, CompiledKernel) and x.function is not None}
+    kernels = (x for x in gc.get_objects() if type(x) is CompiledKernel)  # isinstance would wake lazy objects
+    compiled = {kernel.function: kernel for kernel in kernels}
     return [_of_compiled(compiled[f]) for f in dict.fromkeys(functions)]
 
 
 def _of_compiled(kernel: Any) -> Resources:
     # n_spills is the driver's count of 4-byte words of local memory a thread
     return Resources(
-        kernel.name, kernel.n_regs, 4 * kernel.n_spills, kernel.metadata.shared, 32 * kernel.metadata.num_warps
+        kernel.name,
+        kernel.n_regs,
+        4 * kernel.n_spills,
+        kernel.metadata.shared,
+        32 * kernel.metadata.num_warps,
     )

@@ -4,8 +4,8 @@ A step names a launcher (`module:function`) and its configuration, so a kernel o
 more line here; where the module is missing, the step is skipped and says so. Steps that lose stay in the list. Their
 `base` is the step that they change, which need not be the one above.
 
-What a step was expected to cost is computed by `predicted_ms` from the traits that the step states: a model of four units
-(`accounting.attention_limits`), not a fit. Nothing here needs torch.
+What a step was expected to cost is computed by `predicted_ms` from the traits that the step states: a model of four
+units (`accounting.attention_limits`), not a fit. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Traits:
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `config` is handed to the launcher: `Switches` for the ladder's own kernels; for those of others the name
-    of a dataclass beside the launcher with its arguments, or None for their own choice. `model` says what the prediction
-    counts as, `may_spill` that registers are expected not to suffice."""
+    """One step. `config` is handed to the launcher: `Switches` for the ladder's own kernels; for those of others the
+    name of a dataclass beside the launcher with its arguments, or None for their own choice. `model` says what the
+    prediction counts as, `may_spill` that registers are expected not to suffice."""
 
     name: str
     part: str
@@ -81,7 +81,9 @@ PRODUCTION = "cs336_systems.attention.triton_launch:"
 HOPPER = "cs336_systems.attention.hopper_launch:"
 
 
-def _chain(part: str, first: Switches, rows: list[tuple[str, dict[str, Any], Traits, str, str]]) -> list[Step]:
+def _chain(
+    part: str, first: Switches, rows: list[tuple[str, dict[str, Any], Traits, str, str]]
+) -> list[Step]:
     """Steps that each change something of the one before."""
     out: list[Step] = []
     switches = first
@@ -107,17 +109,17 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
      "Head by head, the last programs are the longest ones of the last head, and most multiprocessors wait for them. "
      "Started first, they leave short ones to fill the end."),
     ("f_stages", {"tiles": _T(64, 64, 4, 3)}, Traits(3), "three loads in flight",
-     "Without them a program waits for each tile of keys and values. Programs beside it compute meanwhile, but by the model "
-     "four on a multiprocessor just fill the time."),
+     "Without them a program waits for each tile of keys and values. Programs beside it compute meanwhile, but "
+     "by the model four on a multiprocessor just fill the time."),
     ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
-     "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not count, and a "
-     "few more pairs on the diagonal, which it does. Two groups of four warps in a program overlap by chance, as two "
-     "programs did."),
+     "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
+     "count, and a few more pairs on the diagonal, which it does. Two groups of four warps in a program "
+     "overlap by chance, as two programs did."),
     ("f_tma", {"tma": True}, Traits(2), "tensor descriptors (TMA)",
      "One thread asks for a whole tile. Addresses cost little beside the scores, so the model sees nothing."),
     ("f_persistent", {"persistent": 2}, Traits(2), "persistent programs",
-     "Starting a program costs little beside its work, and a fixed assignment balances worse than the hardware's, which "
-     "gives the next tile to whoever is free. No gain is expected."),
+     "Starting a program costs little beside its work, and a fixed assignment balances worse than the "
+     "hardware's, which gives the next tile to whoever is free. No gain is expected."),
 ])  # fmt: skip
 _BEST_FORWARD = next(s for s in _FORWARD if s.name == "f_tiles").model
 
@@ -126,13 +128,13 @@ _FORWARD += [
          "The same switches, with boundaries and strides of any kind: both are compiled out here.",
          f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
     Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
-         "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs beside the other "
-         "group's products by design.",
+         "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
+         "beside the other group's products by design.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
     Step("f_hopper_3", "forward", "f_hopper_2", "Gluon: three groups, no overlap inside a group",
-         "A third group to fill the units while two wait. In exchange each has 160 registers a thread, too few to hold two "
-         "tiles of scores: overlap inside a group goes.",
+         "A third group to fill the units while two wait. In exchange each has 160 registers a thread, too few "
+         "to hold two tiles of scores: overlap inside a group goes.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 3, "block_n": 128, "stages": 2, "overlap": False}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
     Step("f_hopper", "forward", "f_hopper_3", "Gluon: the configuration in use",
@@ -151,19 +153,20 @@ _BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
     ("b_exp2", {"exp2": True}, Traits(4, key_resident=2), "exp2, scale and log2(e) folded",
      "Two instructions fewer for each pair and pass."),
     ("b_heavy_first", {"heavy_first": True}, Traits(4, key_resident=2), "heaviest tiles first",
-     "The pass for dQ had the same end as the forward pass. That for dK and dV starts with the heaviest keys of each head "
-     "anyway, but head by head."),
-    ("b_stages", {"tiles": _T(64, 64, 4, 3), "key_tiles": _T(64, 64, 4, 3)}, Traits(3, key_resident=2), "three loads in flight",
+     "The pass for dQ had the same end as the forward pass. That for dK and dV starts with the heaviest keys "
+     "of each head anyway, but head by head."),
+    ("b_stages", {"tiles": _T(64, 64, 4, 3), "key_tiles": _T(64, 64, 4, 3)}, Traits(3, key_resident=2),
+     "three loads in flight",
      "In the pass that owns keys there are only two programs on a multiprocessor to fill the time while one waits."),
     ("b_tiles", {"key_tiles": _T(128, 128, 8, 3)}, Traits(3, key_resident=1), "keys: tiles of 128 × 128, 8 warps",
-     "A quarter of the traffic from L2 in the larger pass, which the model does not count; registers leave room for one "
-     "program where there were two of half its warps, and the end is less even."),
+     "A quarter of the traffic from L2 in the larger pass, which the model does not count; registers leave "
+     "room for one program where there were two of half its warps, and the end is less even."),
     ("b_fuse_d", {"fuse_d": True}, Traits(3, key_resident=1), "D computed where dQ is",
      "One kernel fewer, which read O and dO; dO is in registers there anyway."),
     ("b_one_pass", {"fuse_d": False, "one_pass": True, "key_tiles": _T(64, 128, 8, 2)}, Traits(1),
      "one pass, dQ added up in memory",
-     "Five products instead of seven, one exponential instead of two. In exchange each tile of dS K is added to memory in "
-     "fp32, and sums have to be zeroed, scaled and rounded by kernels of their own."),
+     "Five products instead of seven, one exponential instead of two. In exchange each tile of dS K is added "
+     "to memory in fp32, and sums have to be zeroed, scaled and rounded by kernels of their own."),
 ])  # fmt: skip
 # tiles of 128 × 128 take all of a thread's registers: one version of the compiler spills a few, another none
 _BACKWARD = [
@@ -204,8 +207,8 @@ def of_part(part: str) -> list[Step]:
 
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_ms(step: Step, sms: int = SMS, sm_mhz: float = SM_MHZ, tb_per_s: float = TB_PER_S) -> float:
-    """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, waiting for loads
-    that nobody asked for ahead, an uneven end, and what small kernels move."""
+    """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, waiting for
+    loads that nobody asked for ahead, an uneven end, and what small kernels move."""
     m, heads, n, d = step.model, *WORK.values()
     matrix = heads * n * d * 2  # bytes of Q, K, ...
     if step.part == "forward":
@@ -219,7 +222,11 @@ def predicted_ms(step: Step, sms: int = SMS, sm_mhz: float = SM_MHZ, tb_per_s: f
         work = accounting.backward_work(d, block, passes, masked=not m.split, folded=m.exp2)
         times.append(_kernel_ms(step, work, tiles, own, passes == "queries", sms, sm_mhz))
     if m.one_pass:
-        adds = heads * accounting.visited_pairs(n, m.key_tiles.block_m, m.key_tiles.block_n) / m.key_tiles.block_n
+        adds = (
+            heads
+            * accounting.visited_pairs(n, m.key_tiles.block_m, m.key_tiles.block_n)
+            / m.key_tiles.block_n
+        )
         times = [max(times[0], 4 * d * adds / (ATOMIC_TB_PER_S * 1e9))]
         moved += 2 * matrix + 2 * matrix + matrix  # fp32 sums: zeroed, read, and dQ written
     return sum(times) + moved / (tb_per_s * 1e9)
@@ -236,15 +243,15 @@ def _kernel_ms(
     spent = accounting.overlapped_ms(
         accounting.unit_ms(work, pairs, d, sms, sm_mhz, sm), OVERLAP[step.traits.overlap]
     )
-    if tiles.num_stages == 1:  # a step of a program: two loads, then its computation; programs beside it fill the gap
+    if (
+        tiles.num_stages == 1
+    ):  # a step of a program: two loads, then its computation; programs beside it fill the gap
         steps = pairs / (tiles.block_m * tiles.block_n)
         waits = 2 * LOAD_CLOCKS * steps / (sms * sm_mhz * 1e3)
         spent = max(spent, (spent + waits) / resident)
     by_tile = [float(i + 1 if m.skip else n // own) for i in range(n // own)]  # in the order of the tiles
     if not last_is_heavy:
         by_tile.reverse()
-    if m.heavy_first:
-        costs = [cost for cost in sorted(by_tile, reverse=True) for _ in range(heads)]
-    else:
-        costs = by_tile * heads
+    heavy_first = [cost for cost in sorted(by_tile, reverse=True) for _ in range(heads)]
+    costs = heavy_first if m.heavy_first else by_tile * heads
     return spent * accounting.idle_factor(costs, sms * resident, fixed=m.persistent > 0)
