@@ -412,9 +412,9 @@ class _Candidate:
         used = resources.of_call(self.call)
         self.metrics |= {
             "kernels": " ".join(r.kernel for r in used),
-            "registers": max(r.registers for r in used),
-            "spill_bytes": max(r.spill_bytes for r in used),
-            "shared_kib": max(r.shared_bytes for r in used) / 1024,
+            "registers": max((r.registers for r in used), default=None),
+            "spill_bytes": max((r.spill_bytes for r in used), default=None),
+            "shared_kib": max((r.shared_bytes / 1024 for r in used), default=None),
         }
 
     # ------------------------------------------------------------------------------------ what comes of it

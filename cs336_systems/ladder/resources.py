@@ -88,6 +88,7 @@ def _compile(
 # ------------------------------------------------------------------------------------------------ of what has run
 def of_call(call: Callable[[], Any]) -> list[Resources]:
     """The Triton and Gluon kernels that one call launches, in their order, each once. Needs a GPU.
+    A kernel that is not found among the compiled ones is left out.
 
     Triton tells of each launch through a hook, by the loaded function; the compiled kernel is the object that holds it.
     """
@@ -104,7 +105,7 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
         hook.remove(note)
     kernels = (x for x in gc.get_objects() if type(x) is CompiledKernel)  # isinstance would wake lazy objects
     compiled = {kernel.function: kernel for kernel in kernels}
-    return [_of_compiled(compiled[f]) for f in dict.fromkeys(functions)]
+    return [_of_compiled(compiled[f]) for f in dict.fromkeys(functions) if f in compiled]
 
 
 def _of_compiled(kernel: Any) -> Resources:

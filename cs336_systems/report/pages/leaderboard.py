@@ -111,6 +111,14 @@ def _code(name: Any) -> str:
     return f"`{name}`" if isinstance(name, str) else EMPTY
 
 
+def smaller(chapter: Chapter) -> str:
+    """What a caption adds where the shapes are not the leaderboard's: those of a machine without a GPU."""
+    shapes = chapter.rows()[["heads", "seq_len"]].drop_duplicates()
+    shapes = shapes[(shapes["heads"] != HEADS) | (shapes["seq_len"] != TOKENS)]
+    words = [f"{heads} heads of {tokens} tokens" for heads, tokens in shapes.itertuples(index=False)]
+    return f" A stand-in for a machine without a GPU: {', '.join(words)}." if words else ""
+
+
 def turns_figure(chapter: Chapter, machine: str) -> Figure:
     """Each turn of the short harness: time over the case's own median, SM clock, power."""
     rows = chapter.measured(machine=machine, **HARNESS)
@@ -159,7 +167,7 @@ def limits_table(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
     at = {part: limits(part, steps.SMS, steps.SM_MHZ) for part in PARTS}
     out = [{"limit": UNIT_NAMES[unit], **{p: fmt(at[p][unit]) for p in PARTS}} for unit in accounting_units()]
     out.append({
-        "limit": "all four, one after the other",
+        "limit": "one after the other (shared memory beside products)",
         **{p: fmt(accounting.overlapped_ms(at[p], 0)) for p in PARTS},
     })  # fmt: skip
     moved = {p: accounting.attention_bytes(HEADS, TOKENS, TOKENS, HEAD_DIM, BYTES, p) for p in PARTS}

@@ -47,7 +47,7 @@ def limits(part: str) -> str:
     )
     return (
         f"{part[0].upper() + part[1:]}: the {head} would be busy for {fmt(longest)} ms"
-        f"{' each' if len(ties) > 1 else ''}; for shares of that time: {rest}. One after the other, all units "
+        f"{' each' if len(ties) > 1 else ''}; for shares of that time: {rest}. One after the other, they "
         f"would take {fmt(accounting.overlapped_ms(found, 0))} ms."
     )
 
