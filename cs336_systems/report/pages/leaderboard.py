@@ -82,33 +82,27 @@ def harness_table(chapter: Chapter, machine: str) -> pd.DataFrame:
         ok = row["status"] == "ok"
         official = one(chapter, machine, **HARNESS, impl=row["impl"], rep_ms=OFFICIAL_MS)
         apart = one(chapter, machine, kind="harness", leaves="separate", impl=row["impl"])
-        turns = numbers(row["turns_ms"]) if ok else []
         same_run = ok and ours is not None and row["run"] == ours["run"]
         out.append({
             "_ms": row["ms_p50"] if ok else math.inf,
             "implementation": figures.label(row["impl"]),
             "ms": fmt(row["ms_p50"], 4) if ok else EMPTY,
-            "turns": f"{fmt(min(turns), 4)}–{fmt(max(turns), 4)}" if turns else EMPTY,
-            "official, ms": EMPTY if official is None else fmt(official["ms_mean"], 4),
-            "three leaves, ms": EMPTY if apart is None else fmt(apart["ms_p50"], 4),
+            "official": EMPTY if official is None else fmt(official["ms_mean"], 4),
+            "3 leaves": EMPTY if apart is None else fmt(apart["ms_p50"], 4),
             "TFLOP/s": fmt(row["tflops"]) if ok else EMPTY,
             "over ours": f"{fmt(row['ms_p50'] / ours['ms_p50'])} ×" if same_run else EMPTY,
             "MHz": fmt(row["sm_mhz"], 4) if ok else EMPTY, "W": fmt(row["power_w"]) if ok else EMPTY,
-            "source": f"measured; {_code(row['backend'])}" if ok else status_word(row["status"]),
+            "source": "measured" if ok else status_word(row["status"]),
         })  # fmt: skip
     for figure in published(chapter) if (rows["seq_len"] == TOKENS).any() else []:
         out.append({
             "_ms": figure["value"], "implementation": figure["what"].split(" of the course")[0].split(" that an ")[0],
-            "ms": fmt(float(figure["value"]), 4), "turns": EMPTY, "official, ms": EMPTY, "three leaves, ms": EMPTY,
+            "ms": fmt(float(figure["value"]), 4), "official": EMPTY, "3 leaves": EMPTY,
             "TFLOP/s": fmt(work_flops("end_to_end") / figure["value"] / 1e9), "over ours": EMPTY,
             "MHz": EMPTY, "W": EMPTY,
             "source": f"[published]({figure['source']})",
         })  # fmt: skip
     return pd.DataFrame(out).sort_values("_ms", kind="stable").drop(columns="_ms") if out else pd.DataFrame()
-
-
-def _code(name: Any) -> str:
-    return f"`{name}`" if isinstance(name, str) else EMPTY
 
 
 def smaller(chapter: Chapter) -> str:
@@ -282,9 +276,9 @@ def ladder_table(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
             "ms": fmt(row.ms_p50) if ok else _short(row.status),
             "TFLOP/s": fmt(row.tflops) if ok else EMPTY,
             "gain": EMPTY if math.isnan(row.gain) else f"{fmt(row.gain)} ×",
-            "registers": EMPTY if not ok or math.isnan(row.registers) else int(row.registers),
-            "spilled, B": EMPTY if not ok or math.isnan(row.spill_bytes) else int(row.spill_bytes),
-            "shared, KiB": fmt(row.shared_kib) if ok else EMPTY,
+            "regs": EMPTY if not ok or math.isnan(row.registers) else int(row.registers),
+            "spill": EMPTY if not ok or math.isnan(row.spill_bytes) else int(row.spill_bytes),
+            "shared": fmt(row.shared_kib) if ok else EMPTY,
         })  # fmt: skip
     return pd.DataFrame(out)
 

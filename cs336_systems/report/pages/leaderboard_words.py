@@ -110,6 +110,20 @@ def noise(chapter: Chapter, machine: str, run: Any) -> float:
     return abs(row["ms_p50"] / same.iloc[0]["ms_p50"] - 1) if len(same) == 1 else 0.0
 
 
+def backends(chapter: Chapter, machine: str) -> str:
+    """What ran behind each name."""
+    rows = chapter.measured(machine=machine, **HARNESS, repeat=0)
+    rows = rows[rows["rep_ms"] < OFFICIAL_MS].dropna(subset="backend")
+    if rows.empty:
+        return f"What ran behind each name: {NOT_MEASURED}."
+    words = {
+        "package": "`FlashAttentionTriton`, as the package chooses",
+        "eager": "one operation after the other",
+    }
+    found = [f"{figures.label(r.impl)}: {words.get(r.backend, f'`{r.backend}`')}" for r in rows.itertuples()]
+    return f"What ran behind each name: {'; '.join(found)}."
+
+
 def clocks(chapter: Chapter, machine: str) -> str:
     """What clock and power were seen in the harness."""
     rows = chapter.measured(machine=machine, **HARNESS, repeat=0).dropna(subset=["sm_mhz", "power_w"])
