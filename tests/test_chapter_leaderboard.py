@@ -53,7 +53,7 @@ def test_the_work_is_the_leaderboards():
         (*WORK, True, "bf16")
     }
     official = [c for c in harness if c.rep_ms == 10_000]
-    assert {c.impl for c in official} == {"flash_triton", "gluon_hopper"}
+    assert {c.impl for c in official} == set(leaderboard.OURS)
     assert all(c.leaves == "stacked" and leaderboard.turns(c) == 1 for c in official)
     short = {c.impl for c in harness if c.leaves == "stacked" and c.rep_ms < 10_000}
     assert short == {*leaderboard.OURS, *leaderboard.PEERS} - {"flash_torch"}
@@ -158,7 +158,6 @@ def test_what_a_cpu_cannot_run_says_what_it_needs():
     gpu_only = (
         "flash_triton",
         "plain_triton",
-        "gluon_hopper",
         "sdpa_cudnn",
         "sdpa_efficient",
         "flex_compiled",
@@ -223,7 +222,7 @@ def test_a_peer_that_cannot_be_captured_is_timed_with_events(monkeypatch, capsys
 
 # ------------------------------------------------------------------------------------------------ the page
 SPEED = {
-    "flash_triton": 335, "plain_triton": 333, "gluon_hopper": 480, "fa4": 550, "sdpa_cudnn": 425, "flex_compiled": 300,
+    "flash_triton": 480, "plain_triton": 335, "fa4": 550, "sdpa_cudnn": 425, "flex_compiled": 300,
     "sdpa_flash": 280, "sdpa_efficient": 103, "reference": 20,
 }  # fmt: skip
 
@@ -254,7 +253,8 @@ def metrics_of(case):
         "turns_mhz": ";".join(f"{1700 + 50 * draw.random():.0f}" for _ in turns),
         "turns_w": ";".join(f"{600 + 90 * draw.random():.0f}" for _ in turns),
         "tflops": parts / ms / 1e9, "peak_gib": 1.0,
-        "error_out": 2e-3, "error_grads": 3e-3, "backend": case.impl, "timed": "graph",
+        "error_out": 2e-3, "error_grads": 3e-3, "backend": case.impl,
+        "kernels": "hopper_kernels.forward_kernel", "timed": "graph",
         "sm_mhz": 1725.0, "power_w": 650.0,
     }  # fmt: skip
     if case.kind == "ladder":
@@ -362,13 +362,13 @@ def chapter(results_root):
 
 def test_the_record_is_held_against_the_official_run(chapter):
     text = words.record(chapter, "h100-x1")
-    ours = chapter.number("ms_mean", impl="gluon_hopper", rep_ms=OFFICIAL_MS, repeat=0, **HARNESS)
-    assert f"**{ours:.3f} ms** for ours, Gluon" in text
+    ours = chapter.number("ms_mean", impl="flash_triton", rep_ms=OFFICIAL_MS, repeat=0, **HARNESS)
+    assert f"**{ours:.3f} ms** for ours, Triton" in text
     assert f"{5.364 / ours:.2f} times as fast" in text and "[source](https://example.org)" in text
     table = page.harness_table(chapter, "h100-x1")
     assert list(table["ms"].astype(float)) == sorted(table["ms"].astype(float))
     assert (table["source"] == "[published](https://example.org)").sum() == 1
-    assert table.set_index("implementation").loc["ours, Gluon", "over ours"] == "1.00 ×"
+    assert table.set_index("implementation").loc["ours, Triton", "over ours"] == "1.00 ×"
 
 
 def test_peers_are_faster_or_slower_beyond_the_spread(chapter):
@@ -396,15 +396,15 @@ def test_the_ladder_says_what_gained_and_what_lost(chapter):
 
 
 def test_the_parts_of_the_gap_add_up(chapter):
-    found = page.gap(chapter, roofs("h100-x1"), "h100-x1", "gluon_hopper")
+    found = page.gap(chapter, roofs("h100-x1"), "h100-x1", "flash_triton")
     whole = chapter.number(
-        "ms_p50", impl="gluon_hopper", repeat=0, rep_ms=page.short_ms(chapter)[0], **HARNESS
+        "ms_p50", impl="flash_triton", repeat=0, rep_ms=page.short_ms(chapter)[0], **HARNESS
     )
     assert sum(found.values()) == pytest.approx(whole)
     assert found["harness: sum of the output, at the best copy"] == pytest.approx(16 * 16384 * 64 * 2 / 3e9)
     floor = page.limits("backward", 132, 1725.0)
     assert found["backward: the slowest unit alone, at the clock seen"] == pytest.approx(max(floor.values()))
-    assert page.gap(chapter, Roofs(), "h100-x1", "gluon_hopper") is None
+    assert page.gap(chapter, Roofs(), "h100-x1", "flash_triton") is None
 
 
 def test_limits_are_those_of_the_accounting():

@@ -105,8 +105,8 @@ def test_every_step_on_a_gpu(step, dtype, d):
 
     if reason := missing(step):
         pytest.skip(f"needs {reason}")
-    if step.own and d == 128:
-        pytest.skip("the ladder's tiles are those for d = 64")
+    if step.config is not None and d == 128:
+        pytest.skip("the step's configuration is one for d = 64")
     check(step, 1024, d, dtype, "cuda")
 
 
@@ -210,6 +210,43 @@ def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
         assert abs(fits - resident) <= 1, (
             f"{kernel.kernel}: {fits} fit a multiprocessor, the step says {resident}"
         )
+
+
+def test_what_has_run_is_found_by_its_function():
+    """The hook that triton calls at each launch, called by hand: the compiled kernel is found by its handle."""
+    from types import SimpleNamespace
+
+    import triton
+    from triton.compiler import CompiledKernel
+    from triton.compiler.compiler import LazyDict
+
+    from cs336_systems.ladder.resources import of_call
+
+    kernels = []
+    for handle, registers in ((-11, 128), (-12, 168)):
+        kernel = CompiledKernel.__new__(CompiledKernel)
+        kernel.name, kernel.function, kernel.n_regs, kernel.n_spills = (
+            f"kernel_{registers}",
+            handle,
+            registers,
+            2,
+        )
+        kernel.metadata = SimpleNamespace(shared=2048, num_warps=4)
+        kernel.src = SimpleNamespace(fn=SimpleNamespace(__module__="package.kernels"))
+        kernels.append(kernel)
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def call():
+        for handle in (-12, -11, -12, -13):  # one twice, one that nobody knows
+            hook(LazyDict({"name": "", "function": handle, "stream": 0}))
+
+    found = of_call(call)
+    assert [(r.kernel, r.registers, r.spill_bytes) for r in found] == [
+        ("kernels.kernel_168", 168, 8),
+        ("kernels.kernel_128", 128, 8),
+    ]
+    assert found[0].shared_bytes == 2048 and found[0].num_threads == 128
+    assert hook.calls == []
 
 
 def test_only_the_ladders_own_kernels_are_compiled_here():

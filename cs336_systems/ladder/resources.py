@@ -20,8 +20,8 @@ from cs336_systems.ladder.steps import Step
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel: registers a thread, spilled bytes a thread, shared memory and threads of a program, and its
-    PTX."""
+    """Of one kernel (`module.name` where the module is known): registers and spilled bytes a thread, shared memory and
+    threads of a program, and its PTX."""
 
     kernel: str
     registers: int
@@ -78,7 +78,7 @@ def _compile(
         ASTSource(function, signature, places, attributes), target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )  # fmt: skip
-    registers, spills = aot._ptxas_report(compiled.asm["ptx"], capability)
+    registers, spills, *_ = aot._ptxas_report(compiled.asm["ptx"], capability)
     threads = 32 * compiled.metadata.num_warps
     return Resources(
         function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"]
@@ -109,11 +109,9 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
 
 
 def _of_compiled(kernel: Any) -> Resources:
+    module = getattr(getattr(kernel.src, "fn", None), "__module__", None) or ""
+    name = ".".join(filter(None, [module.split(".")[-1], kernel.name]))
     # n_spills is the driver's count of 4-byte words of local memory a thread
     return Resources(
-        kernel.name,
-        kernel.n_regs,
-        4 * kernel.n_spills,
-        kernel.metadata.shared,
-        32 * kernel.metadata.num_warps,
+        name, kernel.n_regs, 4 * kernel.n_spills, kernel.metadata.shared, 32 * kernel.metadata.num_warps
     )

@@ -190,7 +190,12 @@ _BACKWARD += [
          "product and the waiting off them.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
-    Step("b_hopper", "backward", "b_hopper_3", "Gluon: the configuration in use",
+    Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last products of the tile before",
+         "The exponentials of the next tile are independent of this tile's products for dK and dQ. Issued "
+         "beside them, they use a unit that would wait.",
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
+         _HOPPER_BACKWARD, Traits(1, "design")),
+    Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: the configuration in use",
          "What the module's own table says for this head dimension.",
          f"{HOPPER}launch_backward", None, _HOPPER_BACKWARD, Traits(1, "design")),
 ]  # fmt: skip

@@ -31,7 +31,6 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "sdpa_efficient": ("SDPA (efficient)", "#8c6d31", "<"),
     "flex_compiled": ("FlexAttention", "#E69F00", "P"),
     "plain_triton": ("ours, plain Triton", "#004a75", "h"),
-    "gluon_hopper": ("ours, Gluon", "#7a3fb5", "*"),
     "fa4": ("FlashAttention-4", "#222222", "p"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),

@@ -16,7 +16,7 @@ from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import EMPTY, fmt
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
-OURS = ("flash_triton", "gluon_hopper", "plain_triton")
+OURS = ("flash_triton", "plain_triton")
 OFFICIAL_MS = 10_000
 HARNESS = {"kind": "harness", "leaves": "stacked"}
 KERNEL = {"kind": "kernel", "grad_o": "matrix", "repeat": 0}

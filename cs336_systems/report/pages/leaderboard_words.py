@@ -116,11 +116,11 @@ def backends(chapter: Chapter, machine: str) -> str:
     rows = rows[rows["rep_ms"] < OFFICIAL_MS].dropna(subset="backend")
     if rows.empty:
         return f"What ran behind each name: {NOT_MEASURED}."
-    words = {
-        "package": "`FlashAttentionTriton`, as the package chooses",
-        "eager": "one operation after the other",
-    }
-    found = [f"{figures.label(r.impl)}: {words.get(r.backend, f'`{r.backend}`')}" for r in rows.itertuples()]
+    found = []
+    for row in rows.to_dict("records"):
+        kernels = row["kernels"].split() if isinstance(row["kernels"], str) else []
+        plain = "one operation after the other" if row["backend"] == "eager" else f"`{row['backend']}`"
+        found.append(f"{figures.label(row['impl'])}: {', '.join(f'`{k}`' for k in kernels) or plain}")
     return f"What ran behind each name: {'; '.join(found)}."
 
 
