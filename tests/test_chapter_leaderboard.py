@@ -186,6 +186,36 @@ def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", leaderboard.PARTS)
+@pytest.mark.parametrize("kind", leaderboard.KINDS)
+def test_groups_on_a_gpu(kind, part, monkeypatch):
+    """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
+    monkeypatch.setattr(leaderboard, "TURNS", 2)
+    if {"ladder": part == "end_to_end", "harness": part != "end_to_end", "kernel": False}[kind]:
+        pytest.skip("there is no such group")
+    impls = ("flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4")
+    if kind == "ladder":
+        impls = [step.name for step in steps.of_part(part)]
+    change = {"seq_len": 1024, "head_dim": 64, "rep_ms": 5}
+    change |= {"grad_o": "number", "leaves": "stacked"} if kind == "harness" else {}
+    cases = small(kind, impls, part, **change)
+    for case, metrics in zip(cases, leaderboard.run_group(cases), strict=True):
+        if metrics.get("status", "").startswith("skipped: needs "):
+            continue
+        assert "status" not in metrics, (case, metrics["status"])
+        assert metrics["ms_p50"] > 0 and len(page.numbers(metrics["turns_ms"])) == 2
+        assert (
+            metrics["timed"] == ("events" if kind == "harness" else "graph") or case.impl in leaderboard.PEERS
+        )
+        errors = [metrics[name] for name in ("error_out", "error_grads") if name in metrics]
+        assert errors and all(0 < error < 2e-2 for error in errors)
+        if kind == "ladder":
+            assert 0 < metrics["registers"] <= 255 and metrics["shared_kib"] > 0
+        if kind == "ladder" or case.impl in leaderboard.OURS:
+            assert "kernels." in metrics["kernels"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -242,7 +272,7 @@ def metrics_of(case):
     else:
         ms = parts / SPEED[case.impl] / 1e9 + (0.2 if case.leaves == "stacked" else 0)
     ms *= 1 + 0.002 * case.repeat
-    if case.impl == "fa4" and case.head_dim == 128:
+    if case.impl == "fa4" and case.grad_o == "number" and case.kind == "kernel":
         return {
             "status": "skipped: needs FlashAttention-4, the package flash-attn-4 (No module named 'flash_attn')"
         }

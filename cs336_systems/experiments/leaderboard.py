@@ -111,10 +111,10 @@ def grid(preset: str) -> list[Case]:
     for head_dim, is_causal, dtype in (
         (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
     ):  # fmt: skip
-        # FlashAttention-4 compiles at its first call of a kind, for longer than all the rest here takes
-        impls = (*few, "fa4") if is_causal and dtype == "bf16" and head_dim != 80 else few
+        impls = few
         if (head_dim, is_causal, dtype) == (64, True, "bf16"):
-            impls = (*impls, "plain_triton")
+            # FlashAttention-4 compiles at its first call of a kind, for longer than all the rest of a group takes
+            impls = (*few, "plain_triton", "fa4")
         shape = (*WORK[:2], head_dim)
         for part in ("forward", "backward"):
             out += _twice("kernel", impls, part, shape, "separate", "matrix", KERNEL_MS, is_causal, dtype)
@@ -161,7 +161,9 @@ def estimate_s(group: list[Case]) -> float:
     small = first.seq_len <= 4096
     compiled = {"flash_triton": 6.0, "fa4": 20.0, "flex_compiled": 10.0, "plain_triton": 4.0}
     if first.kind == "ladder":
-        once = 1.0 * len(group) * (2 if first.part == "backward" else 1)
+        once = sum(
+            3.0 if "hopper" in case.impl else 1.5 if first.part == "backward" else 1.0 for case in group
+        )
     elif first.kind == "harness" and first.leaves == "stacked" and not small:
         late = OURS if first.rep_ms < OFFICIAL_MS else ()  # compiled by the official run
         once = 5 + sum(compiled.get(impl, 0.3) for impl in here.difference(late))

@@ -95,7 +95,8 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
     functions: list[int] = []
 
     def note(metadata: Any) -> None:
-        functions.append(metadata.get()["function"])
+        if metadata is not None:  # other compilers of Triton kernels may call the hook without
+            functions.append(metadata.get()["function"])
 
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(note)

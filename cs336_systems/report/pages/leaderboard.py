@@ -357,7 +357,7 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> dict[str, fl
         return None
     out = {}
     for part, row in (("forward", forward), ("backward", backward)):
-        floor = max(limits(part, steps.SMS, float(row["sm_mhz"])).values())
+        floor = max(limits(part, roofs.sms or steps.SMS, float(row["sm_mhz"])).values())
         out[f"{part}: the slowest unit alone, at the clock seen"] = floor
         out[f"{part}: the kernels beyond that"] = float(row["ms_p50"]) - floor
     moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, BYTES, stacked=True)
