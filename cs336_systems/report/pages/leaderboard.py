@@ -319,7 +319,7 @@ def ladder_figure(chapter: Chapter, machine: str) -> Figure:
         line = ax.axvline(floor, color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
         titles = [f"{place}  {title}".replace("`", "") for place, title in enumerate(frame["title"], 1)]
         ax.set_yticks(range(len(frame)), titles, fontsize=8)
-        ax.set_xlim(0, shown * 1.25)
+        ax.set_xlim(0, shown * 1.45)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("ms")
