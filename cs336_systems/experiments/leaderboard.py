@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.ladder import steps
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 MEASURES = (
-    "cs336_systems.attention", "cs336_systems.ladder", "cs336_systems.measure.timing",
-    "cs336_systems.accounting.operations",
+    "cs336_systems.attention", "cs336_systems.ladder", "cs336_systems.experiments.attention_peers",
+    "cs336_systems.measure.timing", "cs336_systems.accounting.operations",
 )  # fmt: skip
 GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
 METRICS = (
@@ -52,15 +53,7 @@ PARTS = ("forward", "backward", "end_to_end")
 DTYPES = ("bf16", "fp16")
 LEAVES = ("stacked", "separate")
 GRAD_O = ("number", "matrix")
-OURS = ("flash_triton", "plain_triton")
-PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference", "flash_torch")
-_SDPA = {
-    "sdpa_cudnn": "CUDNN_ATTENTION",
-    "sdpa_flash": "FLASH_ATTENTION",
-    "sdpa_efficient": "EFFICIENT_ATTENTION",
-}
-# implementations that are steps of the ladder, whatever kernels the package itself chooses for a GPU
-_PAIRS = {"plain_triton": ("f_production", "b_production")}
+OURS, PEERS = peers.OURS, peers.PEERS
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
@@ -176,96 +169,9 @@ def estimate_s(group: list[Case]) -> float:
     return 1 + once + slow + sum(turns(case) * turn_s for case in group)
 
 
-# ---------------------------------------------------------------------------------------------- implementations
-@dataclass(frozen=True)
-class _Implementation:
-    """A function (q, k, v) → o on three axes, and whether these are (tokens, heads, d) instead of (heads, tokens,
-    d)."""
-
-    apply: Callable[..., Any]
-    backend: str
-    tokens_first: bool = False
-
-
-def _implementation(case: Case, device: str) -> _Implementation:
+def _implementation(case: Case, device: str) -> peers.Implementation:
     """Raises `Skip` where this machine cannot run it. What is compiled is compiled once in a process."""
-    return _build(case.impl, case.is_causal, device, case.seq_len, case.kind == "harness")
-
-
-@functools.cache
-def _build(impl: str, is_causal: bool, device: str, seq_len: int, compiled: bool) -> _Implementation:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from cs336_systems.attention import attention, availability
-
-    if impl == "reference":
-        return _Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="reference"), "eager")
-    if impl == "flash_torch":
-        return _Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="flash_torch"), "eager")
-    if impl in _SDPA:
-        if device == "cpu" and impl != "sdpa_flash":
-            raise Skip(f"needs a CUDA device: torch has no {impl} on a CPU")
-        backend = getattr(SDPBackend, _SDPA[impl])
-
-        def forced(q, k, v):
-            with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
-                return attention(q[None], k[None], v[None], is_causal, impl="sdpa")[0]
-
-        return _Implementation(forced, backend.name.lower())
-    if device == "cpu":
-        raise Skip("needs a CUDA device")
-    if impl == "flash_triton":
-        if reason := availability()["flash_triton"]:
-            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
-        from cs336_systems.attention.flash_triton import FlashAttentionTriton
-
-        # compiled as the leaderboard asks; alone on the GPU it makes no difference, and shapes change there
-        flash = torch.compile(FlashAttentionTriton.apply) if compiled else FlashAttentionTriton.apply
-        return _Implementation(lambda q, k, v: flash(q, k, v, is_causal), "package")
-    if impl in _PAIRS:
-        return _pair(impl, is_causal, compiled)
-    if impl == "flex_compiled":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        mask = None
-        if is_causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device=device)
-        flex = torch.compile(flex_attention, dynamic=False)
-        return _Implementation(
-            lambda q, k, v: flex(q[None], k[None], v[None], block_mask=mask)[0], "inductor"
-        )
-    return _fa4(is_causal)
-
-
-def _pair(impl: str, is_causal: bool, compiled: bool) -> _Implementation:
-    import torch
-
-    from cs336_systems.ladder import function, launch
-
-    for name in _PAIRS[impl]:
-        if reason := launch.missing(steps.STEPS[name]):
-            raise Skip(f"needs {reason}")
-
-    def pair(q, k, v):
-        return function.LadderAttention.apply(q, k, v, is_causal, *_PAIRS[impl])
-
-    return _Implementation(torch.compile(pair) if compiled else pair, "+".join(_PAIRS[impl]))
-
-
-def _fa4(is_causal: bool) -> _Implementation:
-    try:
-        import flash_attn.cute as fa4
-    except ImportError as error:
-        raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
-
-    def forward(q, k, v):
-        found = fa4.flash_attn_func(q[None], k[None], v[None], causal=is_causal)
-        return (found[0] if isinstance(found, tuple) else found)[0]
-
-    return _Implementation(
-        forward, f"flash_attn.cute {getattr(fa4, '__version__', '')}".strip(), tokens_first=True
-    )
+    return peers.build(case.impl, case.is_causal, device, case.seq_len, case.kind == "harness")
 
 
 # ---------------------------------------------------------------------------------------------- one case
@@ -369,7 +275,9 @@ class _Candidate:
 
         self.call = call
 
-    def _hold_against(self, exact: Any, impl: _Implementation, laid_out: Any, grad_o: torch.Tensor) -> None:
+    def _hold_against(
+        self, exact: Any, impl: peers.Implementation, laid_out: Any, grad_o: torch.Tensor
+    ) -> None:
         """Errors of one call on leaves of its own; compiles both passes, too."""
         import torch
 
@@ -384,7 +292,7 @@ class _Candidate:
         self.metrics |= {"error_out": errors[0], "error_grads": max(errors[1:])}
 
     def _own_kernels(
-        self, impl: _Implementation, leaves: list[torch.Tensor], grad_o: torch.Tensor
+        self, impl: peers.Implementation, leaves: list[torch.Tensor], grad_o: torch.Tensor
     ) -> list[str]:
         """The kernels of this package that both passes launch."""
         import torch
