@@ -1,10 +1,24 @@
 """Closed forms, each evaluated by code: FLOPs, bytes and times that are predicted before they are measured.
 
-`operations` says what an operation must compute and move, `model` what a whole Transformer must compute, `memory` what
-it holds, `attention_memory` what one attention holds and moves, `collectives` how long ranks take to add up a tensor,
-`hardware` what a known GPU could do at best. Nothing here needs torch.
+`operations` says what an operation must compute and move, `attention_limits` what each unit of a multiprocessor does
+for attention, `model` what a whole Transformer must compute, `memory` what it holds, `attention_memory` what one
+attention holds and moves, `collectives` how long ranks take to add up a tensor, `hardware` what a known GPU could do
+at best. Nothing here needs torch.
 """
 
+from cs336_systems.accounting.attention_limits import (
+    MULTIPROCESSORS,
+    Multiprocessor,
+    Work,
+    backward_work,
+    forward_work,
+    harness_bytes,
+    idle_factor,
+    overlapped_ms,
+    product_shared_bytes,
+    unit_ms,
+    visited_pairs,
+)
 from cs336_systems.accounting.attention_memory import (
     ATTENTION_IMPLS,
     BEFORE_BACKWARD,
@@ -63,10 +77,13 @@ __all__ = [
     "BEFORE_BACKWARD",
     "MEMORY_MODES",
     "MODES",
+    "MULTIPROCESSORS",
     "PARTS",
     "Kernel",
     "Line",
+    "Multiprocessor",
     "Peaks",
+    "Work",
     "all_reduce_steps",
     "attention_before_backward_bytes",
     "attention_bytes",
@@ -77,19 +94,25 @@ __all__ = [
     "attention_peak_bytes",
     "attention_saved_bytes",
     "autocast_copy_bytes",
+    "backward_work",
     "bus_factor",
     "exps_ms",
     "fit_line",
     "forward_matmul_flops",
+    "forward_work",
+    "harness_bytes",
+    "idle_factor",
     "kernels_ms",
     "matmul_flops",
     "memory_moments",
     "mfu",
     "model_flops",
     "num_parameters",
+    "overlapped_ms",
     "parameter_counts",
     "peak_bytes",
     "peaks",
+    "product_shared_bytes",
     "residual_bytes",
     "ridge_flops_per_byte",
     "ring_all_reduce_s",
@@ -97,6 +120,8 @@ __all__ = [
     "saved_activation_bytes",
     "saved_layer_bytes",
     "shard_imbalance",
+    "unit_ms",
+    "visited_pairs",
     "zero_memory",
     "zero_optimizer_ms",
     "zero_peak_memory",

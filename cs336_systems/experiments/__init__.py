@@ -1,6 +1,6 @@
 """The measured chapters. A module here has the name of its notebook in `book/` and its CSV in `results/`.
 
-`steps` is no chapter: it is what the chapters about whole models share.
+`steps` is no chapter: it is what the chapters about whole models share. Neither is `attention_peers`.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
@@ -37,7 +37,7 @@ from cs336_systems.parallel import team_size
 
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
-    "allreduce", "ddp", "zero",
+    "leaderboard", "allreduce", "ddp", "zero",
 )  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")

@@ -30,6 +30,8 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "sdpa_cudnn": ("SDPA (cuDNN)", "#CC79A7", "v"),
     "sdpa_efficient": ("SDPA (efficient)", "#8c6d31", "<"),
     "flex_compiled": ("FlexAttention", "#E69F00", "P"),
+    "plain_triton": ("ours, plain Triton", "#004a75", "h"),
+    "fa4": ("FlashAttention-4", "#222222", "p"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),
     "tf32": ("TF32", "#D55E00", "D"),

@@ -1,0 +1,107 @@
+"""No chapter: the implementations of attention that chapter `leaderboard` times, ours and others', alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.ladder import steps
+from cs336_systems.measure.rows import Skip
+
+OURS = ("flash_triton", "plain_triton")
+PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference", "flash_torch")
+_SDPA = {
+    "sdpa_cudnn": "CUDNN_ATTENTION",
+    "sdpa_flash": "FLASH_ATTENTION",
+    "sdpa_efficient": "EFFICIENT_ATTENTION",
+}
+# implementations that are steps of the ladder, whatever kernels the package itself chooses for a GPU
+_PAIRS = {"plain_triton": ("f_production", "b_production")}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`apply`: (q, k, v) → o on three axes, (heads, tokens, d), or (tokens, heads, d) with `tokens_first`.
+    `backend`: what runs behind it."""
+
+    apply: Callable[..., Any]
+    backend: str
+    tokens_first: bool = False
+
+
+@functools.cache
+def build(impl: str, is_causal: bool, device: str, seq_len: int, compiled: bool) -> Implementation:
+    """One of OURS or PEERS. `compiled`: under `torch.compile`, as the leaderboard runs ours; `seq_len` is for masks
+    that are made beforehand. Raises `Skip` where this machine cannot run it."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from cs336_systems.attention import attention, availability
+
+    if impl == "reference":
+        return Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="reference"), "eager")
+    if impl == "flash_torch":
+        return Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="flash_torch"), "eager")
+    if impl in _SDPA:
+        if device == "cpu" and impl != "sdpa_flash":
+            raise Skip(f"needs a CUDA device: torch has no {impl} on a CPU")
+        backend = getattr(SDPBackend, _SDPA[impl])
+
+        def forced(q, k, v):
+            with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
+                return attention(q[None], k[None], v[None], is_causal, impl="sdpa")[0]
+
+        return Implementation(forced, backend.name.lower())
+    if device == "cpu":
+        raise Skip("needs a CUDA device")
+    if impl == "flash_triton":
+        if reason := availability()["flash_triton"]:
+            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
+        from cs336_systems.attention.flash_triton import FlashAttentionTriton
+
+        # compiled as the leaderboard asks; alone on the GPU it makes no difference, and shapes change there
+        flash = torch.compile(FlashAttentionTriton.apply) if compiled else FlashAttentionTriton.apply
+        return Implementation(lambda q, k, v: flash(q, k, v, is_causal), "package")
+    if impl in _PAIRS:
+        return _pair(impl, is_causal, compiled)
+    if impl == "flex_compiled":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = None
+        if is_causal:
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device=device)
+        flex = torch.compile(flex_attention, dynamic=False)
+        return Implementation(lambda q, k, v: flex(q[None], k[None], v[None], block_mask=mask)[0], "inductor")
+    return _fa4(is_causal)
+
+
+def _pair(impl: str, is_causal: bool, compiled: bool) -> Implementation:
+    import torch
+
+    from cs336_systems.ladder import function, launch
+
+    for name in _PAIRS[impl]:
+        if reason := launch.missing(steps.STEPS[name]):
+            raise Skip(f"needs {reason}")
+
+    def pair(q, k, v):
+        return function.LadderAttention.apply(q, k, v, is_causal, *_PAIRS[impl])
+
+    return Implementation(torch.compile(pair) if compiled else pair, "+".join(_PAIRS[impl]))
+
+
+def _fa4(is_causal: bool) -> Implementation:
+    try:
+        import flash_attn.cute as fa4
+    except ImportError as error:
+        raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
+
+    def forward(q, k, v):
+        found = fa4.flash_attn_func(q[None], k[None], v[None], causal=is_causal)
+        return (found[0] if isinstance(found, tuple) else found)[0]
+
+    return Implementation(
+        forward, f"flash_attn.cute {getattr(fa4, '__version__', '')}".strip(), tokens_first=True
+    )

@@ -1,0 +1,428 @@
+"""Chapter `leaderboard`: forward and backward of causal attention as the course's leaderboard times it, and the
+ladder to it.
+
+    papermill book/leaderboard.ipynb out.ipynb
+    cs336 run leaderboard
+
+Three kinds of rows, each measured in turns with what it is compared with, five turns each, one case twice (A/A):
+
+    harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
+    `do_bench`;
+              for ours also with the official ten seconds of repetitions, in one turn
+    kernel    forward and backward alone, without the host: replays of a CUDA graph
+    ladder    the steps of `cs336_systems.ladder`, launched without autograd, from CUDA graphs as well; their registers,
+              spills and shared memory, and what was predicted for them
+
+The handout's code unpacks q, k and v from one tensor with gradients (`leaves`: "stacked"), so autograd stacks the three
+gradients and adds them to the one of the call before. "separate" has three leaves, whose gradients are dropped before
+each call. The gradient of a sum is one number (`grad_o`: "number"), although compiled functions have it written out
+as a matrix; kernels are timed with a matrix of random numbers, and at the leaderboard's shape with one number as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.accounting import attention_flops
+from cs336_systems.experiments import attention_peers as peers
+from cs336_systems.ladder import steps
+from cs336_systems.measure.rows import Skip, failure_is_a_row
+
+if TYPE_CHECKING:
+    import torch
+
+MEASURES = (
+    "cs336_systems.attention", "cs336_systems.ladder", "cs336_systems.experiments.attention_peers",
+    "cs336_systems.measure.timing", "cs336_systems.accounting.operations",
+)  # fmt: skip
+GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
+METRICS = (
+    "ms_p20", "ms_p50", "ms_p80", "ms_mean", "ms_min", "ms_max",  # of single calls, all turns together
+    "turns_ms", "turns_mhz", "turns_w",  # a number for each turn: median ms, SM clock, power
+    "tflops", "peak_gib", "error_out", "error_grads", "backend", "timed", "sm_mhz", "power_w",
+    "kernels", "registers", "spill_bytes", "shared_kib", "predicted_ms",
+)  # fmt: skip
+KINDS = ("harness", "kernel", "ladder")
+PARTS = ("forward", "backward", "end_to_end")
+DTYPES = ("bf16", "fp16")
+LEAVES = ("stacked", "separate")
+GRAD_O = ("number", "matrix")
+OURS, PEERS = peers.OURS, peers.PEERS
+TURNS = 5
+OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
+WORK = (16, 16384, 64)  # heads, tokens, head dimension
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing timed on `heads` × (seq_len, head_dim), batch 1. `impl`: one of OURS or PEERS, for a ladder the name
+    of a step; `rep_ms`: repetitions of a turn; `repeat` 1 measures the same thing again."""
+
+    kind: str
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    leaves: str
+    grad_o: str
+    rep_ms: int
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The leaderboard's work and a few shapes beside it, or one small shape for a CPU."""
+    if preset == "smoke":
+        few = ("flash_triton", "flash_torch", "sdpa_flash", "reference")
+        out = _twice("harness", few, "end_to_end", (2, 256, 64), "stacked", "number", 20, again="reference")
+        for part in ("forward", "backward"):
+            out += _twice("kernel", few, part, (2, 256, 64), "separate", "matrix", 10, again="reference")
+        return out
+    ours_and_peers = (*OURS, *PEERS[:-1])
+    quick = ("flash_triton", "plain_triton", "fa4", "sdpa_cudnn")
+    official = (
+        "end_to_end",
+        *WORK,
+        True,
+        "bf16",
+        "stacked",
+        "number",
+        OFFICIAL_MS,
+    )  # the A/A row is in the short run
+    out = [Case("harness", impl, *official) for impl in OURS]
+    out += _twice("harness", ours_and_peers, "end_to_end", WORK, "stacked", "number", SHORT_MS)
+    out += _twice("harness", quick, "end_to_end", WORK, "separate", "number", SHORT_MS)
+    few = ("flash_triton", "sdpa_cudnn", "sdpa_flash")
+    for head_dim, is_causal, dtype in (
+        (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
+    ):  # fmt: skip
+        impls = few
+        if (head_dim, is_causal, dtype) == (64, True, "bf16"):
+            # FlashAttention-4 compiles at its first call of a kind, for longer than all the rest of a group takes
+            impls = (*few, "plain_triton", "fa4")
+        shape = (*WORK[:2], head_dim)
+        for part in ("forward", "backward"):
+            out += _twice("kernel", impls, part, shape, "separate", "matrix", KERNEL_MS, is_causal, dtype)
+        if (head_dim, is_causal, dtype) == (64, True, "bf16"):
+            out += _twice("kernel", impls, "backward", shape, "separate", "number", KERNEL_MS)
+    for part in steps.PARTS:
+        names = tuple(step.name for step in steps.of_part(part))
+        again = next(name for name in names if name.endswith("production"))
+        out += _twice("ladder", names, part, WORK, "separate", "matrix", KERNEL_MS, again=again)
+    return out
+
+
+def _twice(
+    kind: str, impls: tuple[str, ...], part: str, shape: tuple[int, int, int], leaves: str, grad_o: str, rep_ms: int,
+    is_causal: bool = True, dtype: str = "bf16", again: str = "flash_triton",
+) -> list[Case]:  # fmt: skip
+    rest = (part, *shape, is_causal, dtype, leaves, grad_o, rep_ms)
+    return [Case(kind, impl, *rest) for impl in impls] + [Case(kind, again, *rest, repeat=1)]
+
+
+def check(case: Case) -> None:
+    """ValueError that names the allowed values where a case has another one."""
+    impls = tuple(steps.STEPS) if case.kind == "ladder" else (*OURS, *PEERS)
+    for field, allowed in (
+        ("kind", KINDS), ("part", PARTS), ("dtype", DTYPES), ("leaves", LEAVES), ("grad_o", GRAD_O), ("impl", impls),
+    ):  # fmt: skip
+        if getattr(case, field) not in allowed:
+            raise ValueError(f"unknown {field} {getattr(case, field)!r}; allowed: {', '.join(allowed)}")
+
+
+def turns(case: Case) -> int:
+    """How often a case has its turn: the official length once, everything else five times."""
+    return 1 if case.rep_ms >= OFFICIAL_MS else TURNS
+
+
+def estimate_s(group: list[Case]) -> float:
+    """Seconds that a group takes, roughly: compilation, errors against fp64, then the turns.
+
+    Both passes are compiled for the group that meets a kind of inputs first: the leaderboard's by the harness, any
+    other shape by its forward pass.
+    """
+    first = group[0]
+    here = {case.impl for case in group}
+    small = first.seq_len <= 4096
+    compiled = {"flash_triton": 6.0, "fa4": 20.0, "flex_compiled": 10.0, "plain_triton": 4.0}
+    if first.kind == "ladder":
+        once = sum(
+            3.0 if "hopper" in case.impl else 1.5 if first.part == "backward" else 1.0 for case in group
+        )
+    elif first.kind == "harness" and first.leaves == "stacked" and not small:
+        late = OURS if first.rep_ms < OFFICIAL_MS else ()  # compiled by the official run
+        once = 5 + sum(compiled.get(impl, 0.3) for impl in here.difference(late))
+    elif first.part == "forward" and (first.head_dim, first.is_causal, first.dtype) != (64, True, "bf16"):
+        once = sum(compiled.get(impl, 0.3) for impl in here)
+    else:
+        once = 0.3 * len(group)
+    slow = sum(turns(case) * 0.8 for case in group if case.impl == "reference" and not small)
+    turn_s = 0.05 if small else 1.15 * first.rep_ms / 1e3 + 0.04
+    return 1 + once + slow + sum(turns(case) * turn_s for case in group)
+
+
+def _implementation(case: Case, device: str) -> peers.Implementation:
+    """Raises `Skip` where this machine cannot run it. What is compiled is compiled once in a process."""
+    return peers.build(case.impl, case.is_causal, device, case.seq_len, case.kind == "harness")
+
+
+# ---------------------------------------------------------------------------------------------- one case
+class _Candidate:
+    """One case while it is measured. `call` is what is timed, `grads` the tensors whose gradients are dropped
+    before."""
+
+    def __init__(self, case: Case, data: list[torch.Tensor], device: str) -> None:
+        self.case, self.device = case, device
+        self.q, self.k, self.v, self.grad_o = data  # each (heads, n, d)
+        self.metrics: dict[str, Any] = {}
+        self.grads: list[torch.Tensor] = []
+        self.turns: list[tuple[tuple[float, ...], float | None, float | None]] = []  # samples, MHz, W
+
+    @property
+    def ok(self) -> bool:
+        return "status" not in self.metrics
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.impl}/{self.case.repeat}"
+
+    def prepare(self, exact: Callable[[], list[torch.Tensor]]) -> None:
+        """Compiles, holds the results against fp64, reads the peak, and makes `call`."""
+        with failure_is_a_row(self.metrics):
+            if self.case.kind == "ladder":
+                self._prepare_step(exact)
+            else:
+                self._prepare_implementation(exact)
+            if self.device == "cpu":
+                self.metrics["timed"] = "clock"
+            elif self.case.kind != "harness":
+                self._capture()
+            else:
+                self.metrics["timed"] = "events"
+        for tensor in self.grads:
+            tensor.grad = None
+
+    def _capture(self) -> None:
+        """Replaces `call` by the replay of a CUDA graph; a peer whose calls cannot be captured is timed as it is."""
+        from cs336_systems.measure.timing import captured
+
+        try:
+            self.call, self.metrics["timed"] = captured(self.call, 1), "graph"
+        except Exception:
+            if self.case.impl not in PEERS:
+                raise
+            traceback.print_exc(file=sys.stderr)
+            self.metrics["timed"] = "events"
+
+    # ------------------------------------------------------------------------------------ autograd
+    def _prepare_implementation(self, exact: Callable[[], list[torch.Tensor]]) -> None:
+        import torch
+
+        from cs336_systems.measure.timing import peak_gib
+
+        case, impl = self.case, _implementation(self.case, self.device)
+        self.metrics["backend"] = impl.backend
+
+        def laid_out(x):  # as this implementation wants it: (heads, n, d) or (n, heads, d), contiguous
+            return (x.transpose(0, 1) if impl.tokens_first else x).contiguous()
+
+        grad_o = laid_out(self.grad_o)
+        if case.grad_o == "number":
+            grad_o = torch.ones((), device=self.device, dtype=self.q.dtype).expand(grad_o.shape)
+        self._hold_against(exact, impl, laid_out, grad_o)
+        data = [laid_out(x) for x in (self.q, self.k, self.v)]
+        if case.kind == "harness":
+            if case.leaves == "stacked":
+                stacked = torch.stack(data).requires_grad_()
+                q, k, v = stacked  # as the handout's code unpacks it: three views of one leaf
+            else:
+                q, k, v = self.grads = [x.requires_grad_() for x in data]
+
+            def step():
+                o = impl.apply(q, k, v)
+                loss = o.sum()
+                loss.backward()
+
+            step()
+            self.metrics["peak_gib"] = peak_gib(step)
+            self.call = step
+            return
+        made: list[
+            Any
+        ] = []  # leaves and output belong to the stream of the first call, which a graph captures
+
+        def leaves_and_output():
+            if not made:
+                leaves = [x.clone().requires_grad_() for x in data]
+                made.extend([leaves, impl.apply(*leaves) if case.part == "backward" else None])
+            return made
+
+        def call():
+            leaves, output = leaves_and_output()
+            if case.part == "forward":
+                return impl.apply(*leaves)
+            if output is not None:
+                return torch.autograd.grad(output, leaves, grad_o, retain_graph=True)
+            return torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
+
+        self.call = call
+
+    def _hold_against(
+        self, exact: Any, impl: peers.Implementation, laid_out: Any, grad_o: torch.Tensor
+    ) -> None:
+        """Errors of one call on leaves of its own; compiles both passes, too."""
+        import torch
+
+        leaves = [laid_out(x).requires_grad_() for x in (self.q.detach(), self.k.detach(), self.v.detach())]
+        o = impl.apply(*leaves)
+        found = [o.detach(), *torch.autograd.grad(o, leaves, grad_o)]
+        if impl.tokens_first:
+            found = [x.transpose(0, 1) for x in found]
+        if self.case.impl in OURS and self.device != "cpu":
+            self.metrics["kernels"] = " ".join(self._own_kernels(impl, leaves, grad_o))
+        errors = _errors(found, exact())
+        self.metrics |= {"error_out": errors[0], "error_grads": max(errors[1:])}
+
+    def _own_kernels(
+        self, impl: peers.Implementation, leaves: list[torch.Tensor], grad_o: torch.Tensor
+    ) -> list[str]:
+        """The kernels of this package that both passes launch."""
+        import torch
+
+        from cs336_systems.ladder.resources import of_call
+
+        used = of_call(lambda: torch.autograd.grad(impl.apply(*leaves), leaves, grad_o))
+        return [r.kernel for r in used if r.kernel.split(".")[0] in ("triton_kernels", "hopper_kernels")]
+
+    # ------------------------------------------------------------------------------------ the ladder
+    def _prepare_step(self, exact: Callable[[], list[torch.Tensor]]) -> None:
+        from cs336_systems.ladder import launch
+
+        step = steps.STEPS[self.case.impl]
+        self.metrics["predicted_ms"] = steps.predicted_ms(step)
+        if self.device == "cpu":
+            raise Skip("needs a CUDA device")
+        if reason := launch.missing(step):
+            raise Skip(f"needs {reason}")
+        from cs336_systems.ladder import resources
+
+        q, k, v, grad_o = (x[None] for x in (self.q, self.k, self.v, self.grad_o))
+        tensors: tuple[torch.Tensor, ...] = (q, k, v)
+        if step.part == "backward":
+            o, logsumexp = launch.launcher(steps.STEPS["f_production"])(q, k, v, True)
+            tensors = (q, k, v, o, logsumexp, grad_o)
+        run = launch.launcher(step)
+        found = run(*tensors, True)
+        if step.part == "forward":
+            self.metrics["error_out"] = _errors([found[0][0]], exact()[:1])[0]
+        else:
+            self.metrics["error_grads"] = max(_errors([x[0] for x in found], exact()[1:]))
+        self.call = lambda: run(*tensors, True)
+        used = resources.of_call(self.call)
+        self.metrics |= {
+            "kernels": " ".join(r.kernel for r in used),
+            "registers": max((r.registers for r in used), default=None),
+            "spill_bytes": max((r.spill_bytes for r in used), default=None),
+            "shared_kib": max((r.shared_bytes / 1024 for r in used), default=None),
+        }
+
+    # ------------------------------------------------------------------------------------ what comes of it
+    def summarize(self) -> None:
+        case = self.case
+        samples = sorted(ms for turn, _, _ in self.turns for ms in turn)
+        from cs336_systems.measure.timing import Timing
+
+        timing = Timing(tuple(samples))
+        flops = attention_flops(
+            case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part
+        )
+        self.metrics |= timing.metrics() | {
+            "ms_mean": statistics.fmean(samples), "ms_min": samples[0], "ms_max": samples[-1],
+            "turns_ms": _numbers(statistics.median(turn) for turn, _, _ in self.turns),
+            "turns_mhz": _numbers(mhz for _, mhz, _ in self.turns),
+            "turns_w": _numbers(watts for _, _, watts in self.turns),
+            "tflops": flops / timing.p50 / 1e9,
+            "sm_mhz": _median(mhz for _, mhz, _ in self.turns), "power_w": _median(w for _, _, w in self.turns),
+        }  # fmt: skip
+
+
+def _numbers(values: Any) -> str:
+    """Numbers in one cell, `;` between them; what is not known is left empty."""
+    return ";".join("" if value is None else f"{value:.6g}" for value in values)
+
+
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    """‖x − exact‖ / ‖exact‖ of each."""
+    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------- a group
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    import torch
+    import torch._functorch.config
+
+    for case in cases:
+        check(case)
+    first = cases[0]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[first.dtype]
+    generator = torch.Generator(device).manual_seed(first.seq_len + first.head_dim)
+    shape = (4, first.heads, first.seq_len, first.head_dim)
+    data = list(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+
+    @functools.cache
+    def exact() -> list[torch.Tensor]:
+        from cs336_systems.attention.reference import exact_attention
+
+        grad_o = torch.ones_like(data[3]) if first.grad_o == "number" else data[3]
+        return list(exact_attention(*data[:3], grad_o, first.is_causal))
+
+    # the timed backward passes keep their graphs, which donated buffers do not allow
+    with torch._functorch.config.patch(donated_buffer=first.kind == "harness"):
+        candidates = [_Candidate(case, data, device) for case in cases]
+        for candidate in candidates:
+            candidate.prepare(exact)
+        exact.cache_clear()
+        ready = [candidate for candidate in candidates if candidate.ok]
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for turn in range(turns(first) if ready else 0):
+            _turn(ready[turn % len(ready) :] + ready[: turn % len(ready)], device)
+        for candidate in ready:
+            candidate.summarize()
+    return [candidate.metrics for candidate in candidates]
+
+
+def _turn(ready: list[_Candidate], device: str) -> None:
+    """Each candidate's turn, with a watch of its own."""
+    from cs336_systems.measure.timing import Watch, interleaved
+
+    watches = {candidate.name: Watch() for candidate in ready} if device != "cpu" else {}
+    found = interleaved(
+        {candidate.name: candidate.call for candidate in ready},
+        device=device,
+        rounds=1,
+        warmup_ms=ready[0].case.rep_ms / 10,
+        rep_ms=ready[0].case.rep_ms,
+        grad_to_none={candidate.name: candidate.grads for candidate in ready},
+        watches=watches,
+    )
+    for candidate in ready:
+        watch = watches.get(candidate.name)
+        candidate.turns.append(
+            (found[candidate.name].samples_ms, watch and watch.sm_mhz, watch and watch.power_w)
+        )

@@ -1,0 +1,262 @@
+"""The steps of the ladder as data: what each changes, how it is launched, what it was expected to cost, and why.
+
+A step names a launcher (`module:function`) and its configuration, so a kernel of any other module becomes a step by one
+more line here; where the module is missing, the step is skipped and says so. Steps that lose stay in the list. Their
+`base` is the step that they change, which need not be the one above.
+
+What a step was expected to cost is computed by `predicted_ms` from the traits that the step states: a model of four
+units (`accounting.attention_limits`), not a fit. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems import accounting
+from cs336_systems.attention.tiles import Tiles
+
+PARTS = ("forward", "backward")
+OVERLAP = {"none": 0.0, "chance": 0.5, "design": 0.75}  # shares of what could overlap that does: assumptions
+LOAD_CLOCKS = 600  # from asking for a tile until it is there, if nobody asked ahead: an assumption
+ATOMIC_TB_PER_S = 2.75  # fp32 numbers that the L2 cache adds up: an assumption, half of what it copies
+WORK = {"heads": 16, "seq_len": 16384, "head_dim": 64}  # the leaderboard's
+# The machine that predictions are made for: an H100 SXM by its data sheet, at the clock that its peak implies
+SMS, SM_MHZ, TB_PER_S, CAPABILITY = 132, 1830, 3.35, 90
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What `kernels` are compiled with; see there. `persistent`: programs for each multiprocessor, 0 for one for each
+    tile."""
+
+    tiles: Tiles  # forward, or the backward pass that owns queries
+    key_tiles: Tiles | None = None  # the backward pass that owns keys
+    skip: bool = False
+    split: bool = False
+    exp2: bool = False
+    heavy_first: bool = False
+    tma: bool = False
+    persistent: int = 0
+    fuse_d: bool = False
+    one_pass: bool = False
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a prediction goes by, known before anything has run. resident: programs that a multiprocessor holds at once,
+    by their registers and shared memory; key_resident: those of the pass that owns keys. overlap: a key of OVERLAP."""
+
+    resident: int
+    overlap: str = "chance"
+    key_resident: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `config` is handed to the launcher: `Switches` for the ladder's own kernels; for those of others the
+    name of a dataclass beside the launcher with its arguments, or None for their own choice. `model` says what the
+    prediction counts as, `may_spill` that registers are expected not to suffice."""
+
+    name: str
+    part: str
+    base: str
+    title: str
+    why: str
+    launcher: str
+    config: Switches | tuple[str, dict[str, Any]] | None
+    model: Switches
+    traits: Traits
+    may_spill: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether it is one of the ladder's own kernels."""
+        return isinstance(self.config, Switches)
+
+
+OWN = "cs336_systems.ladder.launch:"
+PRODUCTION = "cs336_systems.attention.triton_launch:"
+HOPPER = "cs336_systems.attention.hopper_launch:"
+
+
+def _chain(
+    part: str, first: Switches, rows: list[tuple[str, dict[str, Any], Traits, str, str]]
+) -> list[Step]:
+    """Steps that each change something of the one before."""
+    out: list[Step] = []
+    switches = first
+    for name, change, traits, title, why in rows:
+        switches = dataclasses.replace(switches, **change)
+        base = out[-1].name if out else ""
+        out.append(Step(name, part, base, title, why, f"{OWN}launch_{part}", switches, switches, traits))
+    return out
+
+
+_T = Tiles
+_SMALL = _T(64, 64, 4, 1)
+_FORWARD = _chain("forward", Switches(_SMALL), [
+    ("f_all_tiles", {}, Traits(4), "every tile visited and masked",
+     "All pairs are computed, half of them for nothing, and each goes through a comparison and a selection."),
+    ("f_skip", {"skip": True}, Traits(4), "tiles after the diagonal skipped",
+     "Half of the pairs disappear, but for those of the tiles on the diagonal."),
+    ("f_split", {"split": True}, Traits(4), "a loop without a mask before the diagonal",
+     "Two instructions fewer for nearly every pair, of eight and a half."),
+    ("f_exp2", {"exp2": True}, Traits(4), "exp2, scale and log2(e) folded",
+     "Scaling, subtracting and multiplying by log2(e) become one instruction: two fewer for each pair."),
+    ("f_heavy_first", {"heavy_first": True}, Traits(4), "heaviest tiles first",
+     "Head by head, the last programs are the longest ones of the last head, and most multiprocessors wait for them. "
+     "Started first, they leave short ones to fill the end."),
+    ("f_stages", {"tiles": _T(64, 64, 4, 3)}, Traits(3), "three loads in flight",
+     "Without them a program waits for each tile of keys and values. Programs beside it compute meanwhile, but "
+     "by the model four on a multiprocessor just fill the time."),
+    ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
+     "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
+     "count, and a few more pairs on the diagonal, which it does. Two groups of four warps in a program "
+     "overlap by chance, as two programs did."),
+    ("f_tma", {"tma": True}, Traits(2), "tensor descriptors (TMA)",
+     "One thread asks for a whole tile. Addresses cost little beside the scores, so the model sees nothing."),
+    ("f_persistent", {"persistent": 2}, Traits(2), "persistent programs",
+     "Starting a program costs little beside its work, and a fixed assignment balances worse than the "
+     "hardware's, which gives the next tile to whoever is free. No gain is expected."),
+])  # fmt: skip
+_BEST_FORWARD = next(s for s in _FORWARD if s.name == "f_tiles").model
+
+_FORWARD += [
+    Step("f_production", "forward", "f_tiles", "the production kernel (`triton_kernels`)",
+         "The same switches, with boundaries and strides of any kind: both are compiled out here.",
+         f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
+    Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
+         "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
+         "beside the other group's products by design.",
+         f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
+         dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
+    Step("f_hopper_3", "forward", "f_hopper_2", "Gluon: three groups, no overlap inside a group",
+         "A third group to fill the units while two wait. In exchange each has 160 registers a thread, too few "
+         "to hold two tiles of scores: overlap inside a group goes.",
+         f"{HOPPER}launch_forward", ("Forward", {"groups": 3, "block_n": 128, "stages": 2, "overlap": False}),
+         dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
+    Step("f_hopper", "forward", "f_hopper_3", "Gluon: the configuration in use",
+         "What the module's own table says for this head dimension.",
+         f"{HOPPER}launch_forward", None,
+         dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
+]  # fmt: skip
+
+_BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
+    ("b_all_tiles", {}, Traits(4, key_resident=2), "two passes, every tile visited and masked",
+     "Seven products, three in the pass for dQ and four in that for dK and dV, over all pairs."),
+    ("b_skip", {"skip": True}, Traits(4, key_resident=2), "tiles without a visible pair skipped",
+     "Half of the pairs, as in the forward pass."),
+    ("b_split", {"split": True}, Traits(4, key_resident=2), "a loop without a mask off the diagonal",
+     "Two instructions fewer for nearly every pair and pass."),
+    ("b_exp2", {"exp2": True}, Traits(4, key_resident=2), "exp2, scale and log2(e) folded",
+     "Two instructions fewer for each pair and pass."),
+    ("b_heavy_first", {"heavy_first": True}, Traits(4, key_resident=2), "heaviest tiles first",
+     "The pass for dQ had the same end as the forward pass. That for dK and dV starts with the heaviest keys "
+     "of each head anyway, but head by head."),
+    ("b_stages", {"tiles": _T(64, 64, 4, 3), "key_tiles": _T(64, 64, 4, 3)}, Traits(3, key_resident=2),
+     "three loads in flight",
+     "In the pass that owns keys there are only two programs on a multiprocessor to fill the time while one waits."),
+    ("b_tiles", {"key_tiles": _T(128, 128, 8, 3)}, Traits(3, key_resident=1), "keys: tiles of 128 × 128, 8 warps",
+     "A quarter of the traffic from L2 in the larger pass, which the model does not count; registers leave "
+     "room for one program where there were two of half its warps, and the end is less even."),
+    ("b_fuse_d", {"fuse_d": True}, Traits(3, key_resident=1), "D computed where dQ is",
+     "One kernel fewer, which read O and dO; dO is in registers there anyway."),
+    ("b_one_pass", {"fuse_d": False, "one_pass": True, "key_tiles": _T(64, 128, 8, 2)}, Traits(1),
+     "one pass, dQ added up in memory",
+     "Five products instead of seven, one exponential instead of two. In exchange each tile of dS K is added "
+     "to memory in fp32, and sums have to be zeroed, scaled and rounded by kernels of their own."),
+])  # fmt: skip
+# tiles of 128 × 128 take all of a thread's registers: one version of the compiler spills a few, another none
+_BACKWARD = [
+    dataclasses.replace(step, may_spill=step.model.key_tiles == _T(128, 128, 8, 3)) for step in _BACKWARD
+]
+_BEST_BACKWARD = next(s for s in _BACKWARD if s.name == "b_fuse_d").model
+_HOPPER_BACKWARD = dataclasses.replace(
+    _BEST_BACKWARD, tiles=_T(64, 128, 16, 2), key_tiles=_T(64, 128, 16, 2), fuse_d=False, one_pass=True
+)
+
+_BACKWARD += [
+    Step("b_production", "backward", "b_fuse_d", "the production kernels (`triton_kernels`)",
+         "The same switches, with boundaries and strides of any kind.",
+         f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
+    Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
+         "Five products, and the sums of dQ leave through TMA: no computing warp waits for them.",
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": False}),
+         _HOPPER_BACKWARD, Traits(1, "design")),
+    Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ",
+         "The product for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
+         "product and the waiting off them.",
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
+         _HOPPER_BACKWARD, Traits(1, "design")),
+    Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last products of the tile before",
+         "The exponentials of the next tile are independent of this tile's products for dK and dQ. Issued "
+         "beside them, they use a unit that would wait.",
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
+         _HOPPER_BACKWARD, Traits(1, "design")),
+    Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: the configuration in use",
+         "What the module's own table says for this head dimension.",
+         f"{HOPPER}launch_backward", None, _HOPPER_BACKWARD, Traits(1, "design")),
+]  # fmt: skip
+
+STEPS: dict[str, Step] = {step.name: step for step in (*_FORWARD, *_BACKWARD)}
+
+
+def of_part(part: str) -> list[Step]:
+    """The steps of one pass in their order; ValueError for an unknown part."""
+    if part not in PARTS:
+        raise ValueError(f"unknown part {part!r}; allowed: {', '.join(PARTS)}")
+    return [step for step in STEPS.values() if step.part == part]
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+def predicted_ms(step: Step, sms: int = SMS, sm_mhz: float = SM_MHZ, tb_per_s: float = TB_PER_S) -> float:
+    """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, waiting for
+    loads that nobody asked for ahead, an uneven end, and what small kernels move."""
+    m, heads, n, d = step.model, *WORK.values()
+    matrix = heads * n * d * 2  # bytes of Q, K, ...
+    if step.part == "forward":
+        work = accounting.forward_work(d, m.tiles.block_n, masked=not m.split, folded=m.exp2)
+        return _kernel_ms(step, work, m.tiles, m.tiles.block_m, True, sms, sm_mhz)
+    times = []
+    moved = 0 if m.fuse_d else 2 * matrix  # the kernel for D reads O and dO
+    for passes in ("one",) if m.one_pass else ("queries", "keys"):
+        tiles, own = (m.tiles, m.tiles.block_m) if passes == "queries" else (m.key_tiles, m.key_tiles.block_n)
+        block = tiles.block_n if passes == "queries" else tiles.block_m
+        work = accounting.backward_work(d, block, passes, masked=not m.split, folded=m.exp2)
+        times.append(_kernel_ms(step, work, tiles, own, passes == "queries", sms, sm_mhz))
+    if m.one_pass:
+        adds = (
+            heads
+            * accounting.visited_pairs(n, m.key_tiles.block_m, m.key_tiles.block_n)
+            / m.key_tiles.block_n
+        )
+        times = [max(times[0], 4 * d * adds / (ATOMIC_TB_PER_S * 1e9))]
+        moved += 2 * matrix + 2 * matrix + matrix  # fp32 sums: zeroed, read, and dQ written
+    return sum(times) + moved / (tb_per_s * 1e9)
+
+
+def _kernel_ms(
+    step: Step, work: accounting.Work, tiles: Tiles, own: int, last_is_heavy: bool, sms: int, sm_mhz: float
+) -> float:
+    """One kernel, whose programs own `own` rows each and walk over the others."""
+    m, heads, n, d = step.model, *WORK.values()
+    resident = step.traits.resident if last_is_heavy else step.traits.key_resident or step.traits.resident
+    sm = accounting.MULTIPROCESSORS[CAPABILITY]
+    pairs = heads * accounting.visited_pairs(n, tiles.block_m, tiles.block_n, m.skip)
+    spent = accounting.overlapped_ms(
+        accounting.unit_ms(work, pairs, d, sms, sm_mhz, sm), OVERLAP[step.traits.overlap]
+    )
+    if (
+        tiles.num_stages == 1
+    ):  # a step of a program: two loads, then its computation; programs beside it fill the gap
+        steps = pairs / (tiles.block_m * tiles.block_n)
+        waits = 2 * LOAD_CLOCKS * steps / (sms * sm_mhz * 1e3)
+        spent = max(spent, (spent + waits) / resident)
+    by_tile = [float(i + 1 if m.skip else n // own) for i in range(n // own)]  # in the order of the tiles
+    if not last_is_heavy:
+        by_tile.reverse()
+    heavy_first = [cost for cost in sorted(by_tile, reverse=True) for _ in range(heads)]
+    costs = heavy_first if m.heavy_first else by_tile * heads
+    return spent * accounting.idle_factor(costs, sms * resident, fixed=m.persistent > 0)

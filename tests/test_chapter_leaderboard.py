@@ -1,0 +1,445 @@
+"""Chapter leaderboard: its grid, what its rows hold, what is skipped and refused, and its page with and without
+rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import matplotlib.pyplot as plt
+import pytest
+
+from cs336_systems import accounting, experiments
+from cs336_systems.experiments import leaderboard
+from cs336_systems.experiments.leaderboard import OFFICIAL_MS, WORK, Case
+from cs336_systems.ladder import steps
+from cs336_systems.measure import rows as store
+from cs336_systems.report import Chapter
+from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.pages import leaderboard_words as words
+from cs336_systems.report.roofs import Roofs, roofs
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+HARNESS = {"kind": "harness", "leaves": "stacked"}
+
+
+# ------------------------------------------------------------------------------------------------ grid
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+def test_every_case_is_there_once_and_every_short_group_has_one_pair(preset):
+    cases = leaderboard.grid(preset)
+    assert len(set(cases)) == len(cases)
+    for group in store.groups(leaderboard, cases):
+        assert 0 < leaderboard.estimate_s(group) < 90
+        for case in group:
+            leaderboard.check(case)
+        if group[0].rep_ms < OFFICIAL_MS:
+            [again] = [c for c in group if c.repeat == 1]
+            assert dataclasses.replace(again, repeat=0) in group
+
+
+def test_the_budget():
+    groups = {p: store.groups(leaderboard, leaderboard.grid(p)) for p in experiments.PRESETS}
+    assert sum(map(leaderboard.estimate_s, groups["full"])) < 280
+    assert sum(map(leaderboard.estimate_s, groups["smoke"])) < 20
+
+
+def test_the_work_is_the_leaderboards():
+    cases = leaderboard.grid("full")
+    harness = [c for c in cases if c.kind == "harness"]
+    assert WORK == tuple(steps.WORK.values()) == (16, 16384, 64)
+    assert {(c.heads, c.seq_len, c.head_dim, c.is_causal, c.dtype) for c in harness} == {
+        (*WORK, True, "bf16")
+    }
+    official = [c for c in harness if c.rep_ms == 10_000]
+    assert {c.impl for c in official} == set(leaderboard.OURS)
+    assert all(c.leaves == "stacked" and leaderboard.turns(c) == 1 for c in official)
+    short = {c.impl for c in harness if c.leaves == "stacked" and c.rep_ms < 10_000}
+    assert short == {*leaderboard.OURS, *leaderboard.PEERS} - {"flash_torch"}
+    assert all(leaderboard.turns(c) == 5 for c in cases if c not in official)
+
+
+def test_kernels_are_measured_at_the_neighboring_shapes():
+    shapes = {(c.head_dim, c.is_causal, c.dtype) for c in leaderboard.grid("full") if c.kind == "kernel"}
+    assert shapes == {
+        (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
+    }  # fmt: skip
+
+
+def test_every_step_of_the_ladder_has_its_row():
+    ladder = [c for c in leaderboard.grid("full") if c.kind == "ladder" and not c.repeat]
+    assert [c.impl for c in ladder] == list(steps.STEPS)
+    assert all(c.part == steps.STEPS[c.impl].part for c in ladder)
+
+
+# ------------------------------------------------------------------------------------------------ measuring, on a CPU
+def small(kind="kernel", impls=("reference", "flash_torch"), part="forward", **change):
+    base = Case(kind, "", part, 2, 128, 32, True, "bf16", "separate", "matrix", 2)
+    return [dataclasses.replace(base, impl=impl, **change) for impl in impls]
+
+
+@without_gpu
+@pytest.mark.parametrize("part", leaderboard.PARTS)
+def test_kernel_rows_hold_their_columns(part):
+    cases = small(impls=("reference", "flash_torch", "sdpa_flash", "flash_triton"), part=part)
+    found = leaderboard.run_group(cases)
+    assert [m["status"] for m in found if "status" in m] == ["skipped: needs a CUDA device"]
+    flops = {"forward": 2, "backward": 5, "end_to_end": 7}[part] * 2 * 128**2 * 32
+    for metrics in found[:3]:
+        assert set(metrics) <= set(leaderboard.METRICS)
+        assert metrics["timed"] == "clock"
+        low, middle, high = (metrics[f"ms_{q}"] for q in ("min", "p50", "max"))
+        assert 0 < low <= metrics["ms_p20"] <= middle <= metrics["ms_p80"] <= high
+        assert low <= metrics["ms_mean"] <= high
+        assert metrics["tflops"] == pytest.approx(flops / middle / 1e9)
+        assert len(page.numbers(metrics["turns_ms"])) == leaderboard.TURNS
+        assert page.numbers(metrics["turns_mhz"]) == []  # nothing to read on a CPU
+        assert 0 < metrics["error_out"] < 1e-2 and 0 < metrics["error_grads"] < 1e-2
+
+
+@without_gpu
+@pytest.mark.parametrize("leaves", leaderboard.LEAVES)
+def test_the_harness_is_the_handouts(leaves):
+    """A sum's gradient, checked against fp64; gradients pile up in one leaf, or are dropped from three."""
+    [case] = small("harness", ("reference",), "end_to_end", leaves=leaves, grad_o="number")
+    data = list(torch.randn(4, 2, 128, 32, dtype=torch.bfloat16))
+    candidate = leaderboard._Candidate(case, data, "cpu")
+
+    def exact():
+        from cs336_systems.attention.reference import exact_attention
+
+        return list(exact_attention(*data[:3], torch.ones_like(data[3]), True))
+
+    candidate.prepare(exact)
+    assert candidate.ok and candidate.metrics["error_grads"] < 1e-2
+    assert len(candidate.grads) == (3 if leaves == "separate" else 0)
+    assert all(x.grad is None for x in candidate.grads)
+    candidate.call()
+    if leaves == "separate":
+        assert all(
+            (x.grad.double() - y).norm() < 2e-2 * y.norm()
+            for x, y in zip(candidate.grads, exact()[1:], strict=True)
+        )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_compiled_functions_get_the_gradient_of_a_sum_as_a_matrix(compiled):
+    """What the page says of the harness: a number with strides of zero, unless torch.compile has traced the
+    function."""
+    strides = []
+
+    @torch.library.custom_op(f"leaderboard_test::doubled_{compiled}", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        strides.append(x.stride())
+        return 2 * x
+
+    @doubled.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return doubled(grad)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    apply = torch.compile(Doubled.apply, backend="aot_eager") if compiled else Doubled.apply
+    apply(x).sum().backward()
+    assert strides == [(8, 1) if compiled else (0, 0)]
+
+
+@without_gpu
+def test_what_a_cpu_cannot_run_says_what_it_needs():
+    gpu_only = (
+        "flash_triton",
+        "plain_triton",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "flex_compiled",
+        "fa4",
+    )
+    for metrics in leaderboard.run_group(small(impls=gpu_only)):
+        assert metrics["status"].startswith("skipped: needs a CUDA device")
+    for metrics in leaderboard.run_group(small("ladder", ("f_all_tiles", "f_production", "f_hopper"))):
+        assert metrics["status"] == "skipped: needs a CUDA device"
+        assert metrics["predicted_ms"] > 0  # what was expected is known without one
+
+
+@without_gpu
+def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
+    chosen = leaderboard._implementation
+
+    def implementation(case, device):
+        if case.impl == "reference":
+            raise RuntimeError("broken")
+        return chosen(case, device)
+
+    monkeypatch.setattr(leaderboard, "_implementation", implementation)
+    broken, fine = leaderboard.run_group(small())
+    assert broken["status"] == "error: RuntimeError: broken"
+    assert "status" not in fine and fine["ms_p50"] > 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", leaderboard.PARTS)
+@pytest.mark.parametrize("kind", leaderboard.KINDS)
+def test_groups_on_a_gpu(kind, part, monkeypatch):
+    """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
+    monkeypatch.setattr(leaderboard, "TURNS", 2)
+    if {"ladder": part == "end_to_end", "harness": part != "end_to_end", "kernel": False}[kind]:
+        pytest.skip("there is no such group")
+    impls = ("flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4")
+    if kind == "ladder":
+        impls = [step.name for step in steps.of_part(part)]
+    change = {"seq_len": 1024, "head_dim": 64, "rep_ms": 5}
+    change |= {"grad_o": "number", "leaves": "stacked"} if kind == "harness" else {}
+    cases = small(kind, impls, part, **change)
+    for case, metrics in zip(cases, leaderboard.run_group(cases), strict=True):
+        if metrics.get("status", "").startswith("skipped: needs "):
+            continue
+        assert "status" not in metrics, (case, metrics["status"])
+        assert metrics["ms_p50"] > 0 and len(page.numbers(metrics["turns_ms"])) == 2
+        assert (
+            metrics["timed"] == ("events" if kind == "harness" else "graph") or case.impl in leaderboard.PEERS
+        )
+        errors = [metrics[name] for name in ("error_out", "error_grads") if name in metrics]
+        assert errors and all(0 < error < 2e-2 for error in errors)
+        if kind == "ladder":
+            assert 0 < metrics["registers"] <= 255 and metrics["shared_kib"] > 0
+        if kind == "ladder" or case.impl in leaderboard.OURS:
+            assert "kernels." in metrics["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "race"}, "unknown kind 'race'; allowed: harness, kernel, ladder"),
+        ({"part": "sideways"}, "unknown part 'sideways'; allowed: forward, backward, end_to_end"),
+        ({"dtype": "fp8"}, "unknown dtype 'fp8'; allowed: bf16, fp16"),
+        ({"leaves": "four"}, "unknown leaves 'four'; allowed: stacked, separate"),
+        ({"impl": "warp"}, "unknown impl 'warp'; allowed: flash_triton, plain_triton"),
+        ({"kind": "ladder"}, "unknown impl 'reference'; allowed: f_all_tiles, f_skip"),
+    ],
+)
+def test_unknown_values_are_named(change, said):
+    [case] = small(impls=("reference",))
+    with pytest.raises(ValueError, match=said):
+        leaderboard.run_group([dataclasses.replace(case, **change)])
+
+
+@without_gpu
+def test_a_peer_that_cannot_be_captured_is_timed_with_events(monkeypatch, capsys):
+    from cs336_systems.measure import timing
+
+    def refuses(call, calls):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "captured", refuses)
+    data = list(torch.zeros(4, 1, 16, 16))
+    fa4, ours = (leaderboard._Candidate(case, data, "cuda") for case in small(impls=("fa4", "flash_triton")))
+    fa4.call = ours.call = lambda: None
+    fa4._capture()
+    assert fa4.metrics["timed"] == "events" and "capturing" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="capturing"):
+        ours._capture()
+
+
+# ------------------------------------------------------------------------------------------------ the page
+SPEED = {
+    "flash_triton": 480, "plain_triton": 335, "fa4": 550, "sdpa_cudnn": 425, "flex_compiled": 300,
+    "sdpa_flash": 280, "sdpa_efficient": 103, "reference": 20,
+}  # fmt: skip
+
+
+def metrics_of(case):
+    """Times of a made-up machine: rates by implementation, a ladder that is slower than expected."""
+    draw = random.Random(str(case))
+    parts = accounting.attention_flops(
+        case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part
+    )
+    if case.kind == "ladder":
+        ms = (
+            1.35
+            * steps.predicted_ms(steps.STEPS[case.impl])
+            * (1 + 0.1 * draw.random() - (0.3 * ("f_t" in case.impl)))
+        )
+    else:
+        ms = parts / SPEED[case.impl] / 1e9 + (0.2 if case.leaves == "stacked" else 0)
+    ms *= 1 + 0.002 * case.repeat
+    if case.impl == "fa4" and case.grad_o == "number" and case.kind == "kernel":
+        return {
+            "status": "skipped: needs FlashAttention-4, the package flash-attn-4 (No module named 'flash_attn')"
+        }
+    turns = [ms * (1 + 0.01 * draw.random()) for _ in range(leaderboard.turns(case))]
+    out = {
+        "ms_p20": 0.99 * ms, "ms_p50": ms, "ms_p80": 1.01 * ms, "ms_mean": ms, "ms_min": 0.98 * ms, "ms_max": 1.1 * ms,
+        "turns_ms": ";".join(f"{x:.6g}" for x in turns),
+        "turns_mhz": ";".join(f"{1700 + 50 * draw.random():.0f}" for _ in turns),
+        "turns_w": ";".join(f"{600 + 90 * draw.random():.0f}" for _ in turns),
+        "tflops": parts / ms / 1e9, "peak_gib": 1.0,
+        "error_out": 2e-3, "error_grads": 3e-3, "backend": case.impl,
+        "kernels": "hopper_kernels.forward_kernel", "timed": "graph",
+        "sm_mhz": 1725.0, "power_w": 650.0,
+    }  # fmt: skip
+    if case.kind == "ladder":
+        more = {"registers": 168, "spill_bytes": 0, "shared_kib": 64.0, "kernels": "forward_kernel"}
+        out |= more | {"predicted_ms": steps.predicted_ms(steps.STEPS[case.impl])}
+    return out
+
+
+def write_rows(root, machine="h100-x1", keep=lambda case: True):
+    """Rows of a made-up machine, with roofs and what others have published."""
+    provenance = {"time_utc": "2026-01-01T00:00:00Z", "env": "abcd", "code": store.code_digest(leaderboard)}
+    for number, group in enumerate(store.groups(leaderboard, leaderboard.grid("full"))):
+        rows = [
+            dataclasses.asdict(case)
+            | {"status": "ok"}
+            | metrics_of(case)
+            | provenance
+            | {"run": f"run-{number}"}
+            for case in group
+            if keep(case)
+        ]
+        store.write(leaderboard, machine, rows, root)
+    hardware = experiments.load("hardware")
+    provenance |= {"code": store.code_digest(hardware), "run": "roofs"}
+    rows = [
+        dataclasses.asdict(c)
+        | {"status": "ok", "tflops": 700.0, "tb_per_s": 3.0, "us_per_launch": 5.0}
+        | provenance
+        for c in hardware.grid("full")
+    ]
+    store.write(hardware, machine, rows, root)
+    gpu = {
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "gpus": 1,
+        "sms": 132,
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "driver": "580",
+    }
+    store.write_environment(machine, root, {"abcd": gpu})
+    (root / "reference.json").write_text(json.dumps({"leaderboard": [machine], "hardware": [machine]}))
+    (root / "published.csv").write_text(
+        "chapter,what,hardware,setting,metric,value,source\n"
+        "flash_bench,best verified entry of the course's 2025 leaderboard (Triton),1 x H100,s,end_to_end_ms,5.364,"
+        "https://example.org\n"
+    )
+
+
+def run_notebook(project_root, monkeypatch):
+    """Executes every code cell of the chapter in this process; returns all that it displayed, as Markdown."""
+    shown = []
+
+    def keep(*things, **options):
+        shown.extend(str(t.get("text/markdown", t)) if isinstance(t, dict) else str(t.data) for t in things)
+
+    monkeypatch.setattr("IPython.display.display", keep)
+    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
+    names: dict = {}
+    for cell in json.loads((project_root / "book" / "leaderboard.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "leaderboard.ipynb", "exec"), names)
+    plt.close("all")
+    return "\n".join(shown)
+
+
+def test_the_page_without_rows_says_not_measured(results_root, project_root, monkeypatch):
+    text = run_notebook(project_root, monkeypatch)
+    assert text.count("not measured") > 10
+    assert "nan" not in text
+
+
+def test_the_page_with_rows_says_what_they_say(results_root, project_root, monkeypatch):
+    write_rows(results_root)
+    text = run_notebook(project_root, monkeypatch)
+    assert "nan" not in text and "not measured" not in text
+    assert "Measured on `h100-x1`" in text and "needs FlashAttention-4" in text
+
+
+@pytest.mark.parametrize("kind", leaderboard.KINDS)
+def test_the_page_with_one_kind_of_rows_is_built_as_well(results_root, project_root, monkeypatch, kind):
+    write_rows(results_root, keep=lambda case: case.kind == kind)
+    text = run_notebook(project_root, monkeypatch)
+    assert "not measured" in text and "nan" not in text
+
+
+def test_the_page_of_a_smoke_run_is_built(results_root, project_root, monkeypatch):
+    provenance = {"run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "abcd", "code": "00000000"}
+    rows = [
+        dataclasses.asdict(c)
+        | {"status": "ok", "ms_p50": 1.0, "ms_mean": 1.0, "tflops": 0.1, "turns_ms": "1;2"}
+        | provenance
+        for c in leaderboard.grid("smoke")
+    ]
+    store.write(leaderboard, "cpu-2", rows, results_root)
+    (results_root / "reference.json").write_text(json.dumps({"leaderboard": ["cpu-2"]}))
+    text = run_notebook(project_root, monkeypatch)
+    assert "not measured" in text and "nan" not in text
+
+
+@pytest.fixture
+def chapter(results_root):
+    write_rows(results_root)
+    return Chapter("leaderboard", measure="no", preset="full")
+
+
+def test_the_record_is_held_against_the_official_run(chapter):
+    text = words.record(chapter, "h100-x1")
+    ours = chapter.number("ms_mean", impl="flash_triton", rep_ms=OFFICIAL_MS, repeat=0, **HARNESS)
+    assert f"**{ours:.3f} ms** for ours, Triton" in text
+    assert f"{5.364 / ours:.2f} times as fast" in text and "[source](https://example.org)" in text
+    table = page.harness_table(chapter, "h100-x1")
+    assert list(table["ms"].astype(float)) == sorted(table["ms"].astype(float))
+    assert (table["source"] == "[published](https://example.org)").sum() == 1
+    assert table.set_index("implementation").loc["ours, Triton", "over ours"] == "1.00 ×"
+
+
+def test_peers_are_faster_or_slower_beyond_the_spread(chapter):
+    text = words.peers(chapter, "h100-x1")
+    before, after = text.split("; faster: ")
+    assert "FlashAttention-4" in after and "slower: " in before
+    assert all(name in before for name in ("SDPA (cuDNN)", "FlexAttention", "plain PyTorch"))
+    assert words.noise(
+        chapter, "h100-x1", chapter.measured(**HARNESS, repeat=1).iloc[0]["run"]
+    ) == pytest.approx(0.002, rel=1e-2)
+
+
+def test_the_ladder_says_what_gained_and_what_lost(chapter):
+    found = page.ladder(chapter, "h100-x1", "forward")
+    assert found.loc["f_skip", "gain"] == pytest.approx(
+        found.loc["f_all_tiles", "ms_p50"] / found.loc["f_skip", "ms_p50"]
+    )
+    assert found.loc["f_production", "base"] == "f_tiles"
+    text = words.ladder(chapter, "h100-x1", "forward")
+    assert "persistent programs" in text.split("Steps that lose")[1]
+    table = page.ladder_table(chapter, "h100-x1", "forward")
+    assert list(table["#"]) == list(range(1, len(found) + 1))
+    assert (table["regs"] == 168).all()
+    assert "steps, from" in words.predictions(chapter, "h100-x1")
+
+
+def test_the_parts_of_the_gap_add_up(chapter):
+    found = page.gap(chapter, roofs("h100-x1"), "h100-x1", "flash_triton")
+    whole = chapter.number(
+        "ms_p50", impl="flash_triton", repeat=0, rep_ms=page.short_ms(chapter)[0], **HARNESS
+    )
+    assert sum(found.values()) == pytest.approx(whole)
+    assert found["harness: sum of the output, at the best copy"] == pytest.approx(16 * 16384 * 64 * 2 / 3e9)
+    floor = page.limits("backward", 132, 1725.0)
+    assert found["backward: the slowest unit alone, at the clock seen"] == pytest.approx(max(floor.values()))
+    assert page.gap(chapter, Roofs(), "h100-x1", "flash_triton") is None
+
+
+def test_limits_are_those_of_the_accounting():
+    found = page.limits("forward", steps.SMS, steps.SM_MHZ)
+    assert found["products"] == pytest.approx(found["exps"])  # the chapter's point, at d = 64
+    assert found["products"] == pytest.approx(page.work_flops("forward") / 989.4e9, rel=1e-3)
+    assert "tensor cores and special function units" in words.limits("forward")
+    assert "tensor cores would be busy" in words.limits("backward").replace("the ", "")

@@ -1,0 +1,294 @@
+"""The ladder: every step computes attention, its kernels compile for Hopper, its prediction follows from its traits."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from attention_checks import FLOOR, relative, run
+
+from cs336_systems import accounting
+from cs336_systems.attention.tiles import SHARED_MEMORY_KIB, Tiles
+from cs336_systems.ladder import steps
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+OWN = [step for step in steps.STEPS.values() if step.own]
+FORWARD = [step for step in OWN if step.part == "forward"]
+BACKWARD = [step for step in OWN if step.part == "backward"]
+DTYPES = [torch.float16, torch.float32]
+
+
+def step_id(step):
+    return step.name
+
+
+def small(tiles):
+    """Tiles for the interpreter, with the same order of sizes, so that a short sequence has several."""
+    return None if tiles is None else Tiles(tiles.block_m // 4, tiles.block_n // 4, 4, tiles.num_stages)
+
+
+def shrunk(step):
+    config = dataclasses.replace(
+        step.config, tiles=small(step.config.tiles), key_tiles=small(step.config.key_tiles)
+    )
+    return dataclasses.replace(step, config=config)
+
+
+def inputs(n, d, dtype, device):
+    return [torch.randn(2, 3, n, d, device=device, dtype=torch.float32).to(dtype) for _ in range(4)]
+
+
+def check(step, n, d, dtype, device):
+    """The step's output or gradients against fp64, held to twice the error of plain PyTorch in the same dtype."""
+    from cs336_systems.attention.reference import exact_attention
+    from cs336_systems.ladder.launch import launcher
+
+    q, k, v, do = inputs(n, d, dtype, device)
+    exact = exact_attention(q, k, v, do, True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    plain = run("reference", *leaves, do, True)
+    if step.part == "forward":
+        o, logsumexp = launcher(step)(q, k, v, True)
+        found, names = [o], ["O"]
+        exact, plain = exact[:1], plain[:1]
+        scores = (q.double() @ k.double().mT) * d**-0.5
+        scores = scores.masked_fill(torch.ones(n, n, device=device).triu(1).bool(), float("-inf"))
+        torch.testing.assert_close(
+            logsumexp.double(), scores.logsumexp(-1), atol=2e-3 if dtype != torch.float32 else 2e-4, rtol=1e-3
+        )
+    else:
+        o = plain[0].detach()
+        scores = (q.double() @ k.double().mT) * d**-0.5
+        scores = scores.masked_fill(torch.ones(n, n, device=device).triu(1).bool(), float("-inf"))
+        logsumexp = scores.logsumexp(-1).float()
+        found, names = launcher(step)(q, k, v, o, logsumexp, do, True), ["dQ", "dK", "dV"]
+        exact, plain = exact[1:], plain[1:]
+    size = max(x.norm().item() for x in exact)
+    for name, x, y, z in zip(names, found, plain, exact, strict=True):
+        assert x.dtype == dtype and x.shape == z.shape
+        error, allowed = relative(x, z, size), 2 * relative(y, z, size) + FLOOR[dtype]
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+# ------------------------------------------------------------------------------------------------ correctness
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", OWN, ids=step_id)
+def test_every_step_computes_attention(step, dtype):
+    check(shrunk(step), 64, 16, dtype, "cpu")
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["f_persistent", "b_fuse_d", "b_one_pass"])
+def test_wide_heads_and_tiles_of_different_shapes(name):
+    step = steps.STEPS[name]
+    config = dataclasses.replace(
+        step.config, tiles=Tiles(32, 16, 4, 1), key_tiles=step.config.key_tiles and Tiles(16, 64, 4, 1)
+    )
+    check(dataclasses.replace(step, config=config), 128, 32, torch.float16, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("step", list(steps.STEPS.values()), ids=step_id)
+def test_every_step_on_a_gpu(step, dtype, d):
+    from cs336_systems.ladder.launch import missing
+
+    if reason := missing(step):
+        pytest.skip(f"needs {reason}")
+    if step.config is not None and d == 128:
+        pytest.skip("the step's configuration is one for d = 64")
+    check(step, 1024, d, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_resources_of_what_has_run():
+    from cs336_systems.ladder.launch import launcher
+    from cs336_systems.ladder.resources import of_call
+
+    q, k, v, do = inputs(1024, 64, torch.bfloat16, "cuda")
+    o, logsumexp = launcher(steps.STEPS["f_tiles"])(q, k, v, True)
+    for name, kernels in (("f_tiles", 1), ("f_production", 1), ("b_one_pass", 3), ("b_production", 2)):
+        call = launcher(steps.STEPS[name])
+        tensors = (q, k, v) if name.startswith("f_") else (q, k, v, o, logsumexp, do)
+        found = of_call(lambda call=call, tensors=tensors: call(*tensors, True))
+        assert len(found) == kernels
+        assert all(0 < r.registers <= 255 and r.spill_bytes == 0 for r in found)
+        assert max(r.shared_bytes for r in found) > 0
+
+
+def test_what_a_step_does_not_take_is_named():
+    from cs336_systems.ladder.launch import launch_backward, launch_forward
+
+    x = torch.zeros(1, 1, 128, 16)
+    config = steps.Switches(Tiles(64, 64, 4, 1))
+    with pytest.raises(ValueError, match="is_causal=False"):
+        launch_forward(x, x, x, False, config)
+    with pytest.raises(ValueError, match="length 100; it must be a multiple of 64"):
+        launch_forward(*[torch.zeros(1, 1, 100, 16)] * 3, True, config)
+    with pytest.raises(ValueError, match="head dimension 80; allowed: powers of two"):
+        launch_forward(*[torch.zeros(1, 1, 128, 80)] * 3, True, config)
+    with pytest.raises(ValueError, match="expected a contiguous tensor"):
+        launch_forward(*[torch.zeros(1, 128, 1, 16).expand(1, 128, 2, 16).transpose(1, 2)] * 3, True, config)
+    with pytest.raises(ValueError, match="key_tiles=None"):
+        launch_backward(x, x, x, x, x[..., 0], x, True, config)
+
+
+def test_a_step_whose_module_is_missing_says_so():
+    from cs336_systems.ladder.launch import launcher, missing
+
+    step = dataclasses.replace(steps.STEPS["f_production"], launcher="cs336_systems.attention.nowhere:launch")
+    assert missing(step) == "cs336_systems.attention.nowhere, which is not part of this version"
+    with pytest.raises(RuntimeError, match=r"'f_production' needs cs336_systems\.attention\.nowhere"):
+        launcher(step)
+
+
+@on_cpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_steps_are_a_differentiable_attention(compiled):
+    from cs336_systems.attention.reference import exact_attention
+    from cs336_systems.ladder.function import LadderAttention
+
+    q, k, v = (torch.randn(2, 128, 32, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v):
+        return LadderAttention.apply(q, k, v, True, "f_heavy_first", "b_heavy_first")
+
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    o = attend(q, k, v)
+    found = [o, *torch.autograd.grad(o.sum(), (q, k, v))]
+    for x, y in zip(found, exact_attention(q, k, v, torch.ones_like(q), True), strict=True):
+        assert relative(x, y, y.norm().item()) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ compiled ahead of
+# time
+@pytest.fixture(scope="module")
+def compiler():
+    """A process in which triton compiles instead of interpreting, which is settled when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        pool.submit(os.getpid).result()  # starts it
+    with pool:
+        yield pool
+
+
+def _compile(name, dtype):
+    from cs336_systems.ladder.resources import compile_step
+
+    return compile_step(steps.STEPS[name], 64, 90, dtype)
+
+
+@pytest.mark.parametrize("step", OWN, ids=step_id)
+def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
+    found = compiler.submit(_compile, step.name, "bf16").result()
+    assert found
+    for kernel in found:
+        assert kernel.spill_bytes == 0 or step.may_spill, f"{kernel.kernel} spills {kernel.spill_bytes} bytes"
+        assert kernel.registers <= 255 and kernel.registers * kernel.num_threads <= 65536
+        assert kernel.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
+        assert "wgmma.mma_async" in kernel.ptx
+        assert ("cp.async.bulk.tensor" in kernel.ptx) == step.config.tma
+    owners = [step.traits.resident, step.traits.key_resident or step.traits.resident][-len(found) :]
+    for kernel, resident in zip(found, owners, strict=True):  # what predictions go by
+        fits = min(
+            65536 // (kernel.registers * kernel.num_threads),
+            SHARED_MEMORY_KIB[90] * 1024 // (kernel.shared_bytes + 1024),
+        )
+        # a few registers more or less from one version of the compiler to the next may change it by one
+        assert abs(fits - resident) <= 1, (
+            f"{kernel.kernel}: {fits} fit a multiprocessor, the step says {resident}"
+        )
+
+
+def test_what_has_run_is_found_by_its_function():
+    """The hook that triton calls at each launch, called by hand: the compiled kernel is found by its handle."""
+    from types import SimpleNamespace
+
+    import triton
+    from triton.compiler import CompiledKernel
+    from triton.compiler.compiler import LazyDict
+
+    from cs336_systems.ladder.resources import of_call
+
+    kernels = []
+    for handle, registers in ((-11, 128), (-12, 168)):
+        kernel = CompiledKernel.__new__(CompiledKernel)
+        kernel.name, kernel.function, kernel.n_regs, kernel.n_spills = (
+            f"kernel_{registers}",
+            handle,
+            registers,
+            2,
+        )
+        kernel.metadata = SimpleNamespace(shared=2048, num_warps=4)
+        kernel.src = SimpleNamespace(fn=SimpleNamespace(__module__="package.kernels"))
+        kernels.append(kernel)
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def call():
+        for handle in (-12, -11, -12, -13):  # one twice, one that nobody knows
+            hook(LazyDict({"name": "", "function": handle, "stream": 0}))
+
+    found = of_call(call)
+    assert [(r.kernel, r.registers, r.spill_bytes) for r in found] == [
+        ("kernels.kernel_168", 168, 8),
+        ("kernels.kernel_128", 128, 8),
+    ]
+    assert found[0].shared_bytes == 2048 and found[0].num_threads == 128
+    assert hook.calls == []
+
+
+def test_only_the_ladders_own_kernels_are_compiled_here():
+    from cs336_systems.ladder.resources import compile_step
+
+    with pytest.raises(ValueError, match="'f_production' runs kernels of"):
+        compile_step(steps.STEPS["f_production"])
+
+
+# ------------------------------------------------------------------------------------------------ data and predictions
+def test_steps_are_named_once_and_hang_together():
+    for part in steps.PARTS:
+        names = [step.name for step in steps.of_part(part)]
+        for place, step in enumerate(steps.of_part(part)):
+            assert step.part == part and step.title and step.why.endswith(".")
+            assert (step.base in names[:place]) if place else step.base == ""
+    with pytest.raises(ValueError, match="'sideways'; allowed: forward, backward"):
+        steps.of_part("sideways")
+
+
+@pytest.mark.parametrize("part", steps.PARTS)
+def test_each_own_step_changes_one_switch(part):
+    for step in (s for s in steps.of_part(part)[1:] if s.own):
+        old, new = vars(steps.STEPS[step.base].config), vars(step.config)
+        changed = {name for name in new if new[name] != old[name]}
+        assert len(changed) == 1 or changed <= {"tiles", "key_tiles", "one_pass", "fuse_d"}, (
+            step.name,
+            changed,
+        )
+
+
+def test_predictions_follow_the_work():
+    ms = {name: steps.predicted_ms(step) for name, step in steps.STEPS.items()}
+    assert ms["f_skip"] / ms["f_all_tiles"] == pytest.approx(
+        0.5, abs=0.1
+    )  # half of the pairs, a less even end
+    assert ms["b_skip"] / ms["b_all_tiles"] == pytest.approx(0.5, abs=0.1)
+    for part in steps.PARTS:
+        floor = accounting.attention_flops(16, 16384, 16384, 64, True, part) / 989.4e9
+        for step in steps.of_part(part):
+            assert ms[step.name] > floor
+    assert ms["b_one_pass"] < ms["b_fuse_d"]  # five products against seven
+    assert ms["f_hopper"] < ms["f_production"]
+    half = steps.predicted_ms(steps.STEPS["f_tiles"], sms=66)
+    assert half == pytest.approx(2 * ms["f_tiles"], rel=0.02)
