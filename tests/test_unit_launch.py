@@ -364,6 +364,30 @@ def test_backend_and_device_follow_the_machine(monkeypatch):
         backend_and_device("gloo", "cuda", 2)
 
 
+def test_nccls_watchdog_ends_a_process_at_once_unless_told_otherwise(monkeypatch):
+    """It reads its variables when the group is made."""
+    with_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    names = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    for name in ("RANK", *names):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(names[0], "1")
+    monkeypatch.setenv(names[1], "")  # for monkeypatch to restore
+    del os.environ[names[1]]
+    made = []
+
+    def init_process_group(backend, **options):
+        made.append([backend, *map(os.environ.get, names)])
+        raise RuntimeError("as far as this")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(RuntimeError, match="as far"), process_group("gloo", "cpu"):
+        pass
+    with pytest.raises(RuntimeError, match="as far"), process_group("nccl", "cuda"):
+        pass
+    assert made == [["gloo", "1", None], ["nccl", "1", "250"]]
+
+
 def test_half_an_environment(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
