@@ -34,6 +34,7 @@ def total(rank, word):
     return {
         "rank": vars(rank), "sum": x.tolist(), "word": word, "pid": os.getpid(), "group": dist.get_backend(),
         "threads": os.environ["OMP_NUM_THREADS"], "master": os.environ["MASTER_ADDR"],
+        "errors": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     }  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def no_lines(line):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_in_rank_order(world_size, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     found = launch(here(total), world_size, {"word": "wörd"}, log=no_lines, **CPU)
     assert [r["rank"]["rank"] for r in found] == list(range(world_size))
@@ -128,7 +130,7 @@ def test_results_in_rank_order(world_size, monkeypatch):
         assert result["rank"] == expected and result["group"] == "gloo"
         assert result["sum"] == [world_size * (world_size + 1) / 2] * 3 and result["word"] == "wörd"
         assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // world_size))
-        assert result["master"] == "127.0.0.1"
+        assert result["master"] == "127.0.0.1" and result["errors"] == "3"
     assert len({r["pid"] for r in found} | {os.getpid()}) == world_size + 1
     assert not any(running(r["pid"]) for r in found)
     assert before == (dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)})
