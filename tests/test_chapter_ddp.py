@@ -9,7 +9,8 @@ import pytest
 from cs336_systems import experiments
 from cs336_systems.experiments import ddp
 from cs336_systems.experiments.ddp import Case
-from cs336_systems.measure import machine, rows, trace_overlap
+from cs336_systems.measure import machine, nsys, rows, trace_overlap
+from cs336_systems.measure.process import ChildError
 from cs336_systems.measure.trace import Range, Trace
 from cs336_systems.report import coverage
 from cs336_systems.report.chapter import Chapter
@@ -158,6 +159,15 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     step = dataclasses.asdict(ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))) | {"source": "torch"}
     monkeypatch.setattr(ddp, "_launch", lambda function, cases, keep: [[[step]] * 2] * 2)
     assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
+
+    # as where it is installed, and cannot write a report
+    for error in (nsys.NsysError("there is no report"), ChildError("longer than 9 s"), ValueError("damaged")):
+
+        def fails(*arguments, error=error, **options):
+            raise error
+
+        monkeypatch.setattr(ddp.nsys, "record_nsys", fails)
+        assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ def total(rank, word):
     return {
         "rank": vars(rank), "sum": x.tolist(), "word": word, "pid": os.getpid(), "group": dist.get_backend(),
         "threads": os.environ["OMP_NUM_THREADS"], "master": os.environ["MASTER_ADDR"],
+        "errors": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     }  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def no_lines(line):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_in_rank_order(world_size, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     found = launch(here(total), world_size, {"word": "wörd"}, log=no_lines, **CPU)
     assert [r["rank"]["rank"] for r in found] == list(range(world_size))
@@ -128,7 +130,7 @@ def test_results_in_rank_order(world_size, monkeypatch):
         assert result["rank"] == expected and result["group"] == "gloo"
         assert result["sum"] == [world_size * (world_size + 1) / 2] * 3 and result["word"] == "wörd"
         assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // world_size))
-        assert result["master"] == "127.0.0.1"
+        assert result["master"] == "127.0.0.1" and result["errors"] == "3"
     assert len({r["pid"] for r in found} | {os.getpid()}) == world_size + 1
     assert not any(running(r["pid"]) for r in found)
     assert before == (dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)})
@@ -362,6 +364,30 @@ def test_backend_and_device_follow_the_machine(monkeypatch):
     assert backend_and_device("auto", "auto", 1) == ("gloo", "cpu")
     with pytest.raises(ValueError, match="need 1 GPUs"):
         backend_and_device("gloo", "cuda", 2)
+
+
+def test_nccls_watchdog_ends_a_process_at_once_unless_told_otherwise(monkeypatch):
+    """It reads its variables when the group is made."""
+    with_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    names = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    for name in ("RANK", *names):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(names[0], "1")
+    monkeypatch.setenv(names[1], "")  # for monkeypatch to restore
+    del os.environ[names[1]]
+    made = []
+
+    def init_process_group(backend, **options):
+        made.append([backend, *map(os.environ.get, names)])
+        raise RuntimeError("as far as this")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(RuntimeError, match="as far"), process_group("gloo", "cpu"):
+        pass
+    with pytest.raises(RuntimeError, match="as far"), process_group("nccl", "cuda"):
+        pass
+    assert made == [["gloo", "1", None], ["nccl", "1", "250"]]
 
 
 def test_half_an_environment(monkeypatch):

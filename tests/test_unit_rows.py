@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.measure import code, rows
+from cs336_systems.measure.process import ChildError
 
 FAKE = """
 from dataclasses import dataclass
@@ -243,6 +244,14 @@ def test_a_lost_context_ends_the_run_and_comes_last_in_the_next(fake, root):
     with pytest.raises(rows.MeasurementError):
         measure(fake, root)
     assert [size for size, _ in fake.CALLS] == [2, 2, 30, 30, 1]
+
+
+def test_a_context_lost_by_another_process_is_an_error_row(fake, root):
+    """torch adds to each CUDA error how device-side assertions are switched on."""
+    fake.RAISES[1, "a"] = ChildError("Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions")
+    with pytest.raises(rows.MeasurementError, match="ended in an error"):
+        measure(fake, root)
+    assert len(rows.read(fake, "cpu-test", root)) == 6
 
 
 def test_an_interrupt_is_no_row(fake, root):

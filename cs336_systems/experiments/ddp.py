@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
-from cs336_systems.measure import machine, nsys, ranks, trace_overlap, trace_torch
+from cs336_systems.measure import machine, nsys, process, ranks, trace_overlap, trace_torch
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 from cs336_systems.measure.trace_overlap import Overlap
@@ -286,22 +286,27 @@ def _traced(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str]:
-    """Case → rank → step, and the version of Nsight Systems; None where its report lacks a rank."""
+    """Case → rank → step, and the version of Nsight Systems; None where it fails, or its report lacks a rank."""
     arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
-    function = f"{__name__}:under_nsys"
-    _, trace = nsys.record_nsys(function, arguments, timeout_s=_TIMEOUT_S, keep=_report_folder())
-    count = cases[0].world_size
-    seen = {path.split("/")[0] for path in trace.paths}
-    if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
-        print(f"    Nsight Systems has not recorded {', '.join(lacking)}: torch's profiler takes its place")
+    function, count = f"{__name__}:under_nsys", cases[0].world_size
+    try:
+        version = nsys.version()
+        _, trace = nsys.record_nsys(
+            function, arguments, timeout_s=60 + 3 * estimate_s(cases), keep=_report_folder()
+        )
+        seen = {path.split("/")[0] for path in trace.paths}
+        if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
+            raise nsys.NsysError(f"its report lacks {', '.join(lacking)}")
+        return [
+            [
+                trace_overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES)
+                for rank in range(count)
+            ]
+            for case in cases
+        ], version
+    except (nsys.NsysError, process.ChildError, ValueError) as error:
+        print(f"    Nsight Systems: {error}: torch's profiler takes its place", flush=True)
         return None, ""
-    return [
-        [
-            trace_overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES)
-            for rank in range(count)
-        ]
-        for case in cases
-    ], nsys.version()
 
 
 def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:

@@ -139,7 +139,7 @@ def estimate_s(group: Sequence[Case]) -> float:
     if group[0].moment != TIMED:
         return 10.0 + 3.5 * contexts
     # turns also wrap the model and give memory back; counting takes some steps and a profile
-    return 27.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
+    return 34.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
 
 
 # ------------------------------------------------------------------------------------------------ predictions

@@ -128,6 +128,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
         parts["other"] = seen["live_bytes"] - sum(parts.values())
         found[moment] = seen | {COMPONENT_COLUMNS[part]: num_bytes for part, num_bytes in parts.items()}
 
+    _settle(rank)
     built = look()
     with _step(work, case) as step:
         _settle(rank)
@@ -153,7 +154,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
 
 
 def _settle(rank: Rank) -> None:
-    """Returns when what has copied rank 0's weights to all ranks has let go of its buffers."""
+    """Returns when what communicated before (optimizers agreeing, weights being copied) has let go of its buffers."""
     ranks.meet(rank)
     if rank.device == "cpu":
         time.sleep(0.05)  # Gloo's threads do so a moment after they have said that they are done
@@ -191,22 +192,25 @@ def _components(work: ParallelWorkload, optimizer_name: str, sent: Collectives) 
 def times_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The metrics of all timed cases by `key_of`: the same on all ranks. A line is printed for each."""
     wanted = [Case(**case) for case in cases]
-    contexts = sorted({case.context_length for case in wanted})
-    found = {}
+    contexts = sorted({case.context_length for case in wanted}, reverse=True)
+    found: dict[str, dict[str, Any]] = {}
     for context in contexts:
-        work = _workload(next(case for case in wanted if case.context_length == context), rank)
         turn_of = [case for case in wanted if case.context_length == context]
-        found |= _times_in_turns(work, turn_of, count=context == contexts[0])
+        work = _workload(turn_of[0], rank)
+        found |= _times_in_turns(work, turn_of)
+        if context == contexts[-1]:  # all has been timed
+            for key, counts in _all_counted(work, turn_of).items():
+                found[key] |= counts
         del work
     return found
 
 
-def _times_in_turns(work: ParallelWorkload, cases: list[Case], count: bool) -> dict[str, dict[str, Any]]:
+def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict[str, Any]]:
     rank, by_key = work.rank, {key_of(case): case for case in cases}
     turns: dict[str, list[ranks.Times]] = {key: [] for key in by_key}
     # one rank reads clocks, seldom: a thread that reads them takes time from the one that launches
     watches = {key: Watch(interval_s=0.1) for key in by_key} if rank.rank == 0 else {}
-    found: dict[str, dict[str, Any]] = {key: {} for key in by_key}
+    found: dict[str, dict[str, Any]] = {}
     steps = STEPS_ON_CPU if rank.device == "cpu" else STEPS
     for _, key, share in ranks.in_turns(list(by_key), steps, TURNS):
         case = by_key[key]
@@ -216,15 +220,12 @@ def _times_in_turns(work: ParallelWorkload, cases: list[Case], count: bool) -> d
             phases["backward"]()  # the first step begins with its gradients
             with watches.get(key, contextlib.nullcontext()):
                 turns[key].append(ranks.time_steps(phases, rank=rank, warmup=SETTLING, steps=share))
-            if count and not case.repeat and case.variant != "overlapped" and len(turns[key]) == 1:
-                work.drop_gradients()
-                found[key] |= _counted(step, rank)
     for key, case in by_key.items():
         times = ranks.pooled(turns[key])
         tokens = case.world_size * case.batch * case.context_length
         rate = {"tokens_per_s": tokens / ranks.median(times) * 1e3}
         clocks = ranks.gathered(watches[key].metrics() if key in watches else None, rank)[0]
-        found[key] |= ranks.metrics(times) | rate | clocks
+        found[key] = ranks.metrics(times) | rate | clocks
         if rank.rank == 0:
             print(f"context {case.context_length}, {case.variant}: {ranks.median(times):.4g} ms", flush=True)
     return found
@@ -238,6 +239,18 @@ def _backward(step: ParallelStep) -> Callable[[], None]:
         step.synchronize()
 
     return backward
+
+
+def _all_counted(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """What each variant sends, by `key_of`. A profiler may leave the host slower: afterwards nothing is timed."""
+    found = {}
+    for case in cases:
+        if not case.repeat and case.variant != "overlapped":
+            with _step(work, case) as step:
+                for _ in range(_STEPS_WITH_STATE - 1):
+                    step.run()
+                found[key_of(case)] = _counted(step, work.rank)
+    return found
 
 
 def _counted(step: ParallelStep, rank: Rank) -> dict[str, Any]:

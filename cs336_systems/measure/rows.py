@@ -239,6 +239,8 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _context_lost(error: Exception) -> bool:
     """Whether the CUDA context died with this exception: every later call in this process fails as well."""
+    if type(error).__name__ in ("LaunchError", "ChildError"):  # that of other processes, which have ended
+        return False
     words = ("illegal memory access", "misaligned address", "illegal instruction", "device-side assert")
     fatal = type(error).__name__ == "AcceleratorError" or any(word in str(error) for word in words)
     return fatal and not _out_of_memory(error)

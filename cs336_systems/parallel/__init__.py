@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 TEAM_VARIABLE = (
     "CS336_TEAM"  # set by `team.leading`: how many ranks torchrun started, of which this process leads
 )
+# What NCCL's watchdog reads when a group is made. By default it writes a dump when a collective takes too long, and
+# sleeps for four times this limit, a minute, before it ends the process. Other ranks would have given up by then, and
+# be taken for the cause. The request for a dump also stays in the store, where the next task of a team would find it.
+_WATCHDOG = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
 
@@ -81,7 +85,8 @@ def process_group(
 ) -> Iterator[Rank]:
     """This process as a rank of the default process group, as torchrun's environment says; without it, alone.
 
-    A rank gets a GPU of its own as the current device. A collective that takes longer than `timeout_s` fails. Ranks
+    A rank gets a GPU of its own as the current device. A collective that takes longer than `timeout_s` fails (NCCL's
+    watchdog then ends the process within seconds, unless its variables are set to something else). Ranks
     wait for one another at the start (at most a minute longer) and at the end (at most twice as long), and leave
     together. Once a process; where processes with the same environment follow one another, as in a team, each set of
     them needs a name of its own for its `meeting`.
@@ -94,6 +99,9 @@ def process_group(
     from torch import distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        for name, value in _WATCHDOG.items():
+            os.environ.setdefault(name, value)
     if device == "cuda":
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)

@@ -151,6 +151,9 @@ def _agent(task_file: str) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     folder = Path(task_file).parent
+    # NCCL's own default, which torchrun would change: a rank whose collective hangs is ended by the watchdog as it is.
+    # With torchrun's, communicators are aborted before, and the rank goes on meanwhile with numbers that are wrong.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=read(Path(task_file))["world_size"], max_restarts=0,
         run_id=folder.name, rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_configs={"is_host": True},
