@@ -9,8 +9,8 @@ import itertools
 import json
 import types
 
-import matplotlib.pyplot as plt
 import pytest
+from notebook_checks import shown_by
 
 from cs336_systems import accounting, experiments, report
 from cs336_systems.experiments import attention as experiment
@@ -377,21 +377,7 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True):
     (root / "reference.json").write_text(json.dumps({"attention": [machine], "hardware": [machine]}))
 
 
-def run_notebook(project_root, monkeypatch):
-    """Executes every code cell of the chapter in this process; returns all that it displayed, as Markdown."""
-    shown = []
-
-    def keep(*things, **options):
-        shown.extend(str(t.get("text/markdown", t)) if isinstance(t, dict) else str(t.data) for t in things)
-
-    monkeypatch.setattr("IPython.display.display", keep)
-    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
-    names: dict = {}
-    for cell in json.loads((project_root / "book" / "attention.ipynb").read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "attention.ipynb", "exec"), names)
-    plt.close("all")
-    return "\n".join(shown)
+run_notebook = functools.partial(shown_by, "attention")
 
 
 def test_the_page_without_rows_says_not_measured(results_root, project_root, monkeypatch):

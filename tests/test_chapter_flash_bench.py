@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 
-import matplotlib.pyplot as plt
 import pytest
+from notebook_checks import shown_by
 
 from cs336_systems import experiments, report
 from cs336_systems.experiments import flash_bench
@@ -213,21 +214,7 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True):
     (root / "reference.json").write_text(json.dumps({"flash_bench": [machine], "hardware": [machine]}))
 
 
-def run_notebook(project_root, monkeypatch):
-    """Executes every code cell of the chapter in this process; returns all that it displayed, as Markdown."""
-    shown = []
-
-    def keep(*things, **options):
-        shown.extend(str(t.get("text/markdown", t)) if isinstance(t, dict) else str(t.data) for t in things)
-
-    monkeypatch.setattr("IPython.display.display", keep)
-    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
-    names: dict = {}
-    for cell in json.loads((project_root / "book" / "flash_bench.ipynb").read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "flash_bench.ipynb", "exec"), names)
-    plt.close("all")
-    return "\n".join(shown)
+run_notebook = functools.partial(shown_by, "flash_bench")
 
 
 def test_the_page_without_rows_says_not_measured(results_root, project_root, monkeypatch):

@@ -4,11 +4,12 @@ rows."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 
-import matplotlib.pyplot as plt
 import pytest
+from notebook_checks import shown_by
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import leaderboard
@@ -333,21 +334,7 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True):
     )
 
 
-def run_notebook(project_root, monkeypatch):
-    """Executes every code cell of the chapter in this process; returns all that it displayed, as Markdown."""
-    shown = []
-
-    def keep(*things, **options):
-        shown.extend(str(t.get("text/markdown", t)) if isinstance(t, dict) else str(t.data) for t in things)
-
-    monkeypatch.setattr("IPython.display.display", keep)
-    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
-    names: dict = {}
-    for cell in json.loads((project_root / "book" / "leaderboard.ipynb").read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "leaderboard.ipynb", "exec"), names)
-    plt.close("all")
-    return "\n".join(shown)
+run_notebook = functools.partial(shown_by, "leaderboard")
 
 
 def test_the_page_without_rows_says_not_measured(results_root, project_root, monkeypatch):

@@ -7,8 +7,7 @@ ladder to it.
 Three kinds of rows, each measured in turns with what it is compared with, five turns each, one case twice (A/A):
 
     harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
-    `do_bench`;
-              for ours also with the official ten seconds of repetitions, in one turn
+              `do_bench`; for ours also with the official ten seconds of repetitions, in one turn
     kernel    forward and backward alone, without the host: replays of a CUDA graph
     ladder    the steps of `cs336_systems.ladder`, launched without autograd, from CUDA graphs as well; their registers,
               spills and shared memory, and what was predicted for them
@@ -88,15 +87,8 @@ def grid(preset: str) -> list[Case]:
         return out
     ours_and_peers = (*OURS, *PEERS[:-1])
     quick = ("flash_triton", "plain_triton", "fa4", "sdpa_cudnn")
-    official = (
-        "end_to_end",
-        *WORK,
-        True,
-        "bf16",
-        "stacked",
-        "number",
-        OFFICIAL_MS,
-    )  # the A/A row is in the short run
+    # the A/A row is in the short run
+    official = ("end_to_end", *WORK, True, "bf16", "stacked", "number", OFFICIAL_MS)
     out = [Case("harness", impl, *official) for impl in OURS]
     out += _twice("harness", ours_and_peers, "end_to_end", WORK, "stacked", "number", SHORT_MS)
     out += _twice("harness", quick, "end_to_end", WORK, "separate", "number", SHORT_MS)
@@ -255,9 +247,7 @@ class _Candidate:
             self.metrics["peak_gib"] = peak_gib(step)
             self.call = step
             return
-        made: list[
-            Any
-        ] = []  # leaves and output belong to the stream of the first call, which a graph captures
+        made: list[Any] = []  # they belong to the stream of the first call, which a graph captures
 
         def leaves_and_output():
             if not made:
@@ -336,10 +326,10 @@ class _Candidate:
 
     # ------------------------------------------------------------------------------------ what comes of it
     def summarize(self) -> None:
-        case = self.case
-        samples = sorted(ms for turn, _, _ in self.turns for ms in turn)
         from cs336_systems.measure.timing import Timing
 
+        case = self.case
+        samples = sorted(ms for turn, _, _ in self.turns for ms in turn)
         timing = Timing(tuple(samples))
         flops = attention_flops(
             case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part

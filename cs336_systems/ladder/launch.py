@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.ladder import kernels
-from cs336_systems.ladder.steps import Step, Switches
+from cs336_systems.ladder.steps import Step, Switches, is_here
 
 _MAX_ELEMENTS = 2**31  # addresses are 32-bit offsets
 _ROWS = 64  # of a program of the small kernels
@@ -114,7 +113,7 @@ def _multiprocessors(x: torch.Tensor) -> int:
 def missing(step: Step) -> str | None:
     """Why this machine cannot run a step: what it needs, or None."""
     module = step.launcher.split(":")[0]
-    if importlib.util.find_spec(module) is None:
+    if not is_here(step):
         return f"{module}, which is not part of this version"
     on_gpu = torch.cuda.is_available() and not torch.version.hip
     if not step.own and not on_gpu:

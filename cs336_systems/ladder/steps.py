@@ -11,6 +11,7 @@ units (`accounting.attention_limits`), not a fit. Nothing here needs torch.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +211,11 @@ def of_part(part: str) -> list[Step]:
     return [step for step in STEPS.values() if step.part == part]
 
 
+def is_here(step: Step) -> bool:
+    """Whether the module that launches the step is part of this version."""
+    return importlib.util.find_spec(step.launcher.split(":")[0]) is not None
+
+
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_ms(step: Step, sms: int = SMS, sm_mhz: float = SM_MHZ, tb_per_s: float = TB_PER_S) -> float:
     """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, waiting for
@@ -248,9 +254,8 @@ def _kernel_ms(
     spent = accounting.overlapped_ms(
         accounting.unit_ms(work, pairs, d, sms, sm_mhz, sm), OVERLAP[step.traits.overlap]
     )
-    if (
-        tiles.num_stages == 1
-    ):  # a step of a program: two loads, then its computation; programs beside it fill the gap
+    # a step of a program: two loads, then its computation; programs beside it fill the gap
+    if tiles.num_stages == 1:
         steps = pairs / (tiles.block_m * tiles.block_n)
         waits = 2 * LOAD_CLOCKS * steps / (sms * sm_mhz * 1e3)
         spent = max(spent, (spent + waits) / resident)

@@ -32,6 +32,7 @@ sections 3.2 (gradient reduction) and 3.2.4 (gradient accumulation).
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 import itertools
@@ -90,7 +91,7 @@ def coalesced(
 
 
 # -------------------------------------------------------------------------------------------- common surface
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, abc.ABC):
     """What the five classes share; `_average_gradients` is what they differ in.
 
     module: the model, the same on all ranks in names, shapes, dtypes and what is frozen, on its device already; it
@@ -161,9 +162,9 @@ class DataParallel(nn.Module):
         finally:
             self._accumulating = before
 
+    @abc.abstractmethod
     def _average_gradients(self) -> None:
         """Averages all gradients of `_trained`, each of which exists by now."""
-        raise NotImplementedError
 
     def _drop_those_that_nobody_has(self, absent: list[int]) -> None:
         """Takes back the zeros in place of gradients (`absent`: this rank's) that no rank has computed."""
@@ -292,13 +293,13 @@ class HookedDDP(DataParallel):
         for index in indices:
             self._works += self._start(self.buckets[index])
 
+    @abc.abstractmethod
     def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """What is done with a gradient as soon as the backward pass has made it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _start(self, bucket: Bucket) -> list[dist.Work]:
         """Starts averaging a bucket, all of whose gradients exist; what to wait for."""
-        raise NotImplementedError
 
     def _average_gradients(self) -> None:
         self._launch(self._order.rest())
@@ -319,16 +320,6 @@ def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], number: int, parame
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-class _GathersGradients(HookedDDP):
-    """A bucket has a buffer into which its gradients are brought: see `Bucket`."""
-
-    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        bucket.take(parameter)
-
-    def _start(self, bucket: Bucket) -> list[dist.Work]:
-        return [average(bucket.gathered(), self.process_group, async_op=True)]
 
 
 class _LeavesGradients(HookedDDP):
@@ -361,8 +352,9 @@ class OverlappedDDP(_LeavesGradients):
         super().__init__(module, process_group, max_bytes=0)
 
 
-class BucketedDDP(_GathersGradients):
-    """One all-reduce a bucket of gradients, as soon as the backward pass has the last of them.
+class BucketedDDP(HookedDDP):
+    """One all-reduce a bucket of gradients, in a buffer of its own (see `Bucket`), as soon as the backward pass has the
+    last of them.
 
     bucket_size_mb: the most that a bucket holds, in MB of 2^20 bytes (a larger parameter has a bucket to itself); None
         for one bucket of each gradient dtype and device. Buckets are filled in reverse parameter order.
@@ -374,6 +366,12 @@ class BucketedDDP(_GathersGradients):
         self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(module, process_group, _max_bytes(bucket_size_mb))
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        bucket.take(parameter)
+
+    def _start(self, bucket: Bucket) -> list[dist.Work]:
+        return [average(bucket.gathered(), self.process_group, async_op=True)]
 
 
 class InPlaceDDP(_LeavesGradients):

@@ -41,9 +41,8 @@ def work(task_file: str) -> None:
         ) as rank:
             result = as_json(function(rank=rank, **task["arguments"]))
     except Exception as error:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # the agent may have seen another rank fail: this one has its say
+        # the agent may have seen another rank fail: this one has its say
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         said = {
             "error": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}",
             "traceback": traceback.format_exc(),
