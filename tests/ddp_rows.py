@@ -11,7 +11,11 @@ from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.sizes import size
 
 RATE, CALL_MS = 300e9, 0.03  # of an all-reduce
-BASE = {128: (30.0, 60.0, 25.0), 512: (55.0, 110.0, 25.0)}  # forward, backward, optimizer in ms
+BASE = {
+    128: (30.0, 60.0, 25.0),
+    512: (55.0, 110.0, 25.0),
+    1024: (110.0, 220.0, 25.0),
+}  # forward, backward, optimizer in ms
 MACHINE = "h200-x2"
 
 

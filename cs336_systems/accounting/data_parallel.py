@@ -215,24 +215,27 @@ def peak_bytes(
     sequence: int,
     dtype: str,
     wrapper: str,
-    bucket_bytes: float = 0,
+    max_bytes: float = 0,
     device: str = "cuda",
 ) -> float:
     """The peak of one rank's tensors in a training step with fused AdamW and plain attention, in bytes.
 
     wrapper: as `training.parallel_step.WRAPPERS`. To the moments of the step on one device (`memory.memory_moments`)
     each adds what it holds besides gradients: nothing (none, naive, overlapped, in_place); a copy of all gradients
-    after the backward pass (flat); the part of a bucket that is not filled yet (bucketed: at most `bucket_bytes`); all
-    buckets all the time, beside the gradients (torch) or in their place (torch_view). ValueError for an unknown
-    wrapper.
+    after the backward pass (flat); a copy of one bucket's while they are brought into it (bucketed: of the largest that
+    the backward pass has completed, of the last one when it has ended); all buckets all the time, beside the gradients
+    (torch) or in their place (torch_view). ValueError for an unknown wrapper.
     """
     check_choice("wrapper", wrapper, WRAPPERS)
     total = FP32 * sum(gradient_sizes(config))
     moments = memory_moments(config, batch, sequence, "train_step", dtype, "reference", device, "fused")
 
+    buckets = bucket_bytes(config, max_bytes) if wrapper == "bucketed" else [0]
+
     def beside(gradients: float) -> float:
+        complete = [size for size in buckets if size <= gradients] if gradients < total else buckets[-1:]
         return {
-            "bucketed": min(bucket_bytes, total - gradients) if gradients else 0.0,
+            "bucketed": max(complete, default=0.0),
             "torch": total,
             "torch_view": total - gradients,
         }.get(wrapper, 0.0)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils.weak import TensorWeakRef
 
 _ALIGNMENT = 16  # bytes: what vectorized loads want a tensor to start at
@@ -26,9 +27,9 @@ class Bucket:
     parameters: of one gradient dtype and one device. The buffer has room for them in their order, each starting at a
     multiple of 16 bytes.
 
-    The gradients own the buffer, not the bucket: it is made for the first gradient that `take` brings home and goes
-    with the last one that is dropped (`zero_grad(set_to_none=True)`). So buckets cost no memory while activations
-    are at their peak, as gradients cost none without buckets.
+    The gradients own the buffer, not the bucket: it is made when they are first gathered and goes with the last one
+    that is dropped (`zero_grad(set_to_none=True)`). So buckets cost no memory while activations are at their peak, as
+    gradients cost none without buckets.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,39 +37,49 @@ class Bucket:
         (self.dtype,) = {gradient_dtype(p) for p in self.parameters}
         (self.device,) = {p.device for p in self.parameters}
         step = _ALIGNMENT // self.dtype.itemsize
-        self._offsets: dict[nn.Parameter, int] = {}
-        self.numel = 0
+        self._sections: list[
+            torch.Tensor
+        ] = []  # of the shapes that follow one another in the buffer: with padding
+        self._padding: list[bool] = []
         for p in self.parameters:
-            self._offsets[p] = self.numel
-            self.numel += -(-p.numel() // step) * step
+            self._sections.append(p)
+            self._padding.append(False)
+            if rest := -p.numel() % step:
+                self._sections.append(torch.empty(rest, device="meta"))
+                self._padding.append(True)
+        self.numel = sum(section.numel() for section in self._sections)
         self._buffer: TensorWeakRef | None = None
 
-    def _living_buffer(self) -> torch.Tensor:
+    def gathered(self) -> torch.Tensor:
+        """The buffer (numel,) with all gradients in it, each of which must exist: what is to be reduced.
+
+        Gradients are there already while they accumulate, and after `zero_grad(set_to_none=False)`: autograd then adds
+        in place. Otherwise autograd has left tensors of its own, and a copy is cheaper than the alternative, zeroed
+        views attached before the backward pass, which autograd would have to read as well as write. What autograd
+        leaves may be memory that the backward pass is yet to read (with `y = x + p[None]`, the gradients of p and of x
+        are one), so it must not be reduced where it is, unless nothing else holds it: see `sole`.
+
+        The views are made by one call and filled by another, which launches a kernel for many tensors: a backward pass
+        of many small layers waits for the host, and a copy a parameter costs the host more than its collectives.
+        """
         buffer = self._buffer() if self._buffer is not None else None
+        home = buffer is not None  # where no gradient is left of the last step, none can be in its place
         if buffer is None:
             buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._buffer = TensorWeakRef(buffer)
+        with torch.no_grad():
+            views = _unflatten_dense_tensors(buffer, self._sections)
+            places = [view for view, padding in zip(views, self._padding, strict=True) if not padding]
+            away = [
+                (parameter, place)
+                for parameter, place in zip(self.parameters, places, strict=True)
+                if not (home and parameter.grad.data_ptr() == place.data_ptr())
+            ]
+            if away:
+                torch._foreach_copy_([place for _, place in away], [parameter.grad for parameter, _ in away])
+        for parameter, place in away:
+            parameter.grad = place
         return buffer
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """Brings the parameter's gradient into the buffer, unless it is there already.
-
-        It is there while gradients accumulate, and after `zero_grad(set_to_none=False)`: autograd then adds in place.
-        Otherwise autograd has left a tensor of its own, and one copy is cheaper than the alternative, a zeroed view
-        attached before the backward pass, which autograd would have to read as well as write. What autograd leaves may
-        be memory that the backward pass is yet to read (with `y = x + p[None]`, the gradients of p and of x are one),
-        so it must not be reduced where it is, unless nothing else holds it: see `sole`.
-        """
-        buffer, offset = self._living_buffer(), self._offsets[parameter]
-        if parameter.grad.data_ptr() != buffer.data_ptr() + offset * buffer.element_size():
-            view = buffer.narrow(0, offset, parameter.numel()).view(parameter.shape)
-            parameter.grad = view.copy_(parameter.grad)
-
-    def gathered(self) -> torch.Tensor:
-        """The buffer (numel,) with all gradients in it, each of which must exist: what is to be reduced."""
-        for parameter in self.parameters:
-            self.take(parameter)
-        return self._living_buffer()
 
 
 def sole(gradient: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,16 @@ from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient
 
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
     """Replaces a contiguous tensor by its mean over the ranks of the group, on all of them; `async_op` as in torch."""
-    if dist.get_backend(group) == "nccl":  # divides while it reduces
-        return dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op)
-    tensor.div_(group.size())  # before the sum, so that half precision does not overflow
-    return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
+    if dist.get_backend(group) != "nccl":
+        tensor.div_(group.size())  # before the sum, so that half precision does not overflow
+        return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
+    if not async_op:
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, group)  # NCCL divides while it reduces
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    return group.allreduce(
+        [tensor], options
+    )  # what torch's function ends in, called without its checks and logs
 
 
 def average_together(tensors: list[torch.Tensor], group: dist.ProcessGroup, grouped: bool) -> list[dist.Work]:
@@ -279,10 +285,9 @@ class HookedDDP(DataParallel):
                 f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
                 "on its way; run all backward passes of a step but the last inside no_sync()"
             )
-        index = self._bucket_of[number]
-        self._take(self.buckets[index], parameter)
         if self._accumulating:
             return
+        index = self._bucket_of[number]
         with self._lock:
             self._arrived[number] = True
             self._missing[index] -= 1
@@ -292,10 +297,6 @@ class HookedDDP(DataParallel):
     def _launch(self, indices: list[int]) -> None:
         for index in indices:
             self._works += self._start(self.buckets[index])
-
-    @abc.abstractmethod
-    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """What is done with a gradient as soon as the backward pass has made it."""
 
     @abc.abstractmethod
     def _start(self, bucket: Bucket) -> list[dist.Work]:
@@ -328,11 +329,8 @@ class _LeavesGradients(HookedDDP):
     A gradient is copied only where something else holds its memory, or where it is not contiguous: see `sole`.
     """
 
-    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        pass  # what shares its memory now may have let go of it by the time the bucket is full
-
     def _start(self, bucket: Bucket) -> list[dist.Work]:
-        gradients = []
+        gradients = []  # what shared its memory when it was made may have let go of it by now
         for parameter in bucket.parameters:
             gradient = parameter.grad
             own = sole(gradient)
@@ -366,9 +364,6 @@ class BucketedDDP(HookedDDP):
         self, module: nn.Module, bucket_size_mb: float | None, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(module, process_group, _max_bytes(bucket_size_mb))
-
-    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        bucket.take(parameter)
 
     def _start(self, bucket: Bucket) -> list[dist.Work]:
         return [average(bucket.gathered(), self.process_group, async_op=True)]

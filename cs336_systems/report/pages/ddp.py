@@ -122,7 +122,10 @@ def prediction_table(chapter: Chapter) -> pd.DataFrame:
             continue
         limit = {"flat": np.inf, "naive": 0, "overlapped": 0}.get(wrapper, mb * closed.MB)
         buckets = closed.bucket_bytes(config, limit)
-        extra = {"flat": "all gradients once more", "bucketed": "what is not filled of a bucket"}
+        extra = {
+            "flat": "all gradients once more",
+            "bucketed": "one bucket's, while they are brought into it",
+        }
         out.append({
             "way": way(row),
             "all-reduces": len(buckets),
