@@ -42,6 +42,7 @@ def checks() -> list[Check]:
             Check("attention", name, reason is None, reason or attention.IMPLEMENTATIONS[name])
             for name, reason in _implementations(torch, why).items()
         ),
+        _hopper(torch),
         *_backends(torch),
         *_tools(),
     ]
@@ -99,6 +100,13 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
     if torch is None:
         return dict.fromkeys(attention.IMPLEMENTATIONS, f"torch: {why}")
     return attention.availability()
+
+
+def _hopper(torch: ModuleType | None) -> Check:
+    reason = "needs torch" if torch is None else attention.hopper_reason()
+    return Check(
+        "attention", "  on Hopper", reason is None, reason or "16-bit tensors: kernels of their own, in Gluon"
+    )
 
 
 def _backends(torch: ModuleType | None) -> Iterator[Check]:

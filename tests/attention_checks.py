@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import torch
 
 from cs336_systems.attention import attention
@@ -58,3 +63,16 @@ def check(impl, q, k, v, is_causal, grad_o=None, largest_score=0.0, factor=2.0):
             f"{name}: error {error:.2e}, plain PyTorch's {allowed:.2e}, allowed {bound:.2e}"
         )
     return ours
+
+
+@functools.cache
+def compiler():
+    """One process in which triton compiles instead of interpreting, which is settled when it is imported."""
+    interpret = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        pool.submit(os.getpid).result()  # starts it
+    finally:
+        if interpret is not None:
+            os.environ["TRITON_INTERPRET"] = interpret
+    return pool

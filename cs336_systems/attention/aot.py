@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,6 +21,9 @@ from triton.compiler import ASTSource
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.attention.triton_kernels import KERNELS
 from cs336_systems.attention.triton_launch import INPUT_PRECISION
+
+if TYPE_CHECKING:
+    from cs336_systems.attention.hopper_launch import Backward, Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -31,13 +36,18 @@ _TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes."""
+    """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes.
+
+    serialized: whether the assembler lets each asynchronous product end before the next begins, which it does where it
+    cannot follow what becomes of the registers that hold the results.
+    """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     num_threads: int
     ptx: str
+    serialized: bool = False
 
 
 def compile_kernel(
@@ -76,11 +86,62 @@ def compile_kernel(
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills = _ptxas_report(compiled.asm["ptx"], capability)
-    return Compiled(registers, spills, compiled.metadata.shared, 32 * tiles.num_warps, compiled.asm["ptx"])
+    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], capability)
+    threads = 32 * tiles.num_warps
+    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
 
 
-def _ptxas_report(ptx: str, capability: int) -> tuple[int, int]:
+def compile_hopper_kernel(
+    kernel: str, head_dim: int, dtype: str, config: Forward | Backward, *, is_causal: bool = True
+) -> Compiled:
+    """Compiles the `"forward"` or `"backward"` kernel of `hopper_kernels` for compute capability 9.0.
+
+    `dtype`: bf16 or fp16. `head_dim`: 64 or 128, to which the launchers pad.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from cs336_systems.attention import hopper_kernels
+    from cs336_systems.attention.hopper_launch import GROUP, KEYS, shared_layout
+
+    def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[of]
+        return (
+            f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
+        )
+
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, SECTION=8, num_warps=4)
+    if kernel == "forward":
+        function = hopper_kernels.forward_kernel
+        rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
+        signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
+        constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
+    else:
+        function = hopper_kernels.backward_kernel
+        rows, keys = descriptor(1, 1, config.block_m, head_dim), descriptor(1, 1, KEYS, head_dim)
+        signature = dict(
+            q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows, dq_desc=descriptor(1, GROUP, 64, of="fp32"),
+            stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), dk_ptr=f"*{dtype}",
+            dv_ptr=f"*{dtype}", c="fp32", scale="fp32",
+        )  # fmt: skip
+        constants |= dict(
+            BLOCK_M=config.block_m, DO_STEP=1, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
+            K_REGISTERS=config.k_registers, V_REGISTERS=config.v_registers,
+        )  # fmt: skip
+    names = function.arg_names
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature.get(name, "i32") for name in names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
+    source = GluonASTSource(
+        function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], 90)
+    threads = 32 * compiled.metadata.num_warps
+    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
+
+
+def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:
+    """Registers a thread, spilled bytes, whether products are serialized (see `Compiled`): what the assembler says."""
     from triton import knobs
 
     tool = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path
@@ -94,4 +155,4 @@ def _ptxas_report(ptx: str, capability: int) -> tuple[int, int]:
         ).stderr  # fmt: skip
     registers = int(re.search(r"Used (\d+) registers", out).group(1))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", out))
-    return registers, spills
+    return registers, spills, "wgmma.mma_async instructions are serialized" in out

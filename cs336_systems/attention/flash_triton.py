@@ -1,13 +1,18 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels`, their launching in `triton_launch`.
+The kernels stand in `triton_kernels` and, for 16-bit tensors on Hopper, in `hopper_kernels`; their launching in
+`triton_launch` and `hopper_launch`.
 """
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 from torch.compiler import is_compiling
 
+from cs336_systems.attention import hopper_reason
 from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
 from cs336_systems.attention.triton_launch import INTERPRETED, launch_backward, launch_forward
 
@@ -19,6 +24,30 @@ _library.define(
     "flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor grad_o, bool is_causal)"
     " -> (Tensor, Tensor, Tensor)"
 )
+
+
+@functools.cache
+def _hopper(device_index: int) -> ModuleType | None:
+    """The Hopper kernels' launchers, if the device can run them."""
+    if hopper_reason(device_index) is not None:
+        return None
+    from cs336_systems.attention import hopper_launch
+
+    return hopper_launch
+
+
+def _launch_forward_on_gpu(q, k, v, is_causal):
+    hopper = _hopper(q.get_device())
+    if hopper is None or hopper.reason_against(q, k, v) is not None:
+        return launch_forward(q, k, v, is_causal)
+    return hopper.launch_forward(q, k, v, is_causal)
+
+
+def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
+    hopper = None if torch.are_deterministic_algorithms_enabled() else _hopper(q.get_device())
+    if hopper is None or hopper.reason_against(q, k, v) is not None:
+        return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 
 def _launch_forward_on_cpu(q, k, v, is_causal):
@@ -49,8 +78,8 @@ def _require_interpreter() -> None:
         )
 
 
-_library.impl("flash_forward", launch_forward, "CUDA")
-_library.impl("flash_backward", launch_backward, "CUDA")
+_library.impl("flash_forward", _launch_forward_on_gpu, "CUDA")
+_library.impl("flash_backward", _launch_backward_on_gpu, "CUDA")
 _library.impl("flash_forward", _launch_forward_on_cpu, "CPU")
 _library.impl("flash_backward", _launch_backward_on_cpu, "CPU")
 
@@ -98,7 +127,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, Q, K, V, is_causal=False):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V)
-        forward = launch_forward if _plain(Q) else torch.ops.cs336.flash_forward
+        forward = _launch_forward_on_gpu if _plain(Q) else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even idle ones, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal)
         else:
@@ -112,7 +141,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx, grad_o):
         first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp = ctx.saved_tensors
-        backward = launch_backward if _plain(q) else torch.ops.cs336.flash_backward
+        backward = _launch_backward_on_gpu if _plain(q) else torch.ops.cs336.flash_backward
         if q.ndim == 4:
             return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None
         four = [to_four_axes(x) for x in (q, k, v, o)]

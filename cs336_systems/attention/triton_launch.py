@@ -23,7 +23,7 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
 # A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
 Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]
-_remembered: dict[tuple[Any, ...], list[Launch]] = {}
+_remembered: dict[tuple[Any, ...], list[Any]] = {}
 _MAX_REMEMBERED = 10_000  # the lengths are part of the key, and a program may meet any number of them
 
 
@@ -84,7 +84,7 @@ def first_launch(
     return [(compiled.run, grid, fixed, tuple(arguments.values())[len(tensors) :])]
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether somebody (triton's profiler) is to be told of each launch; triton's own way of launching does that."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -105,14 +105,20 @@ def launch_again(launch: Launch, device_index: int, *pointers: int) -> None:
     run(*grid, driver.active.get_current_stream(device_index), *fixed, *pointers, *rest)
 
 
-def _remember(key: tuple[Any, ...], launches: list[Launch]) -> None:
+def remembered(key: tuple[Any, ...]) -> list[Any] | None:
+    """What `remember` was given for a key."""
+    return _remembered.get(key)
+
+
+def remember(key: tuple[Any, ...], launches: list[Any]) -> None:
+    """Keeps what the next launches of a kind need, the kind being all that they depend on."""
     if launches:
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
         _remembered[key] = launches
 
 
-def _elsewhere(x: torch.Tensor) -> bool:
+def elsewhere(x: torch.Tensor) -> bool:
     """Whether triton would launch on another device than the tensor's."""
     return x.is_cuda and x.get_device() != driver.active.get_current_device()
 
@@ -121,7 +127,7 @@ def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
-    if _elsewhere(q):
+    if elsewhere(q):
         with torch.cuda.device(q.device):
             return launch_forward(q, k, v, is_causal, tiles)
     o = torch.empty_like(q)
@@ -133,11 +139,11 @@ def launch_forward(
         "forward", is_causal, tiles, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
         v.stride(), (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
     )  # fmt: skip
-    if (launches := _remembered.get(key)) and not _watched():
+    if (launches := remembered(key)) and not watched():
         launch_again(launches[0], device.index, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr())
     else:
         tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp)
-        _remember(key, first_launch("forward", tensors, is_causal, tiles))
+        remember(key, first_launch("forward", tensors, is_causal, tiles))
     return o, logsumexp
 
 
@@ -149,7 +155,7 @@ def launch_backward(
 
     logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded; it is not copied.
     """
-    if _elsewhere(q):
+    if elsewhere(q):
         with torch.cuda.device(q.device):
             return launch_backward(q, k, v, o, logsumexp, do, is_causal, query_tiles, key_tiles)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -162,7 +168,7 @@ def launch_backward(
         q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         (q_at | k_at | v_at | o_at | do_at | l_at) % 16 and tuple(x % 16 for x in at),
     )  # fmt: skip
-    if (launches := _remembered.get(key)) and not _watched():
+    if (launches := remembered(key)) and not watched():
         index, delta_at = device.index, delta.data_ptr()
         launch_again(launches[0], index, q_at, k_at, v_at, o_at, do_at, l_at, delta_at, dq.data_ptr())
         launch_again(
@@ -172,5 +178,5 @@ def launch_backward(
         first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq)
         second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv)
         launches = first_launch("backward_queries", first, is_causal, query_tiles)
-        _remember(key, launches + first_launch("backward_keys", second, is_causal, key_tiles))
+        remember(key, launches + first_launch("backward_keys", second, is_causal, key_tiles))
     return dq, dk, dv

@@ -78,7 +78,7 @@ def _compile(
         ASTSource(function, signature, places, attributes), target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )  # fmt: skip
-    registers, spills = aot._ptxas_report(compiled.asm["ptx"], capability)
+    registers, spills, _ = aot.ptxas_report(compiled.asm["ptx"], capability)
     threads = 32 * compiled.metadata.num_warps
     return Resources(
         function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"]

@@ -1,0 +1,629 @@
+"""FlashAttention for Hopper in Gluon, Triton's lower language: warps with jobs of their own, TMA, asynchrony.
+
+The algorithm and its symbols are those of `triton_kernels`; this file says who does what and when, which Triton's own
+language leaves to its compiler. A program is a *producer* warp, which has the TMA unit copy tiles to shared memory, and
+*groups* of four warps (128 threads, what a wgmma instruction needs), which compute on 64 rows each. They meet at
+barriers in shared memory (mbarriers): `full` ones are fulfilled by arriving bytes, `empty` ones by groups when done.
+A tile with stages is a ring: use number t has slot t % STAGES, and parity (t // STAGES) & 1 of its barriers.
+
+Forward: GROUPS · 64 queries a program, keys from the right end to the left, so that masks are needed in the first step
+only. Groups take no notice of each other, and that is the point: while one waits for a product, the softmax of another
+keeps the arithmetic units busy, and the other way round.
+
+Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Scores stand transposed, keys by queries:
+
+    Sᵀ = K Qᵀ − L/scale    dPᵀ = V dOᵀ − D       the statistics are what the accumulators start from
+    Pᵀ = exp2(c Sᵀ)        dSᵀ = Pᵀ ∘ dPᵀ        c = scale · log2(e)
+    dV += Pᵀ dO            dK += dSᵀ Q           Pᵀ and dSᵀ come from registers
+    dQ += dS K                                   dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
+
+All five products are made once, against seven in the two passes of `triton_kernels`; in exchange programs add to dQ in
+any order, so that its last bits differ from run to run.
+
+Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
+dimension is padded in the same way, to D = 64 or 128.
+
+Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2; PTX ISA 8.7 (wgmma, mbarrier, TMA copies).
+"""
+
+# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator
+
+
+@builtin
+def _add_to_global(descriptor, coordinates, source, _semantic=None):
+    """TMA adds a tile of shared memory to one in global memory. Gluon 3.6 has no word for what its compiler can do."""
+    from triton._C.libtriton import ir
+
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def _exp2(x):
+    """2^x by the hardware's instruction alone; `exp2` would spend two more on arguments below 2^-126."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _place(program, tiles, batch_heads, SECTION: gl.constexpr):
+    """The program's (tile, head). Heads come in sections whose tensors the L2 cache can hold together; within one, tile
+    0 of all heads first, then tile 1, …"""
+    section = program // (tiles * SECTION)
+    within = program - section * tiles * SECTION
+    width = gl.minimum(SECTION, batch_heads - section * SECTION)
+    return within // width, section * SECTION + within % width
+
+
+# ------------------------------------------------------------------------------------------------ forward
+@gluon.jit
+def _key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of keys the queries [first_query, first_query + num_queries_seen) need."""
+    tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
+    if IS_CAUSAL:
+        tiles = gl.minimum(tiles, (first_query + num_queries_seen - 1) // BLOCK_N + 1)
+    return tiles
+
+
+@gluon.jit
+def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
+    """Algorithm 1, lines 8 to 9, of one tile: new maximum, what older sums shrink by, new sum, P as an operand."""
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    scaled = new_max * c
+    alpha = _exp2(row_max * c - scaled)
+    p = _exp2(s * c - scaled[:, None])
+    row_sum = row_sum * alpha + gl.sum(p, 1)
+    operand = gl.convert_layout(p.to(DTYPE), p_layout, assert_trivial=True)
+    return new_max, row_sum, alpha, operand
+
+
+@gluon.jit
+def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
+                      IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                      STAGES: gl.constexpr, SECTION: gl.constexpr):  # fmt: skip
+    """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, full, empty = barriers
+    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, SECTION)
+    b, h = head // heads, head % heads
+    first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
+    for g in gl.static_range(GROUPS):
+        mbarrier.expect(q_full.index(g), WG * D * 2)
+        tma.async_copy_global_to_shared(
+            q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g)
+        )
+    steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    for t in range(steps + 1):
+        slot = t % STAGES
+        first_key = (steps - 1 - t) * BLOCK_N
+        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
+        both = (t > 0) & (t < steps)
+        mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
+        mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
+        tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot),
+                                        pred=t < steps)  # fmt: skip
+        tma.async_copy_global_to_shared(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot),
+                                        pred=t > 0)  # fmt: skip
+
+
+@gluon.jit
+def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                   IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                   D: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """64 queries: the online softmax over their keys, then O and L."""
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, full, empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    DTYPE: gl.constexpr = q_smem.dtype
+
+    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, SECTION)
+    first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
+    first_query = first_of_tile + G * WG
+    queries = first_query + gl.arange(0, WG, s_rows)
+    all_steps = _key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
+
+    t = 0
+    for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
+        mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
+        mbarrier.arrive(empty.index(t % STAGES), count=1)
+        t += 1
+
+    # the first tile, the only one that meets the diagonal or the end of the keys
+    q = q_smem.index(G).reshape([WG, D])
+    zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
+    acc = gl.zeros([WG, D], gl.float32, o_layout)
+    slot = t % STAGES
+    mbarrier.wait(q_full.index(G), 0)
+    mbarrier.wait(full.index(slot), (t // STAGES) & 1)
+    k = k_smem.index(slot).reshape([BLOCK_N, D])
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(empty.index(slot), count=1)
+    keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+    seen = (keys < num_keys)[None, :]
+    if IS_CAUSAL:
+        seen = seen & (queries[:, None] >= keys[None, :])
+    s = gl.where(seen, s, float("-inf"))
+    row_max = gl.max(s, 1)
+    p32 = _exp2(s * c - (row_max * c)[:, None])
+    row_sum = gl.sum(p32, 1)
+    p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
+
+    for _ in range(steps - 1):
+        t += 1
+        slot = t % STAGES
+        parity = (t // STAGES) & 1
+        k = k_smem.index(slot).reshape([BLOCK_N, D])
+        v = v_smem.index(slot).reshape([BLOCK_N, D])
+        mbarrier.wait(full.index(slot), parity)
+        if OVERLAP:  # the softmax of this tile runs beside the product of the last one
+            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
+            # fulfilled long ago; a wait ends the basic block, without which ptxas would move the next line up
+            mbarrier.wait(full.index(slot), parity)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            p = new_p
+        else:
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+            mbarrier.arrive(empty.index(slot), count=1)
+            row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
+        acc = acc * gl.convert_layout(alpha, o_rows, assert_trivial=True)[:, None]
+
+    t += 1
+    slot = t % STAGES
+    mbarrier.wait(full.index(slot), (t // STAGES) & 1)
+    acc = warpgroup_mma(p, v_smem.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+    logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
+    gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
+    share = 1.0 / row_sum
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = acc * gl.convert_layout(share, o_rows, assert_trivial=True)[:, None]
+    o_smem.index(G).reshape([WG, D]).store(acc.to(DTYPE))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "row_tiles", "num_queries", "num_keys"])
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                   IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                   STAGES: gl.constexpr, SECTION: gl.constexpr, OVERLAP: gl.constexpr,
+                   num_warps: gl.constexpr):  # fmt: skip
+    """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
+    o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()  # the TMA unit sees them initialized
+    tiles = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, full, empty)
+    # a tuple of arguments that is made before the call loses its constants
+    if GROUPS == 3:
+        gl.warp_specialize([
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                              IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                              IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                              IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
+                                 IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, SECTION)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                              IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+                              IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
+                                 IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, SECTION)),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ backward
+@gluon.jit
+def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, key_tiles,
+                       query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+                       STAGES: gl.constexpr, SECTION: gl.constexpr, DO_STEP: gl.constexpr,
+                       AHEAD: gl.constexpr):  # fmt: skip
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    b, h = head // heads, head % heads
+    first_key = tile * 2 * WG
+    mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
+    tma.async_copy_global_to_shared(v_desc, [b, h, first_key, 0], kv_full.index(0), v_smem.index(0))
+    first = 0
+    if IS_CAUSAL:
+        first = first_key // BLOCK_M
+    last = query_tiles
+    if (
+        AHEAD != ""
+    ):  # the groups begin the scores of one tile more, of zeros, also where no query sees these keys
+        last = gl.maximum(first, query_tiles) + 1
+    for i in range(first, last):
+        t = i - first
+        slot = t % STAGES
+        parity = ((t // STAGES) & 1) ^ 1
+        mbarrier.wait(q_empty.index(slot), parity)
+        mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+        tma.async_copy_global_to_shared(
+            q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot)
+        )
+        for which in gl.static_range(2):
+            tma.async_copy_global_to_shared(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
+                                            stats_smem.index(2 * slot + which))  # fmt: skip
+        if i < query_tiles:
+            mbarrier.wait(do_empty.index(slot), parity)
+            mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
+            tma.async_copy_global_to_shared(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot),
+                                            do_smem.index(slot))  # fmt: skip
+
+
+@gluon.jit
+def _backward_scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Begins Sᵀ = K Qᵀ − L/scale of tile t of the queries."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    slot = t % STAGES
+    mbarrier.wait(q_full.index(slot), (t // STAGES) & 1)
+    s = gl.zeros([WG, BLOCK_M], gl.float32, s_layout) + stats_smem.index(2 * slot).load(s_layout)
+    return warpgroup_mma(k, q_smem.index(slot).reshape([BLOCK_M, D]).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _backward_weights(s, first_key, i, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr,
+                      BLOCK_M: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """Pᵀ of tile i of the queries, rounded."""
+    p = _exp2(s * c)
+    if MASKED:
+        keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
+        seen = (keys < num_keys)[:, None]
+        if IS_CAUSAL:
+            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s.type.layout))
+            seen = seen & (queries[None, :] >= keys[:, None])
+        p = gl.where(seen, p, 0.0)
+    return p.to(DTYPE)
+
+
+@gluon.jit
+def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, made, dk, dv,
+                   MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
+                   D: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """A tile of queries for a group's 64 keys, and what the next one finds `made`.
+
+    AHEAD "weights": its P, so that while dK's product runs the next exponentials do. AHEAD "scores": its S, so that a
+    product goes on while dQ is written.
+    """
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    DTYPE: gl.constexpr = q_smem.dtype
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    q = q_smem.index(slot).reshape([BLOCK_M, D])
+    do = do_smem.index(slot).reshape([BLOCK_M, D])
+
+    if AHEAD == "weights":
+        p = made
+    elif AHEAD == "scores":
+        s = made
+    else:
+        s = _backward_scores(tiles, barriers, k, t, BLOCK_M, D, STAGES)
+    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout) + stats_smem.index(2 * slot + 1).load(s_layout)
+    mbarrier.wait(do_full.index(slot), parity)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    if AHEAD != "weights":
+        if AHEAD == "":
+            s = warpgroup_mma_wait(1, deps=(s,))
+        p = _backward_weights(s, first_key, i, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(p, operand, assert_trivial=True), do, dv, is_async=True)
+    if AHEAD == "weights":
+        s = _backward_scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = (p.to(gl.float32) * dp).to(DTYPE)  # from the rounded P, so that the exact one need not be kept
+
+    ds_slot = t & 1
+    ds_tile = ds_smem.index(ds_slot)
+    if DQ_GROUP:
+        mbarrier.wait(ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
+    ds_tile.slice(G * WG, WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+    made = p
+    if AHEAD == "weights":
+        dv, s = warpgroup_mma_wait(1, deps=(dv, s))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        made = _backward_weights(s, first_key, i + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
+        mbarrier.wait(do_full.index(slot), parity)  # fulfilled; keeps the next wait behind the exponentials
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    elif DQ_GROUP:
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    if not DQ_GROUP:  # each group makes half of dQ: of its rows, or of its columns
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        mbarrier.wait(ds_full.index(ds_slot), (t // 2) & 1)
+        k_all = k_smem.index(0).reshape([2 * WG, D])
+        empty = gl.zeros([WG, 64], gl.float32, half_layout)
+        if D == 64:
+            row, column = G * WG, 0
+            ds_half = ds_tile.slice(G * WG, WG, 1).permute((1, 0))
+            dq = warpgroup_mma(ds_half, k_all, empty, use_acc=False, is_async=True)
+        else:
+            row, column = 0, G * 64
+            k_half = k_all.slice(G * 64, 64, 1)
+            dq = warpgroup_mma(ds_tile.permute((1, 0)), k_half, empty, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        tma.store_wait(0)
+        if AHEAD == "scores":
+            made = _backward_scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+        else:
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq_smem.index(G).reshape([WG, 64]).store(dq)
+        fence_async_shared()
+        _add_to_global(dq_desc, [head, i * BLOCK_M + row, column], dq_smem.index(G))
+        if AHEAD == "scores":  # done by now; what is in flight from turn to turn, ptxas serializes
+            made = warpgroup_mma_wait(0, deps=(made,))
+    return made, dk, dv
+
+
+@gluon.jit
+def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles, barriers,
+                    heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                    IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+                    STAGES: gl.constexpr, SECTION: gl.constexpr, DQ_GROUP: gl.constexpr,
+                    AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr, V_REGISTERS: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DTYPE: gl.constexpr = q_smem.dtype
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    first_key = tile * 2 * WG
+    dk = gl.zeros([WG, D], gl.float32, d_layout)
+    dv = gl.zeros([WG, D], gl.float32, d_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
+    v = v_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
+    if K_REGISTERS:  # shared memory has enough to do
+        k = k.load(gl.DotOperandLayout(0, s_layout, 2))
+    if V_REGISTERS:
+        v = v.load(gl.DotOperandLayout(0, s_layout, 2))
+    first = 0
+    masked = 0
+    if IS_CAUSAL:
+        first = first_key // BLOCK_M
+        masked = gl.minimum(
+            first + (2 * WG + BLOCK_M - 1) // BLOCK_M, query_tiles
+        )  # until here they meet the diagonal
+    if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
+        masked = query_tiles
+    made = gl.zeros([WG, BLOCK_M], DTYPE, s_layout)
+    if AHEAD != "":
+        s = _backward_scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
+        made = warpgroup_mma_wait(0, deps=(s,))
+    if AHEAD == "weights":
+        made = _backward_weights(made, first_key, first, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, DTYPE)
+    for i in range(
+        first, masked
+    ):  # ahead, the last of these makes the first P that needs no mask, and is unharmed by it
+        made, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, made,
+                                   dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
+    for i in range(masked, query_tiles):
+        made, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, made,
+                                   dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
+    rows = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, d_layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, d_layout))
+    inside = (rows < num_keys)[:, None] & (columns < head_dim)[None, :]
+    b, h = (head // heads).to(gl.int64), (head % heads).to(gl.int64)
+    dk_at = dk_ptr + b * dk_batch + h * dk_head + rows.to(gl.int64)[:, None] * dk_row + columns[None, :]
+    dv_at = dv_ptr + b * dv_batch + h * dv_head + rows.to(gl.int64)[:, None] * dv_row + columns[None, :]
+    gl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+    gl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+    if not DQ_GROUP:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr,
+                       BLOCK_M: gl.constexpr, D: gl.constexpr, SECTION: gl.constexpr):  # fmt: skip
+    """Adds dQᵀ = Kᵀ dSᵀ of each tile of queries to dQ, while the other groups go on. Kᵀ stays in registers."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    first = 0
+    if IS_CAUSAL:
+        first = tile * 2 * WG // BLOCK_M
+    empty = gl.zeros([D, BLOCK_M], gl.float32, layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    k = k_smem.index(0).reshape([2 * WG, D]).permute((1, 0)).load(operand)
+    for i in range(first, query_tiles):
+        t = i - first
+        slot = t & 1
+        mbarrier.wait(ds_full.index(slot), (t // 2) & 1)
+        dq = warpgroup_mma(k, ds_smem.index(slot), empty, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.arrive(ds_empty.index(slot), count=1)
+        tma.store_wait(1)  # the addition before the last one has read its tile
+        dq_smem.index(slot).reshape([WG, D]).permute((1, 0)).store(dq)
+        fence_async_shared()
+        _add_to_global(dq_desc, [head, i * BLOCK_M, 0], dq_smem.index(slot))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "key_tiles", "query_tiles", "num_keys", "head_dim"])
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
+                    dv_batch, dv_head, dv_row, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                    SECTION: gl.constexpr, DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
+                    K_REGISTERS: gl.constexpr, V_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], v_desc.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, 2 * WG, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, WG, 64], dq_desc.layout)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BLOCK_M], stats_desc.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    mbarrier.init(kv_full.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(do_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=1)
+    fence_async_shared()
+    tiles = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
+    if DQ_GROUP:
+        gl.warp_specialize([
+            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
+                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                               IS_CAUSAL, 0, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
+                               K_REGISTERS, V_REGISTERS)),
+            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
+                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                               IS_CAUSAL, 1, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
+                               K_REGISTERS, V_REGISTERS)),
+            (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M,
+                                  D, SECTION)),
+            (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
+                                  key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, SECTION, DO_STEP, AHEAD)),
+        ], [4, 4, 1], [192, 104, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
+                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                               IS_CAUSAL, 0, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
+                               K_REGISTERS, V_REGISTERS)),
+            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
+                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                               IS_CAUSAL, 1, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
+                               K_REGISTERS, V_REGISTERS)),
+            (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
+                                  key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, SECTION, DO_STEP, AHEAD)),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ around backward
+@triton.jit(do_not_specialize=["num_queries", "padded_queries"])
+def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
+                   do_col, heads, num_queries, padded_queries, scale, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                   ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
+    """What the backward kernel starts from: −L/scale and −D of each query (−∞ and 0 past the last one), dQ = 0.
+
+    stats (batch_heads, 2, padded_queries), dq (batch_heads, num_queries, D), both fp32. TILE_ROWS > 0: dO of a head is
+    one number, with strides of 0, which TMA cannot read: a tile of it is written to tile (batch_heads, TILE_ROWS, D).
+    Grid: (padded_queries / ROWS, batch_heads).
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    index = tl.cast(tl.program_id(1), tl.int64)
+    columns = tl.arange(0, D)
+    inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    batch, head = index // heads, index % heads
+    far = tl.cast(rows, tl.int64)[:, None]
+    o = tl.load(
+        o_ptr + batch * o_batch + head * o_head + far * o_row + columns[None, :], mask=inside, other=0.0
+    )
+    do_at = do_ptr + batch * do_batch + head * do_head + far * do_row + columns[None, :] * do_col
+    do = tl.load(do_at, mask=inside, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    logsumexp = tl.load(l_ptr + index * num_queries + rows, mask=rows < num_queries, other=float("inf"))
+    stats = stats_ptr + index * 2 * padded_queries + rows
+    tl.store(stats, -logsumexp / scale, mask=rows < padded_queries)
+    tl.store(stats + padded_queries, -delta, mask=rows < padded_queries)
+    dq_at = dq_ptr + (index * num_queries + far) * D + columns[None, :]
+    tl.store(
+        dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < num_queries)[:, None] & (columns < D)[None, :]
+    )
+    if TILE_ROWS:  # noqa: SIM102 (known when compiling, the next one not)
+        if tl.program_id(0) == 0:
+            value = tl.load(do_ptr + batch * do_batch + head * do_head)
+            tile_rows = tl.arange(0, TILE_ROWS)
+            spread = tl.where((columns < HEAD_DIM)[None, :], value, 0.0).to(tile_ptr.dtype.element_ty)
+            tile_at = tile_ptr + (index * TILE_ROWS + tile_rows[:, None]) * D + columns[None, :]
+            tl.store(tile_at, tl.broadcast_to(spread, (TILE_ROWS, D)))
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, scale, HEAD_DIM: tl.constexpr,
+                  D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """dQ = scale times its fp32 sum, in q's dtype and layout. Grid: (⌈num_queries / ROWS⌉, batch_heads)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    index = tl.cast(tl.program_id(1), tl.int64)
+    columns = tl.arange(0, D)
+    inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    far = tl.cast(rows, tl.int64)[:, None]
+    dq = tl.load(sum_ptr + (index * num_queries + far) * D + columns[None, :], mask=inside, other=0.0) * scale
+    dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]
+    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,268 @@
+"""Launches the Hopper kernels: which tensors they serve, their TMA descriptors, the buffers of the backward pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from cs336_systems.attention import hopper_kernels as kernels
+from cs336_systems.attention.triton_launch import (
+    Launch,
+    elsewhere,
+    launch_again,
+    remember,
+    remembered,
+    watched,
+)
+
+LOG2_E = math.log2(math.e)
+GROUP = 64  # queries or keys of a group of warps
+KEYS = 128  # keys of a program of the backward kernel
+MAX_HEAD_DIM = 128
+_ROWS = 64  # of a program of the two small kernels
+_L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile runs beside
+    the product of the one before within a group."""
+
+    groups: int
+    block_n: int
+    stages: int
+    overlap: bool
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead: what of the next tile is made
+    beside the last products of a tile: "", its "scores", or its "weights", too (with dq_group only). k_registers,
+    v_registers: these operands are read from registers."""
+
+    block_m: int
+    stages: int
+    dq_group: bool = False
+    ahead: str = ""
+    k_registers: bool = False
+    v_registers: bool = False
+
+
+# by padded head dimension
+FORWARD = {64: Forward(3, 128, 2, False), 128: Forward(2, 128, 2, True)}
+BACKWARD = {64: Backward(64, 3, True, "weights"), 128: Backward(64, 2)}
+
+
+# ------------------------------------------------------------------------------------------------ who is served
+def addressable(x: torch.Tensor) -> bool:
+    """Whether TMA can read x (batch, heads, n, d): 16-byte aligned, columns next to each other, no stride of zero."""
+    batch, head, row, column = x.stride()
+    if x.data_ptr() % 16 or column != 1 or row <= 0 or row % 8:
+        return False
+    return all(
+        n == 1 or (stride > 0 and stride % 8 == 0) for n, stride in zip(x.shape, (batch, head), strict=False)
+    )
+
+
+def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why tensors (batch, heads, n, d) on a Hopper GPU are not for these kernels; None if they are."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype}: they compute in 16 bits"
+    if q.shape[3] > MAX_HEAD_DIM:
+        return f"head dimension {q.shape[3]}: at most {MAX_HEAD_DIM}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not addressable(x):
+            return (
+                f"{name}: TMA cannot read strides {x.stride()} at an address of {x.data_ptr() % 16} modulo 16"
+            )
+    return None
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that the kernels compute with."""
+    return 64 if head_dim <= 64 else 128
+
+
+# ------------------------------------------------------------------------------------------------ descriptors
+@functools.cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype, swizzled: bool = True) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory: as products read it, or, not swizzled, as rows."""
+    if swizzled:
+        return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
+    return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block))
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """x's strides, with a lawful one for axes of length 1, whose stride is idle but must be a multiple of 16 bytes."""
+    return [stride if n > 1 else 8 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+
+
+def _descriptor(x: torch.Tensor, *block: int, swizzled: bool = True) -> TensorDescriptor:
+    return TensorDescriptor(
+        x, list(x.shape), _strides(x), list(block), shared_layout(block, x.dtype, swizzled)
+    )
+
+
+class _Again:
+    """What triton's launcher asks of a descriptor, for a tensor with the layout of an earlier one."""
+
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A launch that was made once: `triton_launch.Launch`, and the layouts of the descriptors that it began with."""
+
+    launch: Launch
+    layouts: tuple[tuple[list[int], list[int]], ...]
+
+    def again(self, device_index: int, tensors: tuple[torch.Tensor, ...], *pointers: int) -> None:
+        described = (_Again(x, *layout) for x, layout in zip(tensors, self.layouts, strict=True))
+        launch_again(self.launch, device_index, *described, *pointers)
+
+
+def _first(
+    kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
+    arguments: dict[str, Any],
+) -> _Plan:  # fmt: skip
+    """Compiles a kernel where needed, launches it, and returns how to do so again.
+
+    `arguments` are all of the kernel's after its descriptors, in their order; the first `pointers` of them are tensors.
+    """
+    names = kernel.arg_names[len(descriptors) :]
+    assert tuple(arguments) == tuple(names), "a remembered kernel takes arguments by position"
+    num_warps = {"num_warps": 4} if "num_warps" not in arguments else {}
+    compiled = kernel[grid](*descriptors, **arguments, **num_warps)
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+    launch = (compiled.run, grid, fixed, tuple(arguments.values())[pointers:])
+    return _Plan(launch, tuple((x.shape, x.strides) for x in descriptors))
+
+
+def _section(batch_heads: int, bytes_of_a_head: int) -> int:
+    """Heads whose tensors the L2 cache holds together: a power of two, so that few kernels are compiled."""
+    section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
+    return 1 << (section.bit_length() - 1)
+
+
+# ------------------------------------------------------------------------------------------------ forward
+def launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Forward | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
+    if elsewhere(q):
+        with torch.cuda.device(q.device):
+            return launch_forward(q, k, v, is_causal, config)
+    o = torch.empty_like(q)
+    shape, device = q.shape, q.device
+    logsumexp = torch.empty(shape[:3], device=device, dtype=torch.float32)
+    key = ("hopper", is_causal, config, q.dtype, device, shape, k.shape, q.stride(), k.stride(), v.stride())
+    if (plans := remembered(key)) and not watched():
+        plans[0].again(device.index, (q, k, v, o), logsumexp.data_ptr())
+        return o, logsumexp
+    batch, heads, num_queries, head_dim = shape
+    num_keys, d = k.shape[2], padded(head_dim)
+    config = config or FORWARD[d]
+    row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
+    descriptors = (
+        _descriptor(q, 1, 1, GROUP, d), _descriptor(k, 1, 1, config.block_n, d),
+        _descriptor(v, 1, 1, config.block_n, d), _descriptor(o, 1, 1, GROUP, d),
+    )  # fmt: skip
+    arguments = dict(
+        l_ptr=logsumexp, heads=heads, batch_heads=batch * heads, row_tiles=row_tiles, num_queries=num_queries,
+        num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages, SECTION=_section(batch * heads, 4 * num_keys * d),
+        OVERLAP=config.overlap, num_warps=4,
+    )  # fmt: skip
+    plan = _first(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
+    remember(key, [plan])
+    return o, logsumexp
+
+
+# ------------------------------------------------------------------------------------------------ backward
+def launch_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
+    is_causal: bool, config: Backward | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: three kernels on the device's current stream.
+
+    dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one number a head,
+    expanded; it is copied otherwise where TMA cannot read it.
+    """
+    if elsewhere(q):
+        with torch.cuda.device(q.device):
+            return launch_backward(q, k, v, o, logsumexp, do, is_causal, config)
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys, d = k.shape[2], padded(head_dim)
+    settings = config or BACKWARD[d]
+    device, dtype = q.device, q.dtype
+    one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
+    if not one_number and not addressable(do):
+        do = do.contiguous()
+    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, KEYS)
+    rows = query_tiles * settings.block_m
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    stats = torch.empty((batch * heads * 2, rows), device=device, dtype=torch.float32)
+    dq_sum = torch.empty((batch * heads, num_queries, d), device=device, dtype=torch.float32)
+    do_tile = do
+    if one_number:  # TMA cannot spread it out: the first kernel writes a tile of it, which serves all rows
+        do_tile = torch.empty((batch, heads, settings.block_m, d), device=device, dtype=dtype)
+    key = (
+        "hopper backward", is_causal, config, dtype, device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        o.stride(), do.stride(), one_number, (o.data_ptr() | do.data_ptr()) % 16,
+    )  # fmt: skip
+    if (plans := remembered(key)) and not watched():
+        prepare, main, finish = plans
+        index = device.index
+        prepare.again(
+            index, (), o.data_ptr(), do.data_ptr(), logsumexp.data_ptr(), stats.data_ptr(), dq_sum.data_ptr(),
+            do_tile.data_ptr(),
+        )  # fmt: skip
+        main.again(index, (q, k, v, do_tile, dq_sum, stats), dk.data_ptr(), dv.data_ptr())
+        finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
+        return dq, dk, dv
+    scale, batch_heads = head_dim**-0.5, batch * heads
+    arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile)
+    arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
+    arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
+    arguments |= dict(
+        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
+        TILE_ROWS=settings.block_m if one_number else 0,
+    )  # fmt: skip
+    plans = [_first(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS), batch_heads, 1), (), 6, arguments)]
+    block_m = settings.block_m
+    descriptors = (
+        _descriptor(q, 1, 1, block_m, d), _descriptor(k, 1, 1, KEYS, d), _descriptor(v, 1, 1, KEYS, d),
+        _descriptor(do_tile, 1, 1, block_m, d), _descriptor(dq_sum, 1, GROUP, 64),
+        _descriptor(stats, 1, block_m, swizzled=False),
+    )  # fmt: skip
+    arguments = dict(dk_ptr=dk, dv_ptr=dv)
+    arguments |= dict(zip(("dk_batch", "dk_head", "dk_row"), dk.stride(), strict=False))
+    arguments |= dict(zip(("dv_batch", "dv_head", "dv_row"), dv.stride(), strict=False))
+    arguments |= dict(
+        heads=heads, batch_heads=batch_heads, key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
+        head_dim=head_dim, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d,
+        STAGES=settings.stages, SECTION=_section(batch_heads, 8 * num_queries * d), DO_STEP=0 if one_number else 1,
+        DQ_GROUP=settings.dq_group, AHEAD=settings.ahead, K_REGISTERS=settings.k_registers,
+        V_REGISTERS=settings.v_registers, num_warps=4,
+    )  # fmt: skip
+    plans.append(_first(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments))
+    arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
+    arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
+    arguments |= dict(heads=heads, num_queries=num_queries, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS)
+    plans.append(
+        _first(kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS), batch_heads, 1), (), 2, arguments)
+    )
+    remember(key, plans)
+    return dq, dk, dv

@@ -1,0 +1,223 @@
+"""The Hopper kernels: what their launchers take, what the compiler says of them, and on a GPU their results."""
+
+import pytest
+import torch
+from attention_checks import compiler, fresh, relative
+
+pytest.importorskip("triton")
+from cs336_systems.attention import attention, flash_triton, hopper_reason
+from cs336_systems.attention import hopper_kernels as kernels
+from cs336_systems.attention import hopper_launch as hopper
+from cs336_systems.attention import triton_launch as portable
+from cs336_systems.attention.reference import exact_attention
+from cs336_systems.attention.tiles import SHARED_MEMORY_KIB
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def name(value):
+    return str(value).removeprefix("torch.").replace(", ", "x")
+
+
+# --------------------------------------------------------------------------------- what they take
+def test_layouts_that_tma_reads():
+    x = torch.zeros(2, 3, 100, 64, dtype=torch.bfloat16)
+    assert hopper.addressable(x)
+    assert hopper.addressable(torch.zeros(2, 100, 3, 64, dtype=torch.bfloat16).transpose(1, 2))
+    assert hopper.addressable(torch.zeros(2, 3, 100, 192, dtype=torch.bfloat16)[..., 64:128])
+    assert hopper.addressable(x[:1, :1].as_strided((1, 1, 100, 64), (0, 3, 64, 1)))  # idle strides
+    assert not hopper.addressable(x.transpose(2, 3))
+    assert not hopper.addressable(x[..., ::2])
+    assert not hopper.addressable(x[:, :1].expand(2, 3, 100, 64))
+    assert not hopper.addressable(x[:, :, :1].expand(2, 3, 100, 64))
+    assert not hopper.addressable(torch.zeros(2, 3, 100, 65, dtype=torch.bfloat16)[..., :64])
+    assert not hopper.addressable(torch.zeros(2, 3, 100, 72, dtype=torch.bfloat16)[..., 1:65])
+
+
+def test_reasons():
+    x = torch.zeros(1, 2, 100, 64, dtype=torch.bfloat16)
+    assert hopper.reason_against(x, x, x) is None
+    assert hopper.reason_against(*[x.float()] * 3) == "torch.float32: they compute in 16 bits"
+    wide = torch.zeros(1, 2, 100, 136, dtype=torch.bfloat16)
+    assert hopper.reason_against(wide, wide, wide) == "head dimension 136: at most 128"
+    assert hopper.reason_against(x, x, x[..., :1].expand(x.shape)).startswith("v: TMA cannot read strides")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+def test_without_a_gpu_they_are_not_used(monkeypatch):
+    monkeypatch.delenv("CS336_HOPPER", raising=False)
+    assert "CS336_HOPPER=1" in hopper_reason()
+    monkeypatch.setenv("CS336_HOPPER", "1")
+    assert hopper_reason() in (
+        "interpreted",
+        "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)",
+    )
+
+
+def test_a_section_is_what_the_cache_holds():
+    assert hopper._section(16, 4 * 16384 * 64) == 4
+    assert hopper._section(3, 1) == 2
+    assert hopper._section(100, 2**40) == 1
+
+
+# --------------------------------------------------------------------------------- around the backward kernel
+needs_interpreter = pytest.mark.skipif(
+    not (portable.INTERPRETED or torch.cuda.is_available()), reason="needs triton's interpreter, or a GPU"
+)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("one_number", [False, True], ids=["whole", "one number"])
+@pytest.mark.parametrize("d", [64, 40])
+def test_what_backward_starts_from(d, one_number):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch, heads, rows, padded_rows, tile_rows = 2, 3, 100, 128, 16
+
+    def new(*shape):
+        return fresh(*shape, dtype=torch.float16, device=device, requires_grad=False)
+
+    o = new(batch, rows, heads, d).transpose(1, 2)
+    do = new(batch, heads, 1, 1).expand(batch, heads, rows, d) if one_number else new(batch, heads, rows, d)
+    logsumexp = fresh(batch, heads, rows, device=device, requires_grad=False)
+    stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
+    dq = torch.full((batch * heads, rows, 64), float("nan"), device=device)
+    tile = torch.full((batch, heads, tile_rows, 64), float("nan"), dtype=torch.float16, device=device)
+    kernels.prepare_kernel[(padded_rows // 64, batch * heads)](
+        o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows, 0.25,
+        HEAD_DIM=d, D=64, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
+    )  # fmt: skip
+    delta = (o.double() * do.double()).sum(-1).flatten(0, 1)
+    torch.testing.assert_close(stats[:, 0, :rows].double(), -logsumexp.flatten(0, 1).double() / 0.25)
+    torch.testing.assert_close(stats[:, 1, :rows].double(), -delta, rtol=1e-5, atol=1e-5)
+    assert (stats[:, 0, rows:] == float("-inf")).all() and (stats[:, 1, rows:] == 0).all()
+    assert (dq == 0).all()
+    if one_number:
+        assert torch.equal(tile[..., :d], do[:, :, :1].expand(batch, heads, tile_rows, d))
+        assert (tile[..., d:] == 0).all()
+
+
+@needs_interpreter
+def test_the_sum_becomes_dq():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = fresh(6, 100, 64, device=device, requires_grad=False)
+    dq = torch.full((2, 100, 3, 40), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    kernels.finish_kernel[(2, 6)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
+    assert torch.equal(dq, (total[..., :40] * 0.25).half().view(2, 3, 100, 40))
+
+
+# --------------------------------------------------------------------------------- what the compiler says
+def _compile(kernel, head_dim, is_causal, config=None):
+    from cs336_systems.attention import aot
+
+    config = config or {"forward": hopper.FORWARD, "backward": hopper.BACKWARD}[kernel][head_dim]
+    return aot.compile_hopper_kernel(kernel, head_dim, "bf16", config, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(kernel, head_dim, is_causal):
+    compiled = compiler().submit(_compile, kernel, head_dim, is_causal).result()
+    assert not compiled.serialized
+    assert compiled.spill_bytes <= {"forward": 0, "backward": 128}[kernel]
+    assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
+    assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
+    assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel == "backward")
+
+
+# --------------------------------------------------------------------------------- on a GPU
+SHAPES = [  # batch, heads, n_queries, n_keys, d
+    (1, 1, 1, 1, 64), (1, 2, 1, 300, 64), (2, 2, 300, 1, 128), (1, 2, 100, 500, 64), (1, 2, 128, 128, 64),
+    (2, 3, 333, 517, 64), (2, 3, 517, 333, 128), (1, 16, 1024, 1024, 64), (1, 5, 1000, 1000, 80), (2, 3, 500, 700, 32),
+    (1, 2, 2048, 2048, 128),
+]  # fmt: skip
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setenv("CS336_HOPPER", "1")
+    flash_triton._hopper.cache_clear()
+    if reason := hopper_reason():
+        pytest.skip(reason)
+    yield
+    flash_triton._hopper.cache_clear()
+
+
+def check_both_ways(q, k, v, grad_o, is_causal):
+    """The error against fp64 is at most twice that of the portable kernels."""
+    exact = exact_attention(q, k, v, grad_o, is_causal)
+    results = []
+    for launcher in (hopper, portable):
+        o, logsumexp = launcher.launch_forward(q, k, v, is_causal)
+        results.append((o, logsumexp, launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)))
+    (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
+    torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
+    for ours, other, true in zip((o, *grads), (o2, *grads2), exact, strict=True):
+        assert ours.stride() == other.stride() and torch.isfinite(ours).all()
+        assert relative(ours, true, 1) <= 2 * relative(other, true, 1) + 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_results(on_hopper, shape, dtype, is_causal):
+    batch, heads, num_queries, num_keys, d = shape
+    q, k, v, grad_o = (
+        fresh(batch, heads, n, d, dtype=dtype, device="cuda", requires_grad=False)
+        for n in (num_queries, num_keys, num_keys, num_queries)
+    )
+    check_both_ways(q, k, v, grad_o, is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_strided_tensors_and_gradients_of_one_number(on_hopper, d):
+    def heads_inside(n):
+        return fresh(2, n, 3, d, dtype=torch.bfloat16, device="cuda", requires_grad=False).transpose(1, 2)
+
+    q, k, v = heads_inside(333), heads_inside(517), heads_inside(517)
+    check_both_ways(q, k, v, heads_inside(333), True)
+    one = fresh(2, 3, 1, 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+    check_both_ways(q, k, v, one.expand(2, 3, 333, d), True)
+    check_both_ways(q, k, v, one.expand(2, 3, 333, d), False)
+    column = fresh(2, 3, 333, 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+    check_both_ways(q, k, v, column.expand(2, 3, 333, d), True)
+
+
+@pytest.mark.gpu
+def test_large_scores_and_keys_that_are_not_there(on_hopper):
+    """Where all scores are far below zero, exp(−L) of a key past the end would be infinite."""
+    q = fresh(1, 2, 200, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False).abs() + 20
+    k = -fresh(1, 2, 130, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False).abs() - 1
+    v, grad_o = (
+        fresh(1, 2, n, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False) for n in (130, 200)
+    )
+    for is_causal in (False, True):
+        check_both_ways(q, k, v, grad_o, is_causal)
+
+
+@pytest.mark.gpu
+def test_launched_again_with_other_tensors(on_hopper):
+    for _ in range(3):
+        q, k, v = (fresh(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        attention(q, k, v, True, "flash_triton").sum().backward()
+        grads = [x.grad.clone() for x in (q, k, v)]
+        exact = exact_attention(q.detach(), k.detach(), v.detach(), torch.ones_like(q), True)[1:]
+        for grad, true in zip(grads, exact, strict=True):
+            assert relative(grad, true, 1) < 0.02
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_where_they_are_asked_for(on_hopper):
+    q, k, v, grad_o = (fresh(2, 4, 1000, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            o = attention(q, k, v, True, "flash_triton")
+            runs.append(torch.autograd.grad(o, (q, k, v), grad_o))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, runs[0], strict=True))
