@@ -24,6 +24,7 @@ TINY = Case("tiny", 16, "naive", dtype="fp32")
 SENTENCES = (
     ddp_words.time_words, ddp_words.naive_words, ddp_words.trace_words, ddp_words.bucket_words, ddp_words.fit_words,
     ddp_words.best_words, ddp_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.noise_words,
+    ddp_words.host_words,
 )  # fmt: skip
 
 
@@ -209,6 +210,7 @@ def test_page_of_made_up_rows(made_up):
     assert ddp_words.scaling_words(made_up).count("*naive*") == 3
     assert "3 cases were measured twice" in ddp_words.noise_words(made_up)
     assert "Nsight Systems" in ddp_words.trace_words(made_up)
+    assert "context 512" in ddp_words.host_words(made_up)
     assert "*naive*" in ddp_words.against_words(made_up, "flat", ("naive",))
     summary = page.summary_table(made_up).set_index(["context", "way"])
     assert summary.loc[(512, "torch DDP"), "over torch"] == "1.000 ×"

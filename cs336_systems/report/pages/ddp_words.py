@@ -18,6 +18,9 @@ from cs336_systems.report.tables import fmt, si
 OURS = ("naive", "flat", "overlapped", "bucketed", "in_place")
 
 
+_BUSY = 0.9  # of a step: where kernels fill less, the GPU waits for the host
+
+
 def _percent(share: float, digits: int = 2) -> str:
     return f"{fmt(100 * share, digits)} %"
 
@@ -177,6 +180,33 @@ def trace_words(chapter: Chapter) -> str:
             " report for communication, which competes with computation for the same cores."
         )
     return text
+
+
+def host_words(chapter: Chapter) -> str:
+    """Whether the GPU or the host sets the pace: kernels that compute, by a trace without overlap, against the step."""
+    lines = []
+    for machine, context, rows in _places(chapter):
+        traced = _one(
+            chapter.rows(kind="trace", machine=machine, context_length=context).to_dict("records"), "naive"
+        )
+        step = _one(rows, "none")
+        if traced is None or step is None:
+            continue
+        busy, whole = traced["compute_ms"], step["step_ms_p50"]
+        text = (
+            f"`{machine}`, context {context}: kernels that compute take {fmt(busy)} ms of a step (by the trace of"
+            f" *naive*, where nothing runs beside them), and a step without communication takes {fmt(whole)} ms."
+        )
+        if busy < _BUSY * whole:
+            text += (
+                f" For {_percent(1 - busy / whole)} of it the GPU has no work: the host launches kernels more slowly"
+                " than they run. What a way costs the host, for hooks, copies and calls, then adds to the step as a"
+                " whole, and how even the host's pace is decides how even the step is."
+            )
+        else:
+            text += " So the GPU sets the pace, and the host's work for hooks and calls hides behind it."
+        lines.append(text)
+    return _paragraphs(lines, f"Who sets the pace: {NOT_MEASURED}.")
 
 
 # -------------------------------------------------------------------------------------------------- the buckets
