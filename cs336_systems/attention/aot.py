@@ -109,7 +109,7 @@ def compile_hopper_kernel(
             f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
         )
 
-    constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, SECTION=8, num_warps=4)
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, num_warps=4)
     if kernel == "forward":
         function = hopper_kernels.forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)

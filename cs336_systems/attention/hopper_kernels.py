@@ -68,13 +68,13 @@ def _exp2(x):
 
 
 @gluon.jit
-def _place(program, tiles, batch_heads, SECTION: gl.constexpr):
-    """The program's (tile, head). Heads come in sections whose tensors the L2 cache can hold together; within one, tile
-    0 of all heads first, then tile 1, …"""
-    section = program // (tiles * SECTION)
-    within = program - section * tiles * SECTION
-    width = gl.minimum(SECTION, batch_heads - section * SECTION)
-    return within // width, section * SECTION + within % width
+def _place(program, tiles, batch_heads, section):
+    """The program's (tile, head). Heads come in sections (of `section` heads) whose tensors the L2 cache can hold
+    together; within one, tile 0 of all heads first, then tile 1, …"""
+    first = program // (tiles * section) * section
+    within = program - first * tiles
+    width = gl.minimum(section, batch_heads - first)
+    return within // width, first + within % width
 
 
 # ------------------------------------------------------------------------------------------------ forward
@@ -100,13 +100,13 @@ def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.cons
 
 
 @gluon.jit
-def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
+def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
                       IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                      STAGES: gl.constexpr, SECTION: gl.constexpr):  # fmt: skip
+                      STAGES: gl.constexpr):  # fmt: skip
     """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
-    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, SECTION)
+    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, section)
     b, h = head // heads, head % heads
     first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
     for g in gl.static_range(GROUPS):
@@ -129,9 +129,9 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
 
 
 @gluon.jit
-def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
+def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries, num_keys, c,
                    IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   D: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """64 queries: the online softmax over their keys, then O and L."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
@@ -142,7 +142,7 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     DTYPE: gl.constexpr = q_smem.dtype
 
-    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, SECTION)
+    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, section)
     first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
     first_query = first_of_tile + G * WG
     queries = first_query + gl.arange(0, WG, s_rows)
@@ -216,11 +216,10 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "row_tiles", "num_queries", "num_keys"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                   IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, SECTION: gl.constexpr, OVERLAP: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
+                   c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
@@ -242,35 +241,34 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, ro
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                              IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                              IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                              IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
-                                 IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, SECTION)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                              IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, row_tiles, num_queries, num_keys, c,
-                              IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, SECTION, OVERLAP)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, row_tiles, num_keys,
-                                 IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, SECTION)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ backward
 @gluon.jit
-def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, key_tiles,
-                       query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                       STAGES: gl.constexpr, SECTION: gl.constexpr, DO_STEP: gl.constexpr,
-                       AHEAD: gl.constexpr):  # fmt: skip
+def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, section,
+                       key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+                       STAGES: gl.constexpr, DO_STEP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
     b, h = head // heads, head % heads
     first_key = tile * 2 * WG
     mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
@@ -425,17 +423,17 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
 
 @gluon.jit
 def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles, barriers,
-                    heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
+                    heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c, scale,
                     IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                    STAGES: gl.constexpr, SECTION: gl.constexpr, DQ_GROUP: gl.constexpr,
-                    AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr, V_REGISTERS: gl.constexpr):  # fmt: skip
+                    STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
+                    V_REGISTERS: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DTYPE: gl.constexpr = q_smem.dtype
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
     first_key = tile * 2 * WG
     dk = gl.zeros([WG, D], gl.float32, d_layout)
     dv = gl.zeros([WG, D], gl.float32, d_layout)
@@ -482,14 +480,14 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
 
 
 @gluon.jit
-def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr,
-                       BLOCK_M: gl.constexpr, D: gl.constexpr, SECTION: gl.constexpr):  # fmt: skip
+def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr,
+                       BLOCK_M: gl.constexpr, D: gl.constexpr):  # fmt: skip
     """Adds dQᵀ = Kᵀ dSᵀ of each tile of queries to dQ, while the other groups go on. Kᵀ stays in registers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, SECTION)
+    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
     first = 0
     if IS_CAUSAL:
         first = tile * 2 * WG // BLOCK_M
@@ -510,12 +508,14 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, key_tiles, query_t
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "key_tiles", "query_tiles", "num_keys", "head_dim"])
+@gluon.jit(
+    do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys", "head_dim"]
+)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
-                    dv_batch, dv_head, dv_row, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-                    SECTION: gl.constexpr, DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
-                    K_REGISTERS: gl.constexpr, V_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                    dv_batch, dv_head, dv_row, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim,
+                    c, scale, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                    DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
+                    V_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -548,30 +548,26 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr
     if DQ_GROUP:
         gl.warp_specialize([
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                               IS_CAUSAL, 0, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
-                               K_REGISTERS, V_REGISTERS)),
+                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
+                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                               IS_CAUSAL, 1, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
-                               K_REGISTERS, V_REGISTERS)),
-            (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M,
-                                  D, SECTION)),
+                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
+                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
+            (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL,
+                                  BLOCK_M, D)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
-                                  key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, SECTION, DO_STEP, AHEAD)),
+                                  section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP, AHEAD)),
         ], [4, 4, 1], [192, 104, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                               IS_CAUSAL, 0, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
-                               K_REGISTERS, V_REGISTERS)),
+                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
+                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                               IS_CAUSAL, 1, BLOCK_M, D, STAGES, SECTION, DQ_GROUP, AHEAD,
-                               K_REGISTERS, V_REGISTERS)),
+                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
+                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
-                                  key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, SECTION, DO_STEP, AHEAD)),
+                                  section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP, AHEAD)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 

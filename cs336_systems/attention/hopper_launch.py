@@ -180,9 +180,10 @@ def launch_forward(
         _descriptor(v, 1, 1, config.block_n, d), _descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
     arguments = dict(
-        l_ptr=logsumexp, heads=heads, batch_heads=batch * heads, row_tiles=row_tiles, num_queries=num_queries,
+        l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
+        section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages, SECTION=_section(batch * heads, 4 * num_keys * d),
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages,
         OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
     plan = _first(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
@@ -251,11 +252,11 @@ def launch_backward(
     arguments |= dict(zip(("dk_batch", "dk_head", "dk_row"), dk.stride(), strict=False))
     arguments |= dict(zip(("dv_batch", "dv_head", "dv_row"), dv.stride(), strict=False))
     arguments |= dict(
-        heads=heads, batch_heads=batch_heads, key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
-        head_dim=head_dim, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d,
-        STAGES=settings.stages, SECTION=_section(batch_heads, 8 * num_queries * d), DO_STEP=0 if one_number else 1,
-        DQ_GROUP=settings.dq_group, AHEAD=settings.ahead, K_REGISTERS=settings.k_registers,
-        V_REGISTERS=settings.v_registers, num_warps=4,
+        heads=heads, batch_heads=batch_heads, section=_section(batch_heads, 8 * num_queries * d),
+        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys, head_dim=head_dim,
+        c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
+        DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
+        K_REGISTERS=settings.k_registers, V_REGISTERS=settings.v_registers, num_warps=4,
     )  # fmt: skip
     plans.append(_first(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments))
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
