@@ -516,6 +516,41 @@ def test_tensors_are_known_by_their_size():
     assert same[80 * 2**20] == "(B, S, F), fp32 or (B, S, V), fp32"
 
 
+def test_what_weights_keep_of_their_blocks():
+    """2.7B: 128 weights of 25 MiB in blocks of 26, and two of 97.66 in blocks of 98; tiny: cut from larger blocks."""
+    assert page.rounded_off_bytes(SIZES["2.7B"]) == 128 * 2**20 + 2 * (-4 * 10_000 * 2560 % 2**21)
+    assert page.rounded_off_bytes(SIZES["tiny"]) == 0
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+def test_the_balance_of_autocast_is_that_of_the_closed_forms(batch):
+    def lower(context):
+        shape = (SIZES["2.7B"], batch, context, "forward_graph")
+        bf16, fp32 = (sum(accounting.peak_bytes(*shape, dtype).values()) for dtype in ("bf16", "fp32"))
+        return bf16 < fp32
+
+    text = words.balance(batch=batch)
+    assert "11d$ = 880 tokens" in text and "from batch 5 on" in text
+    assert (f"at batch {batch}, autocast saves" in text) == lower(880) == any(map(lower, range(16, 2048, 48)))
+
+
+def test_rounding_is_told_from_what_tensors_need(full):
+    context = {"context_length": 256, "mode": "train_step"}
+    row = page.one(full(), **context, dtype="bf16")
+    case = memory.Case("2.7B", 256, "train_step", "bf16")
+    fp32 = page.one(full(), **context, dtype="fp32")
+    same = {
+        "requested_bytes": int(fp32["requested_bytes"]),
+        "peak_bytes": int(fp32["peak_bytes"]) - 3 * 2**20,
+    }
+    text = words.precision(full({case: same}))
+    assert "*full step* at 256, −3.00 MiB" in text and "tensors do not need less" in text
+    assert row["requested_bytes"] > fp32["requested_bytes"] and "*full step* at 256" not in words.precision(
+        full()
+    )
+    assert "forward passes were rounded up by" in words.rounding(full())
+
+
 def test_the_residual_stream_is_derived():
     assert words.residual() == (
         "At batch $B$ = 4, context $S$ = 512 and $D$ = 2,560: $4BSD$ = 20,971,520 bytes; divided by $2^{20}$,"

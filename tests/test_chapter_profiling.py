@@ -5,6 +5,7 @@ import json
 import types
 
 import pytest
+from notebook_checks import shown_by
 
 from cs336_systems import experiments
 from cs336_systems.experiments import profiling
@@ -14,6 +15,7 @@ from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.trace import Kernel, Range, Trace
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import profiling as page
+from cs336_systems.report.pages import profiling_words as words
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -270,27 +272,72 @@ def test_page_of_made_up_rows(made_up):
     assert set(attention["softmax / products, time"]) == {"0.150"}  # 0.03 of 0.2 ms
     small = attention[attention["size"] == "small"].iloc[0]
     assert small["softmax / products, FLOPs"] == f"{5 / 256:.4f}"
-    assert "`2.7B` at context 1024 (fp32) on `h100-x1`: optimizer." in page.out_of_memory(made_up)
-    assert page.sources_words(made_up) == "Recorded with `h100-x1`: Nsight Systems 2025.3.1."
+    assert (
+        "`2.7B` at context 1024 (fp32) on `h100-x1`: `optimizer`. By the closed form the whole step needs 87.8"
+        in words.out_of_memory(made_up)
+    )
+    assert words.sources_words(made_up) == "Recorded with `h100-x1`: Nsight Systems 2025.3.1."
     assert len(page.tools_table(made_up)) == len(profiling.RANGES)
-    assert "take 1.00 to 1.00 times what they take by Nsight Systems" in page.tools_words(made_up)
+    assert "take 1.00 to 1.00 times what they take by Nsight Systems" in words.tools_words(made_up)
     assert (
         "matrix products 85.7 % of the kernels' time; then softmax 8.6 %, elementwise 5.7 %"
-        in page.others_words(made_up)
+        in words.others_words(made_up)
     )
-    for sentence in (page.timer_words, page.share_words, page.attention_words):
+    for sentence in (
+        words.timer_words, words.share_words, words.attention_words, words.top_words, words.width_words,
+        words.change_words, words.adamw_words, words.softmax_words,
+    ):  # fmt: skip
         assert "not measured" not in sentence(made_up)
     assert not page.kernel_table(made_up, "xl", "forward").empty
     assert page.class_figure(made_up, "h100-x1").axes[0].has_data()
-    assert page.drawn(made_up) == ["small", "xl"]
+    assert "- fp32: the first kernel of forward is a matrix product in all 20 shapes" in words.top_words(
+        made_up
+    )
+    assert "the share does not grow with every size, and is more than half in all 5" in words.width_words(
+        made_up
+    )
+    assert words.timeline_words(made_up, "h100-x1").count("after ") == 3
+    assert page.drawn(made_up) == [("small", "fp32"), ("xl", "fp32"), ("small", "bf16")]
     assert page.timeline_figure(made_up, "h100-x1", "small").axes[0].has_data()
+
+
+def test_forward_stands_beside_the_chapter_on_benchmarking(made_up, results_root):
+    from cs336_systems.experiments import benchmarking
+
+    cases = [
+        c
+        for c in benchmarking.grid("full")
+        if c.mode == "train_step" and (c.size, c.context_length) == ("xl", 256)
+    ]
+    times = {"forward_ms_p50": 0.5, "status": "ok", "run": "r", "env": "0", "code": "c"}
+    rows.write(benchmarking, "h100-x1", [dataclasses.asdict(c) | times for c in cases], results_root)
+    chapter = Chapter("profiling", measure="no", machine="h100-x1", preset="full")
+    assert page.benchmarked(chapter)["h100-x1", "xl", 256, "fp32"] == 0.5
+    table = page.timer_table(chapter)
+    beside = table[table["benchmarking, ms"] != "–"]
+    assert set(zip(beside["size"], beside["context"], strict=True)) == {("xl", 256)}
+    text = words.benchmark_words(chapter)
+    assert "(1 shape)" in text and "the pass without recording 2.20 times" in text  # 1.1 of 0.5 ms
+
+
+def test_the_page_with_some_of_its_rows(made_up, results_root, project_root, monkeypatch):
+    """Two groups are still to be measured: no sentence may fail for that, or speak of what is not there."""
+    frame = rows.read(profiling, "h100-x1", results_root)
+    left_out = (frame["tool"] == "torch") | ((frame["size"] == "2.7B") & (frame["dtype"] == "bf16"))
+    path = rows.csv_path("profiling", "h100-x1", results_root)
+    frame[~left_out].to_csv(path, index=False)
+    (results_root / "reference.json").write_text(json.dumps({"profiling": ["h100-x1"]}))
+    text = shown_by("profiling", project_root, monkeypatch)
+    assert "Both tools on one shape: not measured." in text and "nan" not in text.lower()
+    assert "- bf16: the first kernel of forward is a matrix product in all 4 shapes" in text
 
 
 def test_page_without_rows():
     chapter = Chapter("profiling", measure="no", preset="full")
     for sentence in (
-        page.timer_words, page.others_words, page.share_words, page.attention_words, page.out_of_memory,
-        page.sources_words, page.tools_words,
+        words.timer_words, words.others_words, words.share_words, words.attention_words, words.out_of_memory,
+        words.sources_words, words.tools_words, words.benchmark_words, words.top_words, words.width_words,
+        words.change_words, words.adamw_words, words.softmax_words,
     ):  # fmt: skip
         assert "not measured" in sentence(chapter)
     for table in (page.timer_table, page.top_table, page.share_table, page.attention_table):

@@ -56,11 +56,14 @@ def timeline_figure(timeline: Timeline, title: str | None = None, *, over: str =
         ax.annotate(
             text, (at, 0.5), xycoords=("data", "axes fraction"), fontsize=8, ha=_side(ax, at), zorder=5
         )
-    at = float(np.interp(timeline.peak.event, events, x))
-    ax.plot([at], [timeline.peak.bytes / GIB], "o", color=figures.ROOF, ms=3.5, zorder=5)
+    states = [timeline.peak, *(stage.peak for stage in timeline.stages)]
+    peak = max(reversed(states), key=lambda state: state.bytes)  # of equals the last, as in the rows
+    at = float(np.interp(peak.event, events, x))
+    ax.plot([at], [peak.bytes / GIB], "o", color=figures.ROOF, ms=3.5, zorder=5)
     ax.annotate(
-        f" peak {fmt(timeline.peak.bytes / GIB)} GiB ", (at, timeline.peak.bytes / GIB), xytext=(0, 3),
+        f"peak {fmt(peak.bytes / GIB)} GiB", (at, peak.bytes / GIB), xytext=(4 if _side(ax, at) == "left" else -4, 4),
         textcoords="offset points", fontsize=8.5, ha=_side(ax, at), zorder=5,
+        bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"},
     )  # fmt: skip
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, fontweight="bold")

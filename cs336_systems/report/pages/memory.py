@@ -220,6 +220,15 @@ def left_out_bytes(case: Any, moment: str) -> int:
     return 8 * case.context_length * size(case.size).d_head + (2 - in_graph) * tokens
 
 
+def rounded_off_bytes(config: ModelConfig) -> int:
+    """What fp32 weights keep of blocks of their own: the allocator asks the device for them in multiples of 2 MiB from
+    10 MiB on, and splits nothing off that is no larger than 1 MiB."""
+    d, layers = config.d_model, config.num_layers
+    weights = ((4 * layers, d * d), (3 * layers, d * config.d_ff), (2, config.vocab_size * d))
+    rest = [(count, -4 * n % (2 * MIB)) for count, n in weights if 4 * n >= 10 * MIB]
+    return sum(count * left for count, left in rest if left <= MIB)
+
+
 def tensor_names(config: ModelConfig, batch: int, sequence: int, dtype: str) -> dict[int, str]:
     """Bytes → the tensors of the forward pass that are as large: shape in the model's letters, and dtype."""
     elements = {

@@ -19,12 +19,16 @@ from cs336_systems.report.pages.memory import (
     case_of,
     closed_form,
     contexts,
+    device_of,
+    expected_categories,
+    left_out_bytes,
     measured,
     one,
     predicted_bytes,
     primary,
     read_timeline,
     records,
+    rounded_off_bytes,
     tensor_names,
     what,
 )  # fmt: skip
@@ -85,7 +89,65 @@ def crossovers(config: ModelConfig = SIZES[REFERENCE], name: str = REFERENCE, ba
     return " ".join(words)
 
 
+def balance(config: ModelConfig = SIZES[REFERENCE], name: str = REFERENCE, batch: int = 4) -> str:
+    """What autocast saves and costs a block at the best context, d_ff = 4 d_model; from which batch on it saves."""
+    d, width = config.d_head, config.d_model
+    best = 242 * batch * d * width - 32 * width**2
+    enough = -(-32 * width // (242 * d))
+    outcome = (
+        f"saves {fmt(best / MIB)} MiB a block" if best > 0 else f"still costs {fmt(-best / MIB)} MiB a block"
+    )
+    return (
+        f"In `{name}`, at batch {batch}, autocast {outcome} at the best context, $11d$ = {11 * d:,} tokens; there are"
+        f" contexts at which it saves memory from batch {enough} on."
+    )
+
+
 # ------------------------------------------------------------------------------------------------ what rows say
+def growth(chapter: Chapter, dtype: str) -> str:
+    """How far a forward pass without a graph goes beyond the weights, and what the graph holds, by context."""
+    alone = [r for r in records(chapter, mode="forward", dtype=dtype) if measured(r)]
+    kept = [r for r in records(chapter, mode="forward_graph", dtype=dtype) if measured(r)]
+    kept = [r for r in kept if r["machine"] == kept[0]["machine"]]
+    words = []
+    if alone:
+        more = [r["peak_bytes"] / r["weights_bytes"] - 1 for r in alone]
+        words.append(
+            f"Without a graph the forward pass peaks {fmt(100 * min(more), 2)} to {fmt(100 * max(more), 2)} % above the"
+            " weights alone."
+        )
+    else:
+        words.append(f"The forward pass without a graph: {NOT_MEASURED}.")
+    if len(kept) > 1:
+        first, last = kept[0], kept[-1]
+        ratio = last["activations_bytes"] / first["activations_bytes"]
+        words.append(
+            f"With the graph there are {_amount(first['activations_bytes'])} of activations at context"
+            f" {first['context_length']} and {_amount(last['activations_bytes'])} at {last['context_length']}:"
+            f" {fmt(ratio)} times as much for {last['context_length'] / first['context_length']:g} times the context."
+        )
+    else:
+        words.append(f"How activations grow: {NOT_MEASURED}.")
+    return " ".join(words)
+
+
+def rhythm(chapter: Chapter, dtype: str, context: int) -> str:
+    """How high the teeth of the forward pass are, and how high a stair."""
+    alone, kept = (
+        one(chapter, mode=m, dtype=dtype, context_length=context) for m in ("forward", "forward_graph")
+    )
+    if not (measured(alone) and measured(kept)):
+        return f"Teeth and stairs at context {context}: {NOT_MEASURED}."
+    tooth = alone["requested_bytes"] - alone["weights_bytes"] - alone["before_recording_bytes"]
+    layers = size(kept["size"]).num_layers
+    logits = kept["batch"] * context * size(kept["size"]).vocab_size * (2 if dtype == "bf16" else 4)
+    stair = (kept["activations_bytes"] - logits) / layers
+    return (
+        f"At context {context} in {dtype} the highest tooth is {_amount(tooth)} high, and each of the {layers} stairs"
+        f" {_amount(stair)} (all activations but the logits, divided by the blocks)."
+    )
+
+
 def peaks(chapter: Chapter, dtype: str) -> str:
     """The peaks of the largest model at its shortest and longest context, and how they grow."""
     name, lengths = primary(chapter), contexts(chapter)
@@ -120,9 +182,49 @@ def step_peak(chapter: Chapter, dtype: str) -> str:
         moment, _ = closed_form(chapter, row)
         words.append(
             f"At context {context} the step has its peak in stage *{row['peak_stage']}* (by the closed form:"
-            f" *{moment}*): {parts}."
+            f" *{moment}*): {parts}." + _backward_words(chapter, row)
         )
     return " ".join(words)
+
+
+def _backward_words(chapter: Chapter, row: dict[str, Any]) -> str:
+    """From where to where memory goes in the last backward pass, and what one block gives and takes."""
+    found = read_timeline(chapter, row)
+    begins = {stage.name: stage.begin for stage in found.stages} if found else {}
+    passes = [name for name in begins if name.startswith(("backward", "optimizer"))][-2:]
+    if len(passes) < 2:
+        return ""
+    total = found.total()
+    first, last = (total[found.events.index(begins[name])] for name in passes)
+    config, device = size(row["size"]), device_of(row["machine"])
+    shape = (config, int(row["batch"]), int(row["context_length"]), row["dtype"])
+    saved = sum(accounting.saved_layer_bytes(*shape, device=device).values())
+    counts = accounting.parameter_counts(config)
+    weights = (counts["attention"] + counts["ffn"]) // config.num_layers
+    copies = f" and {_amount(2 * weights)} of weights' copies" if row["dtype"] == "bf16" else ""
+    return (
+        f" Through that backward pass memory {'rises' if last > first else 'falls'} from {_amount(first)} to"
+        f" {_amount(last)}: a block gives up {_amount(saved)} of activations{copies} for {_amount(4 * weights)} of"
+        " gradients."
+    )
+
+
+def _change(count: float) -> str:
+    """Bytes more (or less) with their sign; `nothing` for none."""
+    return f"{'+' if count > 0 else '−'}{_amount(abs(count))}" if count else "nothing"
+
+
+def _lower_by_rounding(chapter: Chapter) -> list[str]:
+    """The cases whose peak under autocast is lower than in fp32, though no less is requested."""
+    found = []
+    for row in records(chapter, dtype="bf16"):
+        where = {key: row[key] for key in ("machine", "context_length", "mode", "optimizer")}
+        other = one(chapter, **where, dtype="fp32")
+        if measured(row) and measured(other):
+            less = row["peak_bytes"] - other["peak_bytes"]
+            if row["requested_bytes"] >= other["requested_bytes"] and less < 0:
+                found.append(f"*{what(row)}* at {row['context_length']}, {_change(less)}")
+    return found
 
 
 def precision(chapter: Chapter) -> str:
@@ -133,11 +235,15 @@ def precision(chapter: Chapter) -> str:
         for context in contexts(chapter):
             rows = [one(chapter, mode=mode, dtype=dtype, context_length=context) for dtype in DTYPES]
             if all(map(measured, rows)):
-                change = rows[1]["peak_bytes"] - rows[0]["peak_bytes"]
-                sign = "+" if change > 0 else "−"
-                changes.append((f"{sign}{_amount(abs(change))}" if change else "nothing") + f" at {context}")
+                change = rows[1]["requested_bytes"] - rows[0]["requested_bytes"]
+                changes.append(f"{_change(change)} at {context}")
         words.append(f"*{MODES[mode]}*: {', '.join(changes) or NOT_MEASURED}")
-    text = f"What bf16 autocast adds to the peak (or takes off). {'; '.join(words)}."
+    text = f"What bf16 autocast adds to the most that is *requested*. {'; '.join(words)}."
+    if lower := _lower_by_rounding(chapter):
+        text += (
+            f" Where the table shows a lower peak all the same ({'; '.join(lower)}), tensors do not need less: the"
+            " allocator has rounded less."
+        )
     row = one(chapter, mode="forward_graph", dtype="bf16", context_length=contexts(chapter)[-1])
     other = one(chapter, mode="forward_graph", dtype="fp32", context_length=contexts(chapter)[-1])
     if measured(row) and measured(other):
@@ -168,14 +274,59 @@ def room(chapter: Chapter) -> str:
 
 
 def accuracy(chapter: Chapter) -> str:
-    """How far the closed form is from what was measured, over all rows."""
-    rows = chapter.measured()
-    if rows.empty:
+    """How far the closed form is from what was measured, over all rows, and what is left when all is counted."""
+    rows = chapter.measured().to_dict("records")
+    if not rows:
         return f"The closed form against the measured peaks: {NOT_MEASURED}."
-    apart = [100 * (r["peak_bytes"] / predicted_bytes(chapter, r) - 1) for r in rows.to_dict("records")]
+    apart, rest = [], []
+    for row in rows:
+        moment, items = closed_form(chapter, row)
+        expected = sum(items.values())
+        counted = expected + row["before_recording_bytes"] + left_out_bytes(case_of(chapter, row), moment)
+        apart.append(100 * (row["peak_bytes"] / expected - 1))
+        rest.append(row["requested_bytes"] - counted)
     return (
         f"Over all {len(rows)} measured cases, the peak is {fmt(min(apart), 2)} % to {fmt(max(apart), 2)} % above the"
-        " closed form."
+        " closed form. Closed form, workspaces, tables and ids add up to what was requested, to within"
+        f" {max(map(abs, rest)):,.0f} bytes in every case."
+    )
+
+
+def rounding(chapter: Chapter) -> str:
+    """What the allocator's rounding comes to in passes and steps of the largest model, beside that of its weights."""
+    rows = chapter.measured(size=primary(chapter), source="allocator").to_dict("records")
+    if not rows:
+        return f"What the allocator rounds up: {NOT_MEASURED}."
+    parameters = rounded_off_bytes(size(primary(chapter)))
+    words = []
+    for what_kind, step in (("forward passes", False), ("training steps", True)):
+        found = [r["peak_bytes"] - r["requested_bytes"] for r in rows if (r["mode"] == "train_step") == step]
+        if found:
+            words.append(
+                f"the {what_kind} were rounded up by {fmt(min(found) / MIB)} to {fmt(max(found) / MIB)} MiB"
+            )
+    return (
+        f"By these rules the weights of `{primary(chapter)}` keep {fmt(parameters / MIB)} MiB that they do not need,"
+        f" and weights, gradients and two moments at most {fmt(4 * parameters / MIB)} MiB. Measured,"
+        f" {', and '.join(words)}."
+    )
+
+
+def categories(chapter: Chapter) -> str:
+    """How far any category of any case is from its closed form, the workspaces aside."""
+    found = []
+    for row in records(chapter):
+        if measured(row):
+            there = alive(chapter, row)
+            for name, expected in expected_categories(chapter, row).items():
+                if name != "before recording":
+                    found.append((abs(there.get(name, 0) - expected), name))
+    if not found:
+        return f"Categories against their closed forms: {NOT_MEASURED}."
+    apart, name = max(found)
+    return (
+        f"Before rounding to the digits shown, the largest difference in any category of any case, fp32 or bf16, is"
+        f" {fmt(apart / MIB)} MiB, of *{name}*."
     )
 
 
@@ -199,12 +350,12 @@ def largest(chapter: Chapter, dtype: str = "fp32") -> str:
             continue
         case = case_of(chapter, row)
         names = tensor_names(size(case.size), case.batch, case.context_length, dtype)
-        tensor, count = names.get(int(row["largest_bytes"])), int(row["largest_count"])
+        tensor = names.get(int(row["largest_bytes"]))
         words.append(
             f"At context {context} the largest allocation of the forward pass in {dtype} is"
             f" **{fmt(row['largest_bytes'] / MIB)} MiB**"
             + (f", a tensor {tensor}" if tensor else "")
-            + f", made {'once' if count == 1 else f'{count} times'} by `{row['largest_code']}`."
+            + f", such as `{row['largest_code']}` makes."
         )
     return " ".join(words)
 
@@ -220,8 +371,8 @@ def optimizer(chapter: Chapter) -> str:
             amounts = fused["peak_bytes"], row["peak_bytes"], row["peak_bytes"] - fused["peak_bytes"]
             one_kernel, lists, more = map(_amount, amounts)
             words.append(
-                f"{where}: {one_kernel} with the fused kernel, {lists} over lists (in stage *{row['peak_stage']}*),"
-                f" {more} more"
+                f"{where}: {one_kernel} with the fused kernel, {lists} over lists (in stage *{row['peak_stage']}*, with"
+                f" {_amount(row['temporaries_bytes'])} of temporaries), {more} more"
             )
         else:
             words.append(f"{where}: {NOT_MEASURED}")

@@ -1,4 +1,5 @@
-"""What chapter `profiling` shows: the kernels of a step, by range, class and name."""
+"""What chapter `profiling` shows: the kernels of a step, by range, class and name. Its sentences are in
+`profiling_words`."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
+from cs336_systems.experiments.steps import WARM
 from cs336_systems.measure.kernels import CLASSES, PRODUCT, SOFTMAX
 from cs336_systems.measure.trace_step import Step
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import steps
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.report.trace_figure import COLORS, step_figure
@@ -22,9 +24,6 @@ from cs336_systems.sizes import SIZES, size
 PRIMARY = 512
 PASSES = ("forward", "backward", "optimizer")
 SOFTMAX_FLOPS = 5  # for each score: compare, subtract, exponentiate, add, divide
-_TOOLS = {
-    "nsys": "Nsight Systems", "torch": "torch's profiler", "torch-cpu": "torch's profiler (operators of the CPU)",
-}  # fmt: skip
 SHAPE = ["machine", "size", "context_length", "dtype"]
 _SUMS = ("python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values())
 
@@ -94,44 +93,39 @@ def _word(row: dict[str, Any] | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ (a)
+def benchmarked(chapter: Chapter) -> dict[tuple[str, str, int, str], float]:
+    """The forward pass of training steps by chapter `benchmarking` on the same machines, ms: shape → median."""
+    if not chapter.machines:
+        return {}
+    other = Chapter("benchmarking", measure="no", machine=",".join(chapter.machines), root=chapter.root)
+    found = other.measured(repeat=0, attention="reference", compile="off", batch=4)
+    found = steps.passes(found[found["warmup"] >= WARM])
+    return {tuple(row[field] for field in SHAPE): row["forward_ms_p50"] for row in found.to_dict("records")}
+
+
 def timer_table(chapter: Chapter) -> pd.DataFrame:
-    """Forward by the host's clock, by the trace's range, and the time in which the GPU was busy."""
+    """Forward by the host's clock, here and in chapter `benchmarking`, by the trace's range, and the GPU's part."""
     out = []
+    clocks = benchmarked(chapter)
     for shape, found in shapes(chapter):
         forward = found.get("forward")
-        line = _head(shape) | {"clock, ms": _word(forward)}
+        before = clocks.get(tuple(shape.values()))
+        line = _head(shape) | {"benchmarking, ms": fmt(before), "clock, ms": _word(forward)}
         if ok(forward):
             line |= {
                 "clock, ms": fmt(forward["python_ms"]),
                 "range, ms": fmt(forward["host_ms"]),
                 "range / clock": fmt(forward["host_ms"] / forward["python_ms"]),
                 "GPU busy, ms": fmt(forward["busy_ms"]),
-                "idle": _share(forward["idle_ms"], forward["busy_ms"] + forward["idle_ms"]),
+                "idle": f"{fmt(100 * forward['idle_ms'] / (forward['busy_ms'] + forward['idle_ms']))} %",
                 "kernels": fmt(round(forward["kernels"])),
-                "µs a kernel": fmt(1e3 * forward["kernel_ms"] / forward["kernels"]),
             }
         out.append(line)
     columns = [
-        "machine", "dtype", "size", "context", "clock, ms", "range, ms", "range / clock", "GPU busy, ms", "idle",
-        "kernels", "µs a kernel",
+        "machine", "dtype", "size", "context", "benchmarking, ms", "clock, ms", "range, ms", "range / clock",
+        "GPU busy, ms", "idle", "kernels",
     ]  # fmt: skip
     return pd.DataFrame(out, columns=columns)
-
-
-def timer_words(chapter: Chapter) -> str:
-    """How the trace's forward compares with the host's clock, and where the GPU waits."""
-    found = [(s, r["forward"]) for s, r in shapes(chapter) if ok(r.get("forward"))]
-    if not found:
-        return f"Forward by clock and trace: {NOT_MEASURED}."
-    ratios = pd.Series([row["host_ms"] / row["python_ms"] for _, row in found])
-    idle = [(row["idle_ms"] / (row["idle_ms"] + row["busy_ms"]), shape) for shape, row in found]
-    (most, at), (least, at_least) = max(idle, key=lambda x: x[0]), min(idle, key=lambda x: x[0])
-    return (
-        f"Over {len(found)} shapes the range `forward` takes {fmt(ratios.min())} to {fmt(ratios.max())} times what the"
-        f" host's clock says without recording ({fmt(ratios.median())} in the median). Within it the GPU is idle for"
-        f" {fmt(100 * most, 2)} % of the time in `{at['size']}` at context {at['context_length']} ({at['dtype']}), and"
-        f" for {fmt(100 * least, 2)} % in `{at_least['size']}` at {at_least['context_length']} ({at_least['dtype']})."
-    )
 
 
 # ------------------------------------------------------------------------------------------------ (b), (c)
@@ -175,25 +169,6 @@ def kernel_table(chapter: Chapter, name: str, where: str, top: int = 12, dtype: 
                 "ms": fmt(ms), "share": _share(ms, row["kernel_ms"]),
             })  # fmt: skip
     return pd.DataFrame(out, columns=["machine", "kernel", "class", "calls", "ms", "share"])
-
-
-def others_words(chapter: Chapter) -> str:
-    """The classes other than matrix products that take the most time in forward, for each size."""
-    said = []
-    for shape, found in shapes(chapter, context_length=primary(chapter)):
-        row = found.get("forward")
-        if not ok(row):
-            continue
-        shares = {kind: row[column] / row["kernel_ms"] for kind, column in CLASS_COLUMNS.items()}
-        rest = sorted(((s, kind) for kind, s in shares.items() if kind != PRODUCT and s > 0), reverse=True)[
-            :4
-        ]
-        words = ", ".join(f"{kind} {fmt(100 * s, 2)} %" for s, kind in rest)
-        said.append(
-            f"- `{shape['machine']}`, `{shape['size']}`, {shape['dtype']}: matrix products"
-            f" {fmt(100 * shares[PRODUCT], 3)} % of the kernels' time; then {words}."
-        )
-    return "\n".join(said) or f"Kernels other than products: {NOT_MEASURED}."
 
 
 # ------------------------------------------------------------------------------------------------ (d)
@@ -261,24 +236,6 @@ def class_figure(chapter: Chapter, machine: str, dtype: str = "fp32") -> Figure:
     return figure
 
 
-def share_words(chapter: Chapter) -> str:
-    """How the share of products changes from inference to a training step."""
-    said = []
-    for shape, found in shapes(chapter, context_length=primary(chapter)):
-        parts = [found.get(name) for name in ("inference", *PASSES)]
-        if not ok(*parts):
-            continue
-        inference, whole = parts[0], together(*parts[1:])
-        column = CLASS_COLUMNS[PRODUCT]
-        said.append(
-            f"- `{shape['machine']}`, `{shape['size']}`, {shape['dtype']}: products"
-            f" {fmt(100 * inference[column] / inference['kernel_ms'])} % of inference,"
-            f" {fmt(100 * whole[column] / whole['kernel_ms'])} % of the step, of which AdamW takes"
-            f" {fmt(100 * parts[3]['kernel_ms'] / whole['kernel_ms'], 2)} %."
-        )
-    return "\n".join(said) or f"The share of products: {NOT_MEASURED}."
-
-
 # ------------------------------------------------------------------------------------------------ (e)
 def attention_flops(row: dict[str, Any]) -> tuple[int, int]:
     """FLOPs of one of attention's two products, and of its softmax, in one forward pass; every score, masked or not."""
@@ -288,16 +245,24 @@ def attention_flops(row: dict[str, Any]) -> tuple[int, int]:
     return flops["attention_scores"], SOFTMAX_FLOPS * scores
 
 
+def attention_times(found: dict[str, dict[str, Any]]) -> tuple[float, float, float] | None:
+    """ms of attention's products, its softmax and all its other kernels in one forward pass; None if not measured."""
+    parts = [found.get(name) for name in ("scores", "softmax", "output")]
+    if not ok(*parts):
+        return None
+    products = parts[0][CLASS_COLUMNS[PRODUCT]] + parts[2][CLASS_COLUMNS[PRODUCT]]
+    inside = parts[1][CLASS_COLUMNS[SOFTMAX]]
+    return products, inside, sum(row["kernel_ms"] for row in parts) - products - inside
+
+
 def attention_table(chapter: Chapter) -> pd.DataFrame:
     """Softmax against the two products of attention in forward: time, FLOPs, and both ratios."""
     out = []
     for shape, found in shapes(chapter):
-        scores, softmax, output = (found.get(name) for name in ("scores", "softmax", "output"))
+        softmax = found.get("softmax")
         line = _head(shape) | {"products, ms": _word(softmax)}
-        if ok(scores, softmax, output):
-            products = scores[CLASS_COLUMNS[PRODUCT]] + output[CLASS_COLUMNS[PRODUCT]]
-            inside = softmax[CLASS_COLUMNS[SOFTMAX]]
-            rest = sum(row["kernel_ms"] for row in (scores, softmax, output)) - products - inside
+        if times := attention_times(found):
+            products, inside, rest = times
             one, of_softmax = attention_flops(softmax)
             line |= {
                 "products, ms": fmt(products), "softmax, ms": fmt(inside), "scale, mask, copies, ms": fmt(rest),
@@ -312,25 +277,6 @@ def attention_table(chapter: Chapter) -> pd.DataFrame:
         "softmax / products, time", "softmax / products, FLOPs", "products, TFLOP/s", "softmax, TFLOP/s",
     ]  # fmt: skip
     return pd.DataFrame(out, columns=columns)
-
-
-def attention_words(chapter: Chapter) -> str:
-    """The two ratios at the primary context."""
-    said = []
-    for shape, found in shapes(chapter, context_length=primary(chapter)):
-        scores, softmax, output = (found.get(name) for name in ("scores", "softmax", "output"))
-        if not ok(scores, softmax, output):
-            continue
-        products = scores[CLASS_COLUMNS[PRODUCT]] + output[CLASS_COLUMNS[PRODUCT]]
-        inside = softmax[CLASS_COLUMNS[SOFTMAX]]
-        one, of_softmax = attention_flops(softmax)
-        if products and inside:
-            said.append(
-                f"- `{shape['machine']}`, `{shape['size']}`, {shape['dtype']}: softmax takes {fmt(inside / products)}"
-                f" times as long as both products for {fmt(of_softmax / (2 * one), 2)} times their FLOPs: at"
-                f" {fmt((inside / of_softmax) / (products / (2 * one)), 2)} times the time for each FLOP."
-            )
-    return "\n".join(said) or f"Softmax against products: {NOT_MEASURED}."
 
 
 # ------------------------------------------------------------------------------------------------ tools, timeline
@@ -356,66 +302,23 @@ def tools_table(chapter: Chapter) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def tools_words(chapter: Chapter) -> str:
-    """How far the two tools' kernel times lie apart, and the ranges of the host."""
-    frame = chapter.rows(status="ok")
-    pairs = frame[frame["tool"] == "auto"].merge(
-        frame[frame["tool"] == "torch"], on=[*SHAPE, "batch", "range"], suffixes=("", "_torch")
-    )
-    pairs = pairs[pairs["source"] != pairs["source_torch"]]
-    if pairs.empty:
-        return f"Both tools on one shape: {NOT_MEASURED}."
-    kernel = pairs["kernel_ms_torch"].astype(float) / pairs["kernel_ms"].astype(float)
-    host = pairs["host_ms_torch"].astype(float) / pairs["host_ms"].astype(float)
-    return (
-        f"By torch's profiler the kernels of a range take {fmt(kernel.min())} to {fmt(kernel.max())} times what they"
-        f" take by {_TOOLS[pairs['source'].iloc[0]]}, and the range of the host {fmt(host.min())} to {fmt(host.max())}"
-        " times."
-    )
-
-
-def out_of_memory(chapter: Chapter) -> str:
-    """Which shapes could not be recorded whole."""
-    frame = rows(chapter)
-    failed = frame[frame["status"] == "oom"]
-    if failed.empty:
-        return (
-            "No shape ran out of memory."
-            if (frame["status"] == "ok").any()
-            else f"Out of memory: {NOT_MEASURED}."
-        )
-    lines = []
-    for key, group in failed.groupby(SHAPE, sort=False):
-        lines.append(
-            f"- `{key[1]}` at context {key[2]} ({key[3]}) on `{key[0]}`: {', '.join(dict.fromkeys(group['range']))}."
-        )
-    return "These ran out of memory:\n\n" + "\n".join(lines)
-
-
-def sources_words(chapter: Chapter) -> str:
-    """Which tool the rows come from."""
-    frame = rows(chapter, status="ok")
-    if frame.empty:
-        return f"Traces: {NOT_MEASURED}."
-    said = [
-        f"`{machine}`: {_TOOLS[source]} {', '.join(sorted(map(str, group['tool_version'].unique())))}"
-        for (machine, source), group in frame.groupby(["machine", "source"])
-    ]
-    return f"Recorded with {'; '.join(said)}."
+def read_step(chapter: Chapter, machine: str, name: str, dtype: str = "fp32") -> Step | None:
+    """The timeline that was kept of one step of a size at the primary context; None where there is none."""
+    path = step_path(name, primary(chapter), dtype, machine, chapter.root)
+    return Step.from_json(path) if machine and path.is_file() else None
 
 
 def timeline_figure(chapter: Chapter, machine: str, name: str, dtype: str = "fp32") -> Figure:
     """The timeline of one step of a size at the primary context; says so where there is none."""
-    path = step_path(name, primary(chapter), dtype, machine, chapter.root)
-    if machine and path.is_file():
-        return step_figure(Step.from_json(path))
+    if found := read_step(chapter, machine, name, dtype):
+        return step_figure(found, f"{name}, context {primary(chapter)}, {dtype}")
     figure, axes = figures.panels(height=1.2)
     figures.nothing(axes[0, 0])
     axes[0, 0].set_axis_off()
     return figure
 
 
-def drawn(chapter: Chapter) -> list[str]:
-    """The sizes whose timelines the chapter keeps in fp32, among the chosen ones."""
-    there = set(chapter.rows()["size"])
-    return [name for name, _, dtype in DRAWN if dtype == "fp32" and name in there]
+def drawn(chapter: Chapter) -> list[tuple[str, str]]:
+    """The sizes and dtypes whose timelines the chapter keeps, among the chosen ones; fp32 first."""
+    there = set(zip(chapter.rows()["size"], chapter.rows()["dtype"], strict=True))
+    return [(name, dtype) for name, _, dtype in DRAWN if (name, dtype) in there]
