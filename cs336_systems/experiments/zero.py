@@ -70,11 +70,12 @@ MEASURES = (
 )  # fmt: skip
 
 CONTEXTS = (128, 512)
+TIMED_CONTEXTS = (*CONTEXTS, 1024)  # at the shorter ones a fast GPU waits for the host
 WORLD_SIZES = (2, 4, 8)
 ON_CPU = "tiny"
-TURNS = 2  # of each variant
+TURNS = 4  # of each variant
 SETTLING = 1  # steps of each turn before it is timed, beside the one that makes the first gradients
-STEPS, STEPS_ON_CPU = 10, 4  # timed steps of each variant, over all turns
+STEPS, STEPS_ON_CPU = 12, 4  # timed steps of each variant, over all turns
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Case:
     size: str = "xl"
     world_size: int = 2
     batch: int = 2
-    bucket_mb: float = 100.0
+    bucket_mb: float = 250.0
     repeat: int = 0
 
     @property
@@ -109,13 +110,12 @@ def grid(preset: str) -> list[Case]:
     cases = [
         *_memory(("alone",), CONTEXTS, world_size=1),
         *_memory(("plain", "sharded", "torch", "torch_zero"), CONTEXTS),
-        *_times(tuple(VARIANTS), CONTEXTS),
+        *_times(tuple(VARIANTS), TIMED_CONTEXTS),
     ]
     for world_size in WORLD_SIZES[1:]:
         cases += _memory(("plain", "sharded"), CONTEXTS[-1:], world_size=world_size)
-        cases += _times(
-            ("alone", "plain", "sharded", "overlapped", "torch_zero"), CONTEXTS, world_size=world_size
-        )
+        some = ("alone", "plain", "sharded", "overlapped", "torch_zero")
+        cases += _times(some, TIMED_CONTEXTS, world_size=world_size)
     return cases
 
 

@@ -77,9 +77,9 @@ def one(chapter: Chapter, **where: Any) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-def contexts(chapter: Chapter) -> list[int]:
-    """The context lengths of the chosen cases."""
-    return sorted({int(n) for n in chapter.rows()["context_length"]})
+def contexts(chapter: Chapter, **where: Any) -> list[int]:
+    """The context lengths of the chosen cases, or of those with these values."""
+    return sorted({int(n) for n in chapter.rows(**where)["context_length"]})
 
 
 def world_size(chapter: Chapter) -> int:
@@ -236,7 +236,8 @@ def difference_table(chapter: Chapter) -> pd.DataFrame:
     """From the closed form to what the device has lost, MiB, after a later step."""
     out = []
     heads = ("other tensors", "rounding", "cached", "outside", "device")
-    for row in there(records(chapter, moment="later_after", context_length=contexts(chapter)[-1])):
+    where = {"moment": "later_after"}
+    for row in there(records(chapter, **where, context_length=contexts(chapter, **where)[-1])):
         expected = sum(predicted(chapter, row).values())
         line = head_of(row) | {"closed form": f"{expected / MIB:,.1f}"} | dict.fromkeys(heads, EMPTY)
         if row["status"] == "ok" and not pd.isna(row["reserved_bytes"]):
