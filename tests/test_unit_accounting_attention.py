@@ -161,8 +161,24 @@ def test_quadratic_and_linear():
 
 def test_compiled_is_never_above_plain_and_flash_never_above_compiled_at_length():
     for n in (256, 1024, 16384):
-        peaks = [accounting.attention_peak_bytes(8, n, n, 16, 4, impl) for impl in accounting.ATTENTION_IMPLS]
-        assert peaks == sorted(peaks, reverse=True)
+        plain, compiled, flash, hopper = (
+            accounting.attention_peak_bytes(8, n, n, 16, 4, impl) for impl in accounting.ATTENTION_IMPLS
+        )
+        assert plain >= compiled >= hopper >= flash
+
+
+def test_hopper_adds_up_dq_in_fp32():
+    for head_dim, padded in ((40, 64), (64, 64), (80, 128)):
+        shape = (8, 4096, 1024, head_dim, 2)
+        more = accounting.attention_peak_bytes(*shape, "flash_hopper") - accounting.attention_peak_bytes(
+            *shape, "flash"
+        )
+        assert more == 8 * 4096 * (4 * padded + 4)
+        before, main, after = accounting.attention_kernels(*shape, "flash_hopper", "backward")
+        assert (main,) == tuple(
+            k for k in accounting.attention_kernels(*shape, "flash", "backward")
+        ) and after.num_bytes == 8 * 4096 * (4 * padded + 2 * head_dim)
+        assert before.num_bytes == 8 * 4096 * (2 * 2 * head_dim + 3 * 4 + 4 * padded)
 
 
 # ------------------------------------------------------------------------------------------------- traffic

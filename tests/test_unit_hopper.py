@@ -39,7 +39,8 @@ def test_reasons():
     assert hopper.reason_against(x, x, x) is None
     assert hopper.reason_against(*[x.float()] * 3) == "torch.float32: they compute in 16 bits"
     wide = torch.zeros(1, 2, 100, 136, dtype=torch.bfloat16)
-    assert hopper.reason_against(wide, wide, wide) == "head dimension 136: at most 128"
+    assert hopper.reason_against(wide, wide, wide) == "head dimension 136: 33 to 128"
+    assert hopper.reason_against(*[x[..., :32]] * 3) == "head dimension 32: 33 to 128"
     assert hopper.reason_against(x, x, x[..., :1].expand(x.shape)).startswith("v: TMA cannot read strides")
 
 

@@ -5,7 +5,7 @@ their gradients) has batch_heads · num_queries · num_keys elements, which is w
 
 impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
 between the matrix products fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
-score.
+score; "flash_hopper", those of `attention.hopper_kernels`, which add up dQ in fp32, d padded to 64 or 128.
 device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
 
 Counted are tensors: Q, K, V and dO, which the caller holds all the time, and what is made of them. A process holds more
@@ -21,8 +21,9 @@ from cs336_systems.accounting.hardware import roofline_ms
 from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import attention_bytes, attention_flops, check_sizes, matmul_flops
 
-ATTENTION_IMPLS = ("reference", "compiled", "flash")
+ATTENTION_IMPLS = ("reference", "compiled", "flash", "flash_hopper")
 ATTENTION_DEVICES = ("cuda", "cpu")
+_FLASH = ("flash", "flash_hopper")
 BEFORE_BACKWARD = "before backward"  # the name of the moment
 _FP32_BYTES = 4
 
@@ -61,6 +62,11 @@ class _Sizes:
         return self.batch_heads * self.num_queries * _FP32_BYTES
 
     @property
+    def query_sum(self) -> int:
+        """dQ in fp32, as the kernels for Hopper pad it."""
+        return self.batch_heads * self.num_queries * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
+
+    @property
     def product_flops(self) -> int:
         return self.batch_heads * matmul_flops(self.num_queries, self.num_keys, self.head_dim)
 
@@ -82,7 +88,7 @@ def attention_saved_bytes(
     _check(impl, "cuda")
     t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
     inputs = {"Q": t.query, "K": t.key, "V": t.key}
-    return inputs | ({"O": t.query, "L": t.row} if impl == "flash" else {"P": t.matrix})
+    return inputs | ({"O": t.query, "L": t.row} if impl in _FLASH else {"P": t.matrix})
 
 
 def attention_moments(
@@ -100,9 +106,12 @@ def attention_moments(
     inputs = {"Q": t.query, "K": t.key, "V": t.key, "dO": t.query}
     out, m = {"O": t.query}, t.matrix
     grads = {"dQ": t.query, "dK": t.key, "dV": t.key}
-    if impl == "flash":
+    if impl in _FLASH:
         kept = inputs | out | {"L": t.row}
-        return {"forward": kept, BEFORE_BACKWARD: kept, "backward": kept | {"D": t.row} | grads}
+        beside = (
+            {"D": t.row} if impl == "flash" else {"L and D, scaled": 2 * t.row, "dQ in fp32": t.query_sum}
+        )
+        return {"forward": kept, BEFORE_BACKWARD: kept, "backward": kept | beside | grads}
     if impl == "compiled":
         moments = {"A = QKᵀ": {"A": m}, "P from A": {"A": m, "P": m}, "O = PV": {"P": m} | out}
     else:  # the function's own variable holds S until it returns
@@ -171,10 +180,14 @@ def attention_kernels(
     _check(impl, device)
     check_choice("part", part, ("forward", "backward"))
     t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
-    if impl == "flash":
+    if impl in _FLASH:
         flops = attention_flops(batch_heads, num_queries, num_keys, head_dim, False, part)
         sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
-        return (Kernel(part, flops, attention_bytes(*sizes, part)),)
+        main = Kernel(part, flops, attention_bytes(*sizes, part))
+        if impl == "flash" or part == "forward":
+            return (main,)
+        before = Kernel("D, dQ = 0", 0, 2 * t.query + 3 * t.row + t.query_sum)
+        return (before, main, Kernel("dQ rounded", 0, t.query_sum + t.query))
 
     def product(
         name: str,

@@ -36,18 +36,29 @@ def _hopper(device_index: int) -> ModuleType | None:
     return hopper_launch
 
 
-def _launch_forward_on_gpu(q, k, v, is_causal):
+def _for_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType | None:
+    """The Hopper kernels' launchers, if they serve tensors (batch, heads, n, d) on a GPU."""
     hopper = _hopper(q.get_device())
-    if hopper is None or hopper.reason_against(q, k, v) is not None:
-        return launch_forward(q, k, v, is_causal)
-    return hopper.launch_forward(q, k, v, is_causal)
+    return None if hopper is None or hopper.reason_against(q, k, v) is not None else hopper
+
+
+def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """`"hopper"` or `"portable"`: whose kernels compute the attention of tensors (..., n, d) in the dtype they have."""
+    hopper = q.is_cuda and _for_hopper(*map(to_four_axes, (q, k, v)))
+    return "hopper" if hopper else "portable"
+
+
+def _launch_forward_on_gpu(q, k, v, is_causal):
+    if hopper := _for_hopper(q, k, v):
+        return hopper.launch_forward(q, k, v, is_causal)
+    return launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    hopper = None if torch.are_deterministic_algorithms_enabled() else _hopper(q.get_device())
-    if hopper is None or hopper.reason_against(q, k, v) is not None:
-        return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
-    return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if not deterministic and (hopper := _for_hopper(q, k, v)):
+        return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 
 def _launch_forward_on_cpu(q, k, v, is_causal):

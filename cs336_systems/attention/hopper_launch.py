@@ -25,7 +25,7 @@ from cs336_systems.attention.triton_launch import (
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a group of warps
 KEYS = 128  # keys of a program of the backward kernel
-MAX_HEAD_DIM = 128
+MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
 _ROWS = 64  # of a program of the two small kernels
 _L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -76,8 +76,8 @@ def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | N
     """Why tensors (batch, heads, n, d) on a Hopper GPU are not for these kernels; None if they are."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype}: they compute in 16 bits"
-    if q.shape[3] > MAX_HEAD_DIM:
-        return f"head dimension {q.shape[3]}: at most {MAX_HEAD_DIM}"
+    if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
+        return f"head dimension {q.shape[3]}: {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not addressable(x):
             return (

@@ -40,6 +40,7 @@ METRICS = (
     "compile_s",  # of the first step of a compiled function
     "cache_hits",  # what of it the compiler found in its caches on disk
     "graphs",  # that Dynamo captured of it
+    "kernels",  # of ours: "portable", or "hopper"
     "matmul_precision",
 )
 IMPLEMENTATIONS = ("reference", "reference_compiled", "flash_triton")
@@ -222,6 +223,10 @@ class _Candidate:
             with _no_recompiling():
                 self._one_step()
         self.forget()
+        if self.case.impl == "flash_triton" and "status" not in self.metrics:
+            from cs336_systems.attention.flash_triton import kernels_for
+
+            self.metrics["kernels"] = kernels_for(*self.inputs)
         if "status" in self.metrics:
             gc.collect()  # frames of the exception may still hold tensors
         if self.device != "cpu":

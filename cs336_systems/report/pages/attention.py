@@ -20,7 +20,7 @@ from cs336_systems.report.tables import EMPTY, fmt
 
 PARTS = ("forward", "backward")
 PLAIN, COMPILED, OURS = "reference", "reference_compiled", "flash_triton"
-CLOSED_FORM = {PLAIN: "reference", COMPILED: "compiled", OURS: "flash"}  # what `accounting` calls them
+_CLOSED_FORM = {PLAIN: "reference", COMPILED: "compiled", OURS: "flash"}  # what `accounting` calls them
 BYTES = {"fp32": 4, "bf16": 2}
 SHAPE = ["machine", "cap_gib", "dtype", "head_dim", "seq_len"]
 GIB = 2**30
@@ -45,6 +45,15 @@ def sizes(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> tuple[in
     return chapter.experiment.BATCH, seq_len, seq_len, head_dim, BYTES[dtype]
 
 
+def closed_form(chapter: Chapter, impl: str, dtype: str, head_dim: int) -> str:
+    """What `accounting` calls an implementation: ours as the kernels that served these tensors, where rows tell."""
+    if impl == OURS:
+        ours = chapter.measured(impl=impl, dtype=dtype, head_dim=head_dim)
+        if "hopper" in set(ours["kernels"]):
+            return "flash_hopper"
+    return _CLOSED_FORM[impl]
+
+
 def longest(chapter: Chapter) -> int:
     """The longest sequence of the handout's grid, whatever was measured."""
     return max(case.seq_len for case in chapter.experiment.grid("full"))
@@ -57,15 +66,17 @@ def device(machine: str) -> str:
 
 def moments(chapter: Chapter, seq_len: int, head_dim: int, dtype: str, impl: str = PLAIN) -> pd.DataFrame:
     """The closed form of what is alive on a GPU at each moment of both passes: matrices by name, the rest as a sum."""
-    found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), CLOSED_FORM[impl])
+    form = closed_form(chapter, impl, dtype, head_dim)
+    found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), form)
     return pd.DataFrame([{"moment": moment} | _weights(tensors) for moment, tensors in found.items()])
 
 
 def kept_and_peak(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> pd.DataFrame:
     """The closed forms of all implementations on a GPU: what is alive before backward, and at the heaviest moment."""
     out = []
-    for impl, name in CLOSED_FORM.items():
-        found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), name)
+    for impl in _CLOSED_FORM:
+        form = closed_form(chapter, impl, dtype, head_dim)
+        found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), form)
         for moment in (accounting.BEFORE_BACKWARD, heaviest(found)):
             line = {"implementation": figures.label(impl), "moment": moment}
             out.append(line | _weights(found[moment]))
@@ -88,9 +99,10 @@ def _weights(tensors: dict[str, int]) -> dict[str, str]:
 
 def longest_that_fits(chapter: Chapter, memory_gib: float, head_dim: int, dtype: str, impl: str) -> int:
     """The greatest length whose peak, by the closed form, is not above `memory_gib`."""
+    form = closed_form(chapter, impl, dtype, head_dim)
 
     def peak(n: int) -> int:
-        return accounting.attention_peak_bytes(*sizes(chapter, n, head_dim, dtype), CLOSED_FORM[impl])
+        return accounting.attention_peak_bytes(*sizes(chapter, n, head_dim, dtype), form)
 
     return bisect.bisect_right(range(1, 2**26), memory_gib * GIB, key=peak)
 
@@ -134,7 +146,7 @@ def kernels(
     out = []
     for part in PARTS:
         for kernel in accounting.attention_kernels(
-            *sizes(chapter, seq_len, head_dim, dtype), CLOSED_FORM[impl], part, on
+            *sizes(chapter, seq_len, head_dim, dtype), closed_form(chapter, impl, dtype, head_dim), part, on
         ):
             line = {"pass": part, "kernel": kernel.name}
             line["GFLOP"] = fmt(kernel.flops / 1e9) if kernel.flops else EMPTY
@@ -161,7 +173,7 @@ def with_predictions(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFra
 
 def _predictions(chapter: Chapter, roofs: Roofs, row: dict[str, Any]) -> dict[str, float]:
     shape = sizes(chapter, row["seq_len"], row["head_dim"], row["dtype"])
-    impl, on = CLOSED_FORM[row["impl"]], device(row["machine"])
+    impl, on = closed_form(chapter, row["impl"], row["dtype"], row["head_dim"]), device(row["machine"])
     workspace = row["workspace_gib"] if pd.notna(row["workspace_gib"]) else 0.0
     matrix = math.prod(shape[:3]) * shape[4] / GIB
     found = accounting.attention_moments(*shape, impl, on)
@@ -255,7 +267,9 @@ def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
         shape = sizes(chapter, seq_len, head_dim, dtype)
         line = {
             "dtype": dtype, "n": int(seq_len), "d": int(head_dim), "implementation": figures.label(impl),
-            "predicted": fmt(accounting.attention_peak_bytes(*shape, CLOSED_FORM[impl]) / GIB),
+            "predicted": fmt(
+                accounting.attention_peak_bytes(*shape, closed_form(chapter, impl, dtype, head_dim)) / GIB
+            ),
         }  # fmt: skip
         for cap in caps:
             row = part[part["cap_gib"] == cap]

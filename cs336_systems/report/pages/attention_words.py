@@ -13,7 +13,7 @@ from cs336_systems import accounting
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import attention as page
-from cs336_systems.report.pages.attention import CLOSED_FORM, COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
+from cs336_systems.report.pages.attention import COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt
 
@@ -60,9 +60,16 @@ def _needs(chapter: Chapter, cases: pd.DataFrame) -> np.ndarray:
     """Bytes at the peak of each case, by the closed form."""
     columns = ["seq_len", "head_dim", "dtype", "impl"]
     return np.array([
-        accounting.attention_peak_bytes(*page.sizes(chapter, n, d, dtype), CLOSED_FORM[impl])
+        accounting.attention_peak_bytes(
+            *page.sizes(chapter, n, d, dtype), page.closed_form(chapter, impl, dtype, d)
+        )
         for n, d, dtype, impl in cases[columns].itertuples(index=False)
     ])  # fmt: skip
+
+
+def _form(chapter: Chapter, row: pd.Series, impl: str | None = None) -> str:
+    """What `accounting` calls the row's implementation, or another one at the row's shape."""
+    return page.closed_form(chapter, impl or row["impl"], row["dtype"], int(row["head_dim"]))
 
 
 def _cases(cases: pd.DataFrame) -> str:
@@ -88,7 +95,11 @@ def expected_speedup(chapter: Chapter, roofs: Roofs, machine: str, seq_len: int,
         for part in PARTS:
             plain, fused = (
                 accounting.kernels_ms(
-                    accounting.attention_kernels(*shape, CLOSED_FORM[impl], part, on), pi, beta
+                    accounting.attention_kernels(
+                        *shape, page.closed_form(chapter, impl, dtype, head_dim), part, on
+                    ),
+                    pi,
+                    beta,
                 )
                 for impl in (PLAIN, COMPILED)
             )
@@ -212,7 +223,7 @@ def floors(chapter: Chapter, roofs: Roofs, machine: str) -> str:
 def exponents(chapter: Chapter, machine: str, head_dim: int, dtype: str) -> str:
     """The exponents with which what is saved beyond inputs and output grows with the sequence, fitted from the rows."""
     words = []
-    for impl in CLOSED_FORM:
+    for impl in (PLAIN, COMPILED, OURS):
         rows = chapter.measured(
             machine=machine, impl=impl, cap_gib=0, dtype=dtype, head_dim=head_dim, repeat=0
         )
@@ -295,7 +306,7 @@ def accounting_of(chapter: Chapter, machine: str) -> str:
     batch, n, _, d, size = shape = page.sizes(
         chapter, int(row["seq_len"]), int(row["head_dim"]), row["dtype"]
     )
-    found = accounting.attention_moments(*shape, CLOSED_FORM[row["impl"]])
+    found = accounting.attention_moments(*shape, _form(chapter, row))
     peak = page.heaviest(found)
     tensors = found[peak]
     alive = [name for name in tensors if name in MATRICES]
@@ -318,7 +329,7 @@ def accounting_of(chapter: Chapter, machine: str) -> str:
         f"One matrix is {_gib(matrix_bytes)}; all of it is {fmt(total / GIB, 4)} GiB{room}."
     )
     if row["failed_in"] == "backward" and pd.notna(row["before_backward_gib"]):
-        predicted = accounting.attention_before_backward_bytes(*shape, CLOSED_FORM[row["impl"]])
+        predicted = accounting.attention_before_backward_bytes(*shape, _form(chapter, row))
         text += (
             f" Measured: the forward pass fits, {fmt(row['before_backward_gib'], 4)} GiB are allocated after it "
             f"(predicted {fmt(predicted / GIB + row['workspace_gib'], 4)}, with {fmt(row['workspace_gib'])} GiB of "
@@ -345,8 +356,8 @@ def without_scores(chapter: Chapter, machine: str) -> str:
         return f"What is left without the scores: {NOT_MEASURED}."
     row = ours.loc[ours["seq_len"].astype(int).idxmax()]
     shape = page.sizes(chapter, int(row["seq_len"]), int(row["head_dim"]), row["dtype"])
-    plain = accounting.attention_peak_bytes(*shape, CLOSED_FORM[PLAIN])
-    own = accounting.attention_peak_bytes(*shape, CLOSED_FORM[OURS])
+    plain = accounting.attention_peak_bytes(*shape, _form(chapter, row, PLAIN))
+    own = accounting.attention_peak_bytes(*shape, _form(chapter, row, OURS))
     return (
         f"At $n = {row['seq_len']}$, $d = {row['head_dim']}$ in {figures.label(row['dtype'])}"
         + (f" and under the cap of {row['cap_gib']} GiB" if row["cap_gib"] else "")
