@@ -269,9 +269,9 @@ def test_page_of_made_up_rows(made_up):
     cut = share[(share["size"] == "2.7B") & (share["context"] == 1024)].iloc[0]
     assert cut["step"] == "OOM" and cut["forward + backward"] != "OOM"
     attention = page.attention_table(made_up)
-    assert set(attention["softmax / products, time"]) == {"0.150"}  # 0.03 of 0.2 ms
+    assert set(attention["time ÷"]) == {"0.150"}  # 0.03 of 0.2 ms
     small = attention[attention["size"] == "small"].iloc[0]
-    assert small["softmax / products, FLOPs"] == f"{5 / 256:.4f}"
+    assert small["FLOPs ÷"] == f"{5 / 256:.4f}"
     assert (
         "`2.7B` at context 1024 (fp32) on `h100-x1`: `optimizer`. By the closed form the whole step needs 87.8"
         in words.out_of_memory(made_up)

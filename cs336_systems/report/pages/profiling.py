@@ -265,16 +265,16 @@ def attention_table(chapter: Chapter) -> pd.DataFrame:
             products, inside, rest = times
             one, of_softmax = attention_flops(softmax)
             line |= {
-                "products, ms": fmt(products), "softmax, ms": fmt(inside), "scale, mask, copies, ms": fmt(rest),
-                "softmax / products, time": fmt(inside / products) if products else EMPTY,
-                "softmax / products, FLOPs": fmt(of_softmax / (2 * one)),
-                "products, TFLOP/s": fmt(2 * one / products / 1e9) if products else EMPTY,
-                "softmax, TFLOP/s": fmt(of_softmax / inside / 1e9) if inside else EMPTY,
+                "products, ms": fmt(products), "softmax, ms": fmt(inside), "rest, ms": fmt(rest),
+                "time ÷": fmt(inside / products) if products else EMPTY,
+                "FLOPs ÷": fmt(of_softmax / (2 * one)),
+                "product TFLOP/s": fmt(2 * one / products / 1e9) if products else EMPTY,
+                "softmax TFLOP/s": fmt(of_softmax / inside / 1e9) if inside else EMPTY,
             }  # fmt: skip
         out.append(line)
     columns = [
-        "machine", "dtype", "size", "context", "products, ms", "softmax, ms", "scale, mask, copies, ms",
-        "softmax / products, time", "softmax / products, FLOPs", "products, TFLOP/s", "softmax, TFLOP/s",
+        "machine", "dtype", "size", "context", "products, ms", "softmax, ms", "rest, ms",
+        "time ÷", "FLOPs ÷", "product TFLOP/s", "softmax TFLOP/s",
     ]  # fmt: skip
     return pd.DataFrame(out, columns=columns)
 
