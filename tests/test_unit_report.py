@@ -278,3 +278,11 @@ def test_files_named_in_the_coverage_table_exist(project_root, monkeypatch):
         if problem.chapter in toc:
             for folder, name in (("cs336_systems", problem.code), ("tests", problem.tests)):
                 assert not name or list((project_root / folder).glob(name)), f"{problem.id}: {folder}/{name}"
+
+
+def test_nothing_to_say_shows_nothing(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    report.say("")
+    report.say("12 ms")
+    assert [text.data for text in shown] == ["12 ms"]

@@ -26,10 +26,11 @@ _COMMON = ("measure", "preset", "machine", "refresh")
 
 
 def say(text: str) -> None:
-    """Shows a sentence as Markdown: the way that numbers get into the prose."""
+    """Shows a sentence as Markdown: the way that numbers get into the prose. Nothing where there is nothing to say."""
     from IPython.display import Markdown, display
 
-    display(Markdown(text))
+    if text:  # an empty output would be printed as an object
+        display(Markdown(text))
 
 
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:

@@ -194,11 +194,13 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
 
 
 def other_table(chapter: Chapter) -> pd.DataFrame:
-    """`summary_table` of the numbers of ranks and precisions that are not those of the main tables, nor skipped."""
+    """`summary_table` of the numbers of ranks and precisions that are not those of the main tables, where any way was
+    measured with them."""
     frame = summary_table(chapter, world_size="all", dtype="all")
     main = settings(chapter)
     frame = frame[(frame["ranks"] != main["world_size"]) | (frame["dtype"] != main["dtype"])]
-    frame = frame[frame["step, ms"] != "skipped"]
+    there = ~frame["step, ms"].isin(["skipped", EMPTY])
+    frame = frame[there.groupby([frame["ranks"], frame["dtype"]]).transform("any")]
     return frame.drop(columns=["over torch", "predicted"]).reset_index(drop=True)
 
 
