@@ -472,6 +472,20 @@ def average_by_group_calls():
         del model
 
 
+def average_what_is_near_the_largest():
+    for dtype, large in ((torch.float16, 60000.0), (torch.bfloat16, 2.0**100), (torch.float64, 1e300)):
+        for async_op in (False, True):
+            tensor = torch.full((5,), large * (1 + dist.get_rank() % 2) / 2, dtype=dtype)
+            work = ddp_module.average(tensor, dist.group.WORLD, async_op)
+            if async_op:
+                work.wait()
+            torch.testing.assert_close(tensor, torch.full_like(tensor, large * 0.75), rtol=1e-2, atol=0)
+
+
+def test_the_mean_fits_where_the_sum_would_not():
+    distributed.run(average_what_is_near_the_largest, 2)
+
+
 def test_group_calls_average():
     distributed.run(average_by_group_calls, 2)
 

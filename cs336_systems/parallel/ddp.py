@@ -56,11 +56,12 @@ from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient
 
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
     """Replaces a contiguous tensor by its mean over the ranks of the group, on all of them; `async_op` as in torch."""
-    if dist.get_backend(group) != "nccl":
-        tensor.div_(group.size())  # before the sum, so that half precision does not overflow
+    backend = dist.get_backend(group)
+    if backend not in ("nccl", "gloo") or (backend == "gloo" and tensor.dtype == torch.float16):
+        tensor.div_(group.size())  # Gloo divides after the sum, which may be too large for fp16
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op)
     if not async_op:
-        return dist.all_reduce(tensor, dist.ReduceOp.AVG, group)  # NCCL divides while it reduces
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG
     return group.allreduce(

@@ -155,6 +155,10 @@ def ddp_words(chapter: Chapter) -> str:
     return "\n".join(said) or f"The size of buckets that the latency asks for: {NOT_MEASURED}."
 
 
+def _agreement(error: float) -> str:
+    return "exactly" if error == 0 else f"to {fmt(error, 2)} of the largest element"
+
+
 def correct_words(chapter: Chapter) -> str:
     """How often cases were called, and that every measured case has added up its own data."""
     rows = chapter.measured()
@@ -167,8 +171,7 @@ def correct_words(chapter: Chapter) -> str:
         f" {fmt(int(rows['calls'].max()))}."
     )
     if len(plain):
-        exact = "exactly" if plain.max() == 0 else f"to {fmt(plain.max(), 2)} of the largest element"
-        words += f" Sums agree {exact}"
+        words += f" Sums agree {_agreement(float(plain.max()))}"
         mean = rows[rows["how"] == "bucket"]["error"].astype(float)
-        words += f", means to {fmt(float(mean.max()), 2)} of the largest element." if len(mean) else "."
+        words += f", means {_agreement(float(mean.max()))}." if len(mean) else "."
     return words
