@@ -105,7 +105,10 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
 def _hopper(torch: ModuleType | None) -> Check:
     reason = "needs torch" if torch is None else attention.hopper_reason()
     return Check(
-        "attention", "  on Hopper", reason is None, reason or "16-bit tensors: kernels of their own, in Gluon"
+        "attention",
+        "flash_triton on Hopper",
+        reason is None,
+        reason or "16-bit tensors: kernels of their own, in Gluon",
     )
 
 

@@ -132,8 +132,13 @@ def test_what_each_way_holds():
     assert {peak[w] for w in ("none", "naive", "overlapped", "in_place")} == {plain}
     assert peak["torch"] == plain + total and peak["flat"] == 5 * total
     assert plain < peak["torch_view"] <= peak["torch"]
-    bucketed = closed.peak_bytes(config, 2, 512, "fp32", "bucketed", 1000 * closed.MB)
-    assert plain <= bucketed <= plain + 1000 * closed.MB
+    bucketed = {
+        mb: closed.peak_bytes(config, 2, 512, "fp32", "bucketed", mb * closed.MB) for mb in (100, 1000)
+    }
+    assert plain < bucketed[100] < plain + 100 * closed.MB < bucketed[1000] < plain + 1000 * closed.MB
+    assert closed.peak_bytes(config, 2, 128, "fp32", "bucketed", float("inf")) == pytest.approx(
+        5 * total, rel=1e-3
+    )
     with pytest.raises(ValueError, match="allowed: none, naive"):
         closed.peak_bytes(config, 2, 512, "fp32", "fsdp")
 

@@ -55,6 +55,15 @@ def test_flash_torch_in_bf16():  # triton's interpreter has no bf16 products; th
     check("flash_torch", q, k, v, True)
 
 
+@triton_on_cpu
+def test_bf16_in_the_interpreter_is_refused():
+    q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(
+        ValueError, match=r"torch.bfloat16 on device 'cpu'.*takes torch.float32 and torch.float16"
+    ):
+        attention(q, k, v, True, "flash_triton")
+
+
 @pytest.mark.parametrize("impl", OURS)
 def test_strided_and_expanded_inputs(impl):
     q = fresh(2, 40, 3, 32).transpose(

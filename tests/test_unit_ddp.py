@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.parallel import ddp as ddp_module
 from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, sole
@@ -618,6 +619,43 @@ def test_bucket_holds_gradients_as_aligned_views_while_there_are_any():
     for p in (a, b, c):
         p.grad = grads[p].clone()
     assert torch.equal(bucket.gathered()[:15], grads[a].flatten())
+
+
+def test_bucket_takes_gradients_by_one_call_and_lets_go_of_them(monkeypatch):
+    a, b, c = parameters((3, 5), (64,), (2, 2))
+    bucket, calls, copy = Bucket([a, b, c]), [], torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda places, own: (calls.append(len(own)), copy(places, own))
+    )
+    for p in (a, b, c):
+        p.grad = torch.randn_like(p)
+    own = [StorageWeakRef(p.grad.untyped_storage()) for p in (a, b, c)]
+    bucket.gathered()
+    gc.collect()
+    assert calls == [3] and all(storage.expired() for storage in own)
+    bucket.gathered()
+    assert calls == [3], "they are in their places"
+    b.grad = torch.randn_like(b)
+    bucket.gathered()
+    assert calls == [3, 1]
+
+
+def test_bucket_spares_gradients_that_somebody_has_kept():
+    a, b = parameters((4,), (4,))
+    bucket = Bucket([a, b])
+    a.grad, b.grad = torch.full((4,), 1.0), torch.full((4,), 2.0)
+    bucket.gathered()
+    kept = a.grad
+    a.grad, b.grad = (
+        torch.full((4,), 5.0),
+        torch.full((4,), 6.0),
+    )  # as after zero_grad and another backward pass
+    bucket.gathered()
+    assert kept.tolist() == [1.0] * 4 and a.grad.tolist() == [5.0] * 4
+    a.grad, b.grad = b.grad, a.grad
+    buffer = bucket.gathered()
+    assert a.grad.tolist() == [6.0] * 4 and b.grad.tolist() == [5.0] * 4
+    assert buffer.tolist() == [6.0] * 4 + [5.0] * 4
 
 
 def test_gradients_live_in_the_buckets(alone):

@@ -41,14 +41,23 @@ def test_reasons():
     wide = torch.zeros(1, 2, 100, 136, dtype=torch.bfloat16)
     assert hopper.reason_against(wide, wide, wide) == "head dimension 136: 33 to 128"
     assert hopper.reason_against(*[x[..., :32]] * 3) == "head dimension 32: 33 to 128"
+    assert hopper.reason_against(*[x[..., :36]] * 3) == "head dimension 36: multiples of 8"
     assert hopper.reason_against(x, x, x[..., :1].expand(x.shape)).startswith("v: TMA cannot read strides")
+
+
+def test_configurations_that_would_hang_are_refused():
+    for wrong in (dict(groups=1), dict(groups=4)):
+        with pytest.raises(ValueError, match="allowed: 2, 3"):
+            hopper.Forward(**dict(block_n=128, stages=2, overlap=False) | wrong)
+    for dq_group, ahead in ((False, "weights"), (True, "scores"), (False, "more")):
+        with pytest.raises(ValueError, match=f"ahead='{ahead}' with dq_group={dq_group}; allowed"):
+            hopper.Backward(64, 2, dq_group, ahead)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 def test_without_a_gpu_they_are_not_used(monkeypatch):
-    monkeypatch.delenv("CS336_HOPPER", raising=False)
-    assert "CS336_HOPPER=1" in hopper_reason()
     monkeypatch.setenv("CS336_HOPPER", "1")
+    assert flash_triton.kernels_for(*[torch.zeros(1, 2, 100, 64, dtype=torch.bfloat16)] * 3) == "portable"
     assert hopper_reason() in (
         "interpreted",
         "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)",
@@ -83,7 +92,7 @@ def test_what_backward_starts_from(d, one_number):
     stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
     dq = torch.full((batch * heads, rows, 64), float("nan"), device=device)
     tile = torch.full((batch, heads, tile_rows, 64), float("nan"), dtype=torch.float16, device=device)
-    kernels.prepare_kernel[(padded_rows // 64, batch * heads)](
+    kernels.prepare_kernel[(padded_rows // 64 * batch * heads,)](
         o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows, 0.25,
         HEAD_DIM=d, D=64, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
     )  # fmt: skip
@@ -102,7 +111,7 @@ def test_the_sum_becomes_dq():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = fresh(6, 100, 64, device=device, requires_grad=False)
     dq = torch.full((2, 100, 3, 40), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    kernels.finish_kernel[(2, 6)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
+    kernels.finish_kernel[(2 * 6,)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
     assert torch.equal(dq, (total[..., :40] * 0.25).half().view(2, 3, 100, 40))
 
 
@@ -200,13 +209,33 @@ def test_large_scores_and_keys_that_are_not_there(on_hopper):
 
 @pytest.mark.gpu
 def test_launched_again_with_other_tensors(on_hopper):
-    for _ in range(3):
-        q, k, v = (fresh(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        attention(q, k, v, True, "flash_triton").sum().backward()
-        grads = [x.grad.clone() for x in (q, k, v)]
-        exact = exact_attention(q.detach(), k.detach(), v.detach(), torch.ones_like(q), True)[1:]
-        for grad, true in zip(grads, exact, strict=True):
-            assert relative(grad, true, 1) < 0.02
+    for shape in ((1, 4, 512, 64), (4, 512, 64), (2, 1, 2, 300, 128)):
+        for _ in range(3):
+            q, k, v, grad_o = (fresh(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+            assert flash_triton.kernels_for(q, k, v) == "hopper"
+            o = attention(q, k, v, True, "flash_triton")
+            found = o, *torch.autograd.grad(o, (q, k, v), grad_o)
+            exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o.detach(), True)
+            for x, true in zip(found, exact, strict=False):
+                assert relative(x, true, 1) < 0.02
+
+
+@pytest.mark.gpu
+def test_in_a_compiled_function(on_hopper):
+    q, k, v = (fresh(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, True, "flash_triton").sum(), fullgraph=True)
+    compiled(q, k, v).backward()
+    exact = exact_attention(q.detach(), k.detach(), v.detach(), torch.ones_like(q), True)[1:]
+    for x, true in zip((q, k, v), exact, strict=False):
+        assert relative(x.grad, true, 1) < 0.02
+
+
+@pytest.mark.gpu
+def test_more_heads_than_an_axis_of_a_grid_holds(on_hopper):
+    q, k, v, grad_o = (
+        fresh(70_000, 1, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False) for _ in range(4)
+    )
+    check_both_ways(q, k, v, grad_o, True)
 
 
 @pytest.mark.gpu

@@ -222,24 +222,35 @@ def peak_bytes(
 
     wrapper: as `training.parallel_step.WRAPPERS`. To the moments of the step on one device (`memory.memory_moments`)
     each adds what it holds besides gradients: nothing (none, naive, overlapped, in_place); a copy of all gradients
-    after the backward pass (flat); a copy of one bucket's while they are brought into it (bucketed: of the largest that
-    the backward pass has completed, of the last one when it has ended); all buckets all the time, beside the gradients
-    (torch) or in their place (torch_view). ValueError for an unknown wrapper.
+    after the backward pass (flat); a copy of a bucket's whenever one is complete, until its own tensors are let go
+    (bucketed; between the moments of the backward pass memory is taken to change as the gradients grow); all buckets
+    all the time, beside the gradients (torch) or in their place (torch_view). ValueError for an unknown wrapper.
     """
     check_choice("wrapper", wrapper, WRAPPERS)
     total = FP32 * sum(gradient_sizes(config))
     moments = memory_moments(config, batch, sequence, "train_step", dtype, "reference", device, "fused")
 
-    buckets = bucket_bytes(config, max_bytes) if wrapper == "bucketed" else [0]
-
     def beside(gradients: float) -> float:
-        complete = [size for size in buckets if size <= gradients] if gradients < total else buckets[-1:]
-        return {
-            "bucketed": max(complete, default=0.0),
-            "torch": total,
-            "torch_view": total - gradients,
-        }.get(wrapper, 0.0)
+        return {"torch": total, "torch_view": total - gradients}.get(wrapper, 0.0)
 
     peak = max(sum(items.values()) + beside(items["gradients"]) for items in moments.values())
-    # weights, two moments, the gradients, and the buffer that they are brought into
-    return max(peak, 5 * total) if wrapper == "flat" else peak
+    if wrapper == "flat":  # weights, two moments, the gradients, and the buffer that they are brought into
+        return max(peak, 5 * total)
+    if wrapper != "bucketed":
+        return peak
+    backward = sorted(
+        (items["gradients"], sum(items.values())) for items in moments.values() if items["gradients"]
+    )
+    complete = 0
+    for size in bucket_bytes(config, max_bytes):
+        complete += size
+        peak = max(peak, _between(backward, complete) + size)
+    return peak
+
+
+def _between(points: list[tuple[float, float]], x: float) -> float:
+    """The value at x of the line through points, in the order of x; outside of them that of the nearest."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x0 <= x < x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[0][1] if x < points[0][0] else points[-1][1]

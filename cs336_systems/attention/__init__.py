@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,10 +53,6 @@ def hopper_reason(device_index: int = 0) -> str | None:
 
     They are new: `CS336_HOPPER=1` in the environment, set before the first call, asks for them.
     """
-    import re
-
-    if os.environ.get("CS336_HOPPER", "0") != "1":
-        return "not asked for: CS336_HOPPER=1 turns them on"
     if reason := _triton_reason():
         return reason
     import torch
@@ -70,6 +67,8 @@ def hopper_reason(device_index: int = 0) -> str | None:
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
         return f"triton {triton.__version__}: tried with 3.6 and 3.7"
+    if os.environ.get("CS336_HOPPER", "0") != "1":
+        return "they can run, and CS336_HOPPER=1 turns them on"
     return None
 
 
@@ -81,8 +80,8 @@ def attention(
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
     both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
     follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
-    copied. Gradients of the Triton kernels are deterministic, with and without torch's flag for it. With the kernels
-    for Hopper (see `hopper_reason`) dQ differs in its last bits from run to run, unless torch's flag is set.
+    copied. Gradients of the Triton kernels are deterministic, but for dQ of those for Hopper (see `hopper_reason`),
+    whose last bits differ from run to run; with torch's flag for determinism, the others compute it.
 
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the
     plain PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;

@@ -125,7 +125,7 @@ def compile_hopper_kernel(
         )  # fmt: skip
         constants |= dict(
             BLOCK_M=config.block_m, DO_STEP=1, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
-            K_REGISTERS=config.k_registers, V_REGISTERS=config.v_registers,
+            K_REGISTERS=config.k_registers,
         )  # fmt: skip
     names = function.arg_names
     signature |= dict.fromkeys(constants, "constexpr")

@@ -62,12 +62,12 @@ def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
 
 
 def _launch_forward_on_cpu(q, k, v, is_causal):
-    _require_interpreter()
+    _require_interpreter(q.dtype)
     return launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    _require_interpreter()
+    _require_interpreter(q.dtype)
     return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 
@@ -81,11 +81,16 @@ def _plain(x: torch.Tensor) -> bool:
     return x.is_cuda and type(x) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
 
 
-def _require_interpreter() -> None:
+def _require_interpreter(dtype: torch.dtype) -> None:
     if not INTERPRETED:
         raise ValueError(
             "flash_triton got tensors on device 'cpu'; it runs on CUDA devices "
             "(or, slowly, on the CPU with TRITON_INTERPRET=1 set before the import)"
+        )
+    if dtype == torch.bfloat16:
+        raise ValueError(
+            "flash_triton got torch.bfloat16 on device 'cpu', and Triton's interpreter multiplies that wrongly; "
+            "it takes torch.float32 and torch.float16 there"
         )
 
 

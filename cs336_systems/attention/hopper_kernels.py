@@ -425,8 +425,8 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
 def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles, barriers,
                     heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c, scale,
                     IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                    STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
-                    V_REGISTERS: gl.constexpr):  # fmt: skip
+                    STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
+                    K_REGISTERS: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -442,8 +442,6 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
     v = v_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
     if K_REGISTERS:  # shared memory has enough to do
         k = k.load(gl.DotOperandLayout(0, s_layout, 2))
-    if V_REGISTERS:
-        v = v.load(gl.DotOperandLayout(0, s_layout, 2))
     first = 0
     masked = 0
     if IS_CAUSAL:
@@ -515,7 +513,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr
                     dv_batch, dv_head, dv_row, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim,
                     c, scale, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                     DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
-                    V_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                    num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -549,10 +547,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr
         gl.warp_specialize([
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
                                barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
+                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
                                barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
+                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
             (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL,
                                   BLOCK_M, D)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
@@ -562,10 +560,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr
         gl.warp_specialize([
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
                                barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
+                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
             (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
                                barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS, V_REGISTERS)),
+                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
                                   section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP, AHEAD)),
         ], [4, 1], [240, 24])  # fmt: skip
@@ -580,10 +578,12 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, num_queries, D), both fp32. TILE_ROWS > 0: dO of a head is
     one number, with strides of 0, which TMA cannot read: a tile of it is written to tile (batch_heads, TILE_ROWS, D).
-    Grid: (padded_queries / ROWS, batch_heads).
+    Grid: (padded_queries / ROWS · batch_heads,).
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    index = tl.cast(tl.program_id(1), tl.int64)
+    tiles = tl.cdiv(padded_queries, ROWS)
+    tile = tl.program_id(0) % tiles
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     batch, head = index // heads, index % heads
@@ -603,7 +603,7 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
         dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < num_queries)[:, None] & (columns < D)[None, :]
     )
     if TILE_ROWS:  # noqa: SIM102 (known when compiling, the next one not)
-        if tl.program_id(0) == 0:
+        if tile == 0:
             value = tl.load(do_ptr + batch * do_batch + head * do_head)
             tile_rows = tl.arange(0, TILE_ROWS)
             spread = tl.where((columns < HEAD_DIM)[None, :], value, 0.0).to(tile_ptr.dtype.element_ty)
@@ -614,9 +614,10 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
 @triton.jit(do_not_specialize=["num_queries"])
 def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, scale, HEAD_DIM: tl.constexpr,
                   D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """dQ = scale times its fp32 sum, in q's dtype and layout. Grid: (⌈num_queries / ROWS⌉, batch_heads)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    index = tl.cast(tl.program_id(1), tl.int64)
+    """dQ = scale times its fp32 sum, in q's dtype and layout. Grid: (⌈num_queries / ROWS⌉ · batch_heads,)."""
+    tiles = tl.cdiv(num_queries, ROWS)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]

@@ -41,19 +41,27 @@ class Forward:
     stages: int
     overlap: bool
 
+    def __post_init__(self) -> None:
+        if self.groups not in (2, 3):
+            raise ValueError(f"groups={self.groups}; allowed: 2, 3")
+
 
 @dataclass(frozen=True)
 class Backward:
     """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead: what of the next tile is made
-    beside the last products of a tile: "", its "scores", or its "weights", too (with dq_group only). k_registers,
-    v_registers: these operands are read from registers."""
+    beside the last products of a tile: "" for nothing, its "scores" (without dq_group), or its "weights" (with it).
+    k_registers: K is read from registers."""
 
     block_m: int
     stages: int
     dq_group: bool = False
     ahead: str = ""
     k_registers: bool = False
-    v_registers: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = ("", "weights") if self.dq_group else ("", "scores")
+        if self.ahead not in allowed:
+            raise ValueError(f"ahead={self.ahead!r} with dq_group={self.dq_group}; allowed: {allowed}")
 
 
 # by padded head dimension
@@ -78,6 +86,8 @@ def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | N
         return f"{q.dtype}: they compute in 16 bits"
     if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
         return f"head dimension {q.shape[3]}: {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if q.shape[3] % 8:  # rows of O, which they allocate, would not begin where TMA can write
+        return f"head dimension {q.shape[3]}: multiples of 8"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not addressable(x):
             return (
@@ -241,7 +251,7 @@ def launch_backward(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
         TILE_ROWS=settings.block_m if one_number else 0,
     )  # fmt: skip
-    plans = [_first(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS), batch_heads, 1), (), 6, arguments)]
+    plans = [_first(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
         _descriptor(q, 1, 1, block_m, d), _descriptor(k, 1, 1, KEYS, d), _descriptor(v, 1, 1, KEYS, d),
@@ -256,14 +266,14 @@ def launch_backward(
         key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys, head_dim=head_dim,
         c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
-        K_REGISTERS=settings.k_registers, V_REGISTERS=settings.v_registers, num_warps=4,
+        K_REGISTERS=settings.k_registers, num_warps=4,
     )  # fmt: skip
     plans.append(_first(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments))
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(heads=heads, num_queries=num_queries, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS)
     plans.append(
-        _first(kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS), batch_heads, 1), (), 2, arguments)
+        _first(kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
     remember(key, plans)
     return dq, dk, dv

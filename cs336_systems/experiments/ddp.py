@@ -2,7 +2,7 @@
 
     papermill book/ddp.ipynb out.ipynb -p wrapper none,naive,bucketed -p world_size 2
 
-XL, two sequences a rank. The cases of a group (one number of ranks, one precision, both contexts) are measured in one
+XL, two sequences a rank. The cases of a group (one number of ranks, one precision, all contexts) are measured in one
 process group, in turns, on one copy of the weights in each rank: so their ratios are of one run. `alone` is the step
 of rank 0 while the other ranks wait; `none` is the step of all ranks without communication. What is exposed of the
 communication is the time of a step less that of `none`; weak scaling efficiency is that of `alone` over that of a step.

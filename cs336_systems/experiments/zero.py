@@ -93,7 +93,7 @@ class Case:
     size: str = "xl"
     world_size: int = 2
     batch: int = 2
-    bucket_mb: float = 250.0
+    bucket_mb: float = 100.0
     repeat: int = 0
 
     @property

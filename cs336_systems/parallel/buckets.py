@@ -37,9 +37,8 @@ class Bucket:
         (self.dtype,) = {gradient_dtype(p) for p in self.parameters}
         (self.device,) = {p.device for p in self.parameters}
         step = _ALIGNMENT // self.dtype.itemsize
-        self._sections: list[
-            torch.Tensor
-        ] = []  # of the shapes that follow one another in the buffer: with padding
+        # tensors of the shapes that follow one another in the buffer, padding among them
+        self._sections: list[torch.Tensor] = []
         self._padding: list[bool] = []
         for p in self.parameters:
             self._sections.append(p)
@@ -63,23 +62,30 @@ class Bucket:
         of many small layers waits for the host, and a copy a parameter costs the host more than its collectives.
         """
         buffer = self._buffer() if self._buffer is not None else None
-        home = buffer is not None  # where no gradient is left of the last step, none can be in its place
-        if buffer is None:
+        places = self._places(buffer) if buffer is not None else []
+        gradients = [parameter.grad for parameter in self.parameters]
+        home = [g.data_ptr() == place.data_ptr() != 0 for g, place in zip(gradients, places, strict=False)]
+        if buffer is None or not any(home):  # it may be alive because somebody has kept an old gradient
             buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._buffer = TensorWeakRef(buffer)
+            places, home = self._places(buffer), [False] * len(gradients)
+        memory = buffer.untyped_storage().data_ptr()
+        away = [i for i, at_home in enumerate(home) if not at_home]
+        if away:
+            for i in away:  # one may lie in another one's place, which is about to be overwritten
+                if gradients[i].untyped_storage().data_ptr() == memory:
+                    gradients[i] = gradients[i].clone()
+            with torch.no_grad():
+                torch._foreach_copy_([places[i] for i in away], [gradients[i] for i in away])
+            for i in away:
+                self.parameters[i].grad = places[i]
+        return buffer
+
+    def _places(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of the buffer for the gradients, shaped like them."""
         with torch.no_grad():
             views = _unflatten_dense_tensors(buffer, self._sections)
-            places = [view for view, padding in zip(views, self._padding, strict=True) if not padding]
-            away = [
-                (parameter, place)
-                for parameter, place in zip(self.parameters, places, strict=True)
-                if not (home and parameter.grad.data_ptr() == place.data_ptr())
-            ]
-            if away:
-                torch._foreach_copy_([place for _, place in away], [parameter.grad for parameter, _ in away])
-        for parameter, place in away:
-            parameter.grad = place
-        return buffer
+        return [view for view, padding in zip(views, self._padding, strict=True) if not padding]
 
 
 def sole(gradient: torch.Tensor) -> torch.Tensor:

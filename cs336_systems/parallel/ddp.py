@@ -374,8 +374,8 @@ class InPlaceDDP(_LeavesGradients):
     """As `BucketedDDP`, but a bucket has no buffer: its gradients are averaged where autograd has put them.
 
     NCCL takes them in one group call, a launch as for a buffer, which reads and writes each tensor where it is. That
-    saves reading and writing all gradients once a step, and on the host a copy for each. With Gloo, which has no group
-    calls, each gradient is a collective of its own. Arguments, methods and errors: see `BucketedDDP`.
+    saves reading and writing all gradients once a step, and on the host a copy for each bucket. With Gloo, which has
+    no group calls, each gradient is a collective of its own. Arguments, methods and errors: see `BucketedDDP`.
     """
 
     def __init__(

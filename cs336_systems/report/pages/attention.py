@@ -45,10 +45,12 @@ def sizes(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> tuple[in
     return chapter.experiment.BATCH, seq_len, seq_len, head_dim, BYTES[dtype]
 
 
-def closed_form(chapter: Chapter, impl: str, dtype: str, head_dim: int) -> str:
-    """What `accounting` calls an implementation: ours as the kernels that served these tensors, where rows tell."""
+def closed_form(chapter: Chapter, impl: str, dtype: str, head_dim: int, machine: str = "") -> str:
+    """What `accounting` calls an implementation: ours by the kernels that served such tensors on the machine, or on the
+    first one of the chapter, where rows tell."""
     if impl == OURS:
-        ours = chapter.measured(impl=impl, dtype=dtype, head_dim=head_dim)
+        where = {"impl": impl, "dtype": dtype, "head_dim": head_dim}
+        ours = chapter.measured(**where, machine=machine or next(iter(chapter.machines), ""))
         if "hopper" in set(ours["kernels"]):
             return "flash_hopper"
     return _CLOSED_FORM[impl]
@@ -173,7 +175,9 @@ def with_predictions(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFra
 
 def _predictions(chapter: Chapter, roofs: Roofs, row: dict[str, Any]) -> dict[str, float]:
     shape = sizes(chapter, row["seq_len"], row["head_dim"], row["dtype"])
-    impl, on = closed_form(chapter, row["impl"], row["dtype"], row["head_dim"]), device(row["machine"])
+    impl, on = _CLOSED_FORM[row["impl"]], device(row["machine"])
+    if row["kernels"] == "hopper":
+        impl = "flash_hopper"
     workspace = row["workspace_gib"] if pd.notna(row["workspace_gib"]) else 0.0
     matrix = math.prod(shape[:3]) * shape[4] / GIB
     found = accounting.attention_moments(*shape, impl, on)
@@ -268,7 +272,8 @@ def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
         line = {
             "dtype": dtype, "n": int(seq_len), "d": int(head_dim), "implementation": figures.label(impl),
             "predicted": fmt(
-                accounting.attention_peak_bytes(*shape, closed_form(chapter, impl, dtype, head_dim)) / GIB
+                accounting.attention_peak_bytes(*shape, closed_form(chapter, impl, dtype, head_dim, machine))
+                / GIB
             ),
         }  # fmt: skip
         for cap in caps:

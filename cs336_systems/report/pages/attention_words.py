@@ -69,7 +69,7 @@ def _needs(chapter: Chapter, cases: pd.DataFrame) -> np.ndarray:
 
 def _form(chapter: Chapter, row: pd.Series, impl: str | None = None) -> str:
     """What `accounting` calls the row's implementation, or another one at the row's shape."""
-    return page.closed_form(chapter, impl or row["impl"], row["dtype"], int(row["head_dim"]))
+    return page.closed_form(chapter, impl or row["impl"], row["dtype"], int(row["head_dim"]), row["machine"])
 
 
 def _cases(cases: pd.DataFrame) -> str:

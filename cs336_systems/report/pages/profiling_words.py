@@ -31,7 +31,7 @@ from cs336_systems.report.pages.profiling import (
 from cs336_systems.report.tables import fmt
 from cs336_systems.sizes import size
 
-BUSY = 0.05  # a GPU that is idle for less than this part of the time sets the pace
+IDLE = 0.05  # a GPU that is idle for less than this part of the time sets the pace
 ADAMW_BYTES = 28  # for each parameter: p, g, m, v read; p, m, v written
 SCORE_BYTES = 8  # of softmax, for each score: read and written, fp32 under autocast too
 PRODUCTS = CLASS_COLUMNS[PRODUCT]
@@ -120,8 +120,8 @@ def timer_words(chapter: Chapter) -> str:
         f" {fmt(100 * most, 2)} % of that of {_name(at)}."
     )
     parts = []
-    for words, busy in ((f"less than {100 * BUSY:g} %", True), ("more", False)):
-        ratios = [row["host_ms"] / row["python_ms"] for _, row in found if (_idle(row) < BUSY) == busy]
+    for words, busy in ((f"less than {100 * IDLE:g} %", True), ("more", False)):
+        ratios = [row["host_ms"] / row["python_ms"] for _, row in found if (_idle(row) < IDLE) == busy]
         if ratios:
             parts.append(
                 f"{_range(ratios)} times as long where the GPU is idle for {words} ({_shapes(len(ratios))})"
@@ -140,8 +140,8 @@ def benchmark_words(chapter: Chapter) -> str:
     if not found:
         return f"The same passes in chapter `benchmarking`: {NOT_MEASURED}."
     said = []
-    for words, busy in ((f"less than {100 * BUSY:g} %", True), ("more", False)):
-        part = [(row, before) for row, before in found if (_idle(row) < BUSY) == busy]
+    for words, busy in ((f"less than {100 * IDLE:g} %", True), ("more", False)):
+        part = [(row, before) for row, before in found if (_idle(row) < IDLE) == busy]
         if part:
             ratios = [[row[column] / before for row, before in part] for column in ("host_ms", "python_ms")]
             said.append(
