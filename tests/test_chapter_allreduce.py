@@ -259,7 +259,7 @@ def test_page_of_made_up_rows(made_up):
     assert set(own["bucket, over it"]) == {"+2.0 %"} and set(own["again, over it"]) == {"−1.0 %"}
     assert len(own) == 3 * 2 + 4
     sizes = page.bucket_size_table(made_up)
-    assert list(sizes["bucket"]) == ["1 MB", "10 MB", "25 MB", "100 MB", "1000 MB"]
+    assert list(sizes["bucket"]) == ["1 MB", "10 MB", "25 MB", "100 MB", "250 MB", "1000 MB"]
     hosts = page.host_table(made_up)
     assert set(hosts["ranks"]) == {2} and hosts.iloc[0]["host, µs"] == "30.0"
     for figure in (page.time_figure, page.residual_figure):

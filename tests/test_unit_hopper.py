@@ -11,6 +11,7 @@ from cs336_systems.attention import hopper_launch as hopper
 from cs336_systems.attention import triton_launch as portable
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.tiles import SHARED_MEMORY_KIB
+from cs336_systems.ladder.steps import HOPPER, STEPS
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -133,6 +134,19 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(kernel, head_
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel == "backward")
+
+
+LADDER = [
+    step for step in STEPS.values() if step.launcher.startswith(HOPPER) and step.config is not None
+]  # the tables' own are above
+
+
+@pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
+def test_steps_of_the_ladder_are_not_serialized(step):
+    name, arguments = step.config
+    config = getattr(hopper, name)(**arguments)
+    compiled = compiler().submit(_compile, step.part, 64, True, config).result()
+    assert not compiled.serialized and compiled.spill_bytes <= 128
 
 
 # --------------------------------------------------------------------------------- on a GPU

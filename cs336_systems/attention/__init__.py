@@ -53,6 +53,15 @@ def hopper_reason(device_index: int = 0) -> str | None:
 
     They are new: `CS336_HOPPER=1` in the environment, set before the first call, asks for them.
     """
+    if reason := hopper_unable(device_index):
+        return reason
+    if os.environ.get("CS336_HOPPER", "0") != "1":
+        return "they can run, and CS336_HOPPER=1 turns them on"
+    return None
+
+
+def hopper_unable(device_index: int = 0) -> str | None:
+    """Why a CUDA device cannot run the kernels for Hopper, asked for or not; None where it can."""
     if reason := _triton_reason():
         return reason
     import torch
@@ -67,8 +76,6 @@ def hopper_reason(device_index: int = 0) -> str | None:
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
         return f"triton {triton.__version__}: tried with 3.6 and 3.7"
-    if os.environ.get("CS336_HOPPER", "0") != "1":
-        return "they can run, and CS336_HOPPER=1 turns them on"
     return None
 
 

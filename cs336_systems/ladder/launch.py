@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cs336_systems.attention import hopper_unable
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.ladder import kernels
-from cs336_systems.ladder.steps import Step, Switches, is_here
+from cs336_systems.ladder.steps import HOPPER, Step, Switches
 
 _MAX_ELEMENTS = 2**31  # addresses are 32-bit offsets
 _ROWS = 64  # of a program of the small kernels
@@ -112,15 +113,15 @@ def _multiprocessors(x: torch.Tensor) -> int:
 # ------------------------------------------------------------------------------------------------ any step
 def missing(step: Step) -> str | None:
     """Why this machine cannot run a step: what it needs, or None."""
-    module = step.launcher.split(":")[0]
-    if not is_here(step):
-        return f"{module}, which is not part of this version"
     on_gpu = torch.cuda.is_available() and not torch.version.hip
     if not step.own and not on_gpu:
         return "an NVIDIA GPU"
     major = torch.cuda.get_device_capability()[0] if on_gpu else 9
-    if (step.own and step.config.tma and major < 9) or ("hopper" in module and major != 9):
+    hopper = step.launcher.startswith(HOPPER)
+    if (step.own and step.config.tma and major < 9) or (hopper and major != 9):
         return "a GPU of compute capability 9.0"
+    if hopper and (reason := hopper_unable()):
+        return f"the kernels for Hopper, which cannot run here: {reason}"
     return None
 
 

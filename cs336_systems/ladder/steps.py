@@ -11,7 +11,6 @@ units (`accounting.attention_limits`), not a fit. Nothing here needs torch.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,11 +214,6 @@ def of_part(part: str) -> list[Step]:
     if part not in PARTS:
         raise ValueError(f"unknown part {part!r}; allowed: {', '.join(PARTS)}")
     return [step for step in STEPS.values() if step.part == part]
-
-
-def is_here(step: Step) -> bool:
-    """Whether the module that launches the step is part of this version."""
-    return importlib.util.find_spec(step.launcher.split(":")[0]) is not None
 
 
 # ------------------------------------------------------------------------------------------------ predictions

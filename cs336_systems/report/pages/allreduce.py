@@ -19,7 +19,7 @@ from cs336_systems.report.roofs import roofs
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import size
 
-BUCKETS_MB = (1, 10, 25, 100, 1000)
+BUCKETS_MB = (1, 10, 25, 100, 250, 1000)
 NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
 _LOOKS = {"gloo": (("#6b6b6b", "#D55E00", "#E69F00", "#CC79A7"), "sDvX"),
           "nccl": (("#0072B2", "#009E73", "#56B4E9", "#222222"), "o^P<")}  # fmt: skip

@@ -188,17 +188,6 @@ def ladder(chapter: Chapter, machine: str, part: str) -> str:
     return text
 
 
-def absent() -> str:
-    """Which steps are expectations only, since this version has no kernels for them; nothing where all are there."""
-    names = [step.title for step in steps.STEPS.values() if not steps.is_here(step)]
-    if not names:
-        return ""
-    return (
-        f"{len(names)} of the {len(steps.STEPS)} steps in the two ladders are written down beforehand and no more: this"
-        f" version of the project has no kernels for them, and they have no times. They are *{'*, *'.join(names)}*."
-    )
-
-
 def predictions(chapter: Chapter, machine: str) -> str:
     """How far measured times are from what was expected."""
     frames = [page.ladder(chapter, machine, part) for part in page.PARTS]
