@@ -168,10 +168,15 @@ def check_saved(config, batch, sequence, dtype, attention, device, run_on):
 @pytest.mark.parametrize("shape", [(1, 16), (3, 21)], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("attention", IMPLS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_saved_tensors_are_counted_to_the_byte(dtype, attention, shape):
+def test_saved_tensors_are_counted_to_the_byte(dtype, attention, shape, monkeypatch):
     skip_without(attention)
-    if attention == "flash" and torch.cuda.is_available():
-        pytest.skip("the kernels run on the CPU only where there is no GPU")
+    if attention == "flash":
+        if torch.cuda.is_available():
+            pytest.skip("the kernels run on the CPU only where there is no GPU")
+        from cs336_systems.attention import flash_triton
+
+        # the interpreter computes bf16 wrongly, which changes nothing of what is saved
+        monkeypatch.setattr(flash_triton, "_require_interpreter", lambda dtype: None)
     check_saved(CONFIG, *shape, dtype, attention, "cpu", "cpu")
 
 
