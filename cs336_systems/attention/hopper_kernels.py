@@ -278,9 +278,7 @@ def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barri
     if IS_CAUSAL:
         first = first_key // BLOCK_M
     last = query_tiles
-    if (
-        AHEAD != ""
-    ):  # the groups begin the scores of one tile more, of zeros, also where no query sees these keys
+    if AHEAD:  # the groups begin the scores of one tile more, of zeros, also where no query sees these keys
         last = gl.maximum(first, query_tiles) + 1
     for i in range(first, last):
         t = i - first
@@ -329,14 +327,11 @@ def _backward_weights(s, first_key, i, num_keys, c, MASKED: gl.constexpr, IS_CAU
 
 
 @gluon.jit
-def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, made, dk, dv,
+def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p, dk, dv,
                    MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """A tile of queries for a group's 64 keys, and what the next one finds `made`.
-
-    AHEAD "weights": its P, so that while dK's product runs the next exponentials do. AHEAD "scores": its S, so that a
-    product goes on while dQ is written.
-    """
+    """A tile of queries for a group's 64 keys. With AHEAD, p has been made already, and that of the next tile is made
+    here: while dK's product runs, the next exponentials do."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -348,21 +343,16 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     do = do_smem.index(slot).reshape([BLOCK_M, D])
 
-    if AHEAD == "weights":
-        p = made
-    elif AHEAD == "scores":
-        s = made
-    else:
+    if not AHEAD:
         s = _backward_scores(tiles, barriers, k, t, BLOCK_M, D, STAGES)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout) + stats_smem.index(2 * slot + 1).load(s_layout)
     mbarrier.wait(do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-    if AHEAD != "weights":
-        if AHEAD == "":
-            s = warpgroup_mma_wait(1, deps=(s,))
+    if not AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s,))
         p = _backward_weights(s, first_key, i, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p, operand, assert_trivial=True), do, dv, is_async=True)
-    if AHEAD == "weights":
+    if AHEAD:
         s = _backward_scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
         dp = warpgroup_mma_wait(2, deps=(dp,))
     else:
@@ -377,11 +367,10 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
-    made = p
-    if AHEAD == "weights":
+    if AHEAD:
         dv, s = warpgroup_mma_wait(1, deps=(dv, s))
         mbarrier.arrive(do_empty.index(slot), count=1)
-        made = _backward_weights(s, first_key, i + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
+        p = _backward_weights(s, first_key, i + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
         mbarrier.wait(do_full.index(slot), parity)  # fulfilled; keeps the next wait behind the exponentials
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -408,17 +397,11 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
         dk = warpgroup_mma_wait(1, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
         tma.store_wait(0)
-        if AHEAD == "scores":
-            made = _backward_scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-        else:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = warpgroup_mma_wait(0, deps=(dq,))
         dq_smem.index(G).reshape([WG, 64]).store(dq)
         fence_async_shared()
         _add_to_global(dq_desc, [head, i * BLOCK_M + row, column], dq_smem.index(G))
-        if AHEAD == "scores":  # done by now; what is in flight from turn to turn, ptxas serializes
-            made = warpgroup_mma_wait(0, deps=(made,))
-    return made, dk, dv
+    return p, dk, dv
 
 
 @gluon.jit
@@ -451,19 +434,17 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
         )  # until here they meet the diagonal
     if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
         masked = query_tiles
-    made = gl.zeros([WG, BLOCK_M], DTYPE, s_layout)
-    if AHEAD != "":
+    p = gl.zeros([WG, BLOCK_M], DTYPE, s_layout)
+    if AHEAD:
         s = _backward_scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
-        made = warpgroup_mma_wait(0, deps=(s,))
-    if AHEAD == "weights":
-        made = _backward_weights(made, first_key, first, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, DTYPE)
-    for i in range(
-        first, masked
-    ):  # ahead, the last of these makes the first P that needs no mask, and is unharmed by it
-        made, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, made,
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p = _backward_weights(s, first_key, first, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, DTYPE)
+    # ahead, the last of these makes the first P that needs no mask, and is unharmed by it
+    for i in range(first, masked):
+        p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
                                    dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
     for i in range(masked, query_tiles):
-        made, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, made,
+        p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
                                    dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
     rows = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, d_layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, d_layout))

@@ -48,25 +48,23 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead: what of the next tile is made
-    beside the last products of a tile: "" for nothing, its "scores" (without dq_group), or its "weights" (with it).
-    k_registers: K is read from registers."""
+    """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead (with dq_group only): a
+    tile's P is made beside the last products of the tile before. k_registers: K is read from registers."""
 
     block_m: int
     stages: int
     dq_group: bool = False
-    ahead: str = ""
+    ahead: bool = False
     k_registers: bool = False
 
     def __post_init__(self) -> None:
-        allowed = ("", "weights") if self.dq_group else ("", "scores")
-        if self.ahead not in allowed:
-            raise ValueError(f"ahead={self.ahead!r} with dq_group={self.dq_group}; allowed: {allowed}")
+        if self.ahead and not self.dq_group:
+            raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
 
 
 # by padded head dimension
 FORWARD = {64: Forward(3, 128, 2, False), 128: Forward(2, 128, 2, True)}
-BACKWARD = {64: Backward(64, 3, True, "weights"), 128: Backward(64, 2)}
+BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
 
 # ------------------------------------------------------------------------------------------------ who is served
@@ -193,8 +191,7 @@ def launch_forward(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages,
-        OVERLAP=config.overlap, num_warps=4,
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
     plan = _first(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
     remember(key, [plan])

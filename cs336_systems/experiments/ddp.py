@@ -49,11 +49,7 @@ MEASURES = (
     "cs336_systems.attention.reference", "cs336_systems.attention.inputs",
 )  # fmt: skip
 ALONE = "alone"
-CONTEXTS = (
-    128,
-    512,
-    1024,
-)  # at the shorter ones a fast GPU waits for the host, so that a step is what the host takes
+CONTEXTS = (128, 512, 1024)  # at the shorter ones a fast GPU waits for the host
 BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
 STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
 TINY_STEPS = 4  # on a CPU there are no numbers to be precise about

@@ -193,13 +193,13 @@ _BACKWARD += [
     Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last products of the tile before",
          "The exponentials of the next tile are independent of this tile's products for dK and dQ. Issued "
          "beside them, they use a unit that would wait.",
-         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": "weights"}),
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_registers", "backward", "b_hopper_ahead", "Gluon: K from registers in the product for S",
          "Shared memory is read for five products, and K is the same for all tiles of queries: kept in registers, it "
          "is read once. There may be too few of them.",
          f"{HOPPER}launch_backward",
-         ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": "weights", "k_registers": True}),
+         ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True, "k_registers": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: the configuration in use",
          "What the module's own table says for this head dimension.",

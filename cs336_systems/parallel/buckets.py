@@ -59,7 +59,7 @@ class Bucket:
         are one), so it must not be reduced where it is, unless nothing else holds it: see `sole`.
 
         The views are made by one call and filled by another, which launches a kernel for many tensors: a backward pass
-        of many small layers waits for the host, and a copy a parameter costs the host more than its collectives.
+        of many small layers waits for the host, which would have to launch a copy for each parameter.
         """
         buffer = self._buffer() if self._buffer is not None else None
         places = self._places(buffer) if buffer is not None else []

@@ -94,14 +94,8 @@ def expected_speedup(chapter: Chapter, roofs: Roofs, machine: str, seq_len: int,
         ratios = []
         for part in PARTS:
             plain, fused = (
-                accounting.kernels_ms(
-                    accounting.attention_kernels(
-                        *shape, page.closed_form(chapter, impl, dtype, head_dim), part, on
-                    ),
-                    pi,
-                    beta,
-                )
-                for impl in (PLAIN, COMPILED)
+                accounting.kernels_ms(accounting.attention_kernels(*shape, form, part, on), pi, beta)
+                for form in ("reference", "compiled")
             )
             ratios.append(f"{part} {fmt(plain / fused)} times as fast")
         words.append(f"{' and '.join(ratios)} in {figures.label(dtype)}")
