@@ -103,12 +103,15 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
 
 
 def _hopper(torch: ModuleType | None) -> Check:
-    reason = "needs torch" if torch is None else attention.hopper_reason()
+    try:
+        reason = "needs torch" if torch is None else attention.hopper_reason()
+    except ValueError as error:  # of the environment variable, which the first call of attention would refuse too
+        reason = str(error)
     return Check(
         "attention",
         "flash_triton on Hopper",
         reason is None,
-        reason or "16-bit tensors: kernels of their own, in Gluon",
+        reason or "kernels in Gluon for 16-bit tensors with head dimensions of 40 to 128 (multiples of 8)",
     )
 
 

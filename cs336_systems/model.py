@@ -234,7 +234,7 @@ def choose_attention(model: nn.Module, name: str) -> None:
     """
     _check_attention(name)
     if name in ("auto", "flash_triton"):
-        _triton_usable()  # asked here once: torch.compile cannot trace the question
+        _triton_usable()  # asked here, where no step is timed or traced yet
     blocks = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
     if not blocks:
         raise ValueError(

@@ -297,7 +297,7 @@ def test_memory_on_a_gpu_is_that_of_the_closed_form(monkeypatch, dtype):
         ):  # what a version of the compiler does with its buffers may change
             assert predicted(case, "before_backward") < peak <= predicted(cases[0], "peak")
         else:
-            kernels = metrics.get("kernels", "portable")
+            kernels = metrics.get("backward_kernels", "portable")
             assert peak == pytest.approx(predicted(case, "peak", kernels), rel=0.01)
 
 
@@ -334,7 +334,7 @@ def metrics_of(case):
     impl = form(case, kernels)
     out = {"workspace_gib": WORKSPACE, "matmul_precision": "highest"}
     if case.impl == "flash_triton":
-        out["kernels"] = kernels
+        out |= {f"{part}_kernels": kernels for part in page.PARTS}
     out["before_backward_gib"] = WORKSPACE + predicted(case, "before_backward", kernels)
     out["peak_gib"] = WORKSPACE + predicted(case, "peak", kernels)
     if out["peak_gib"] > (case.cap_gib or MEMORY):
@@ -472,7 +472,7 @@ def test_the_longest_that_fits_is_the_longest_that_fits(chapter):
         n = page.longest_that_fits(chapter, 24, 64, "fp32", impl)
         peaks = [
             accounting.attention_peak_bytes(
-                8, length, length, 64, 4, page.closed_form(chapter, impl, "fp32", 64)
+                8, length, length, 64, 4, page.closed_form(chapter, impl, "fp32", length, 64)
             )
             for length in (n, n + 1)
         ]

@@ -361,9 +361,17 @@ def test_merge_refuses_odd_columns_and_takes_nothing(fake, root, tmp_path):
     rows.write(fake, "a-machine", [row(fake)], other)
     path = rows.write(fake, "b-machine", [row(fake)], other)
     pd.read_csv(path).rename(columns={"ms_p50": "ms_mean"}).to_csv(path, index=False)
-    with pytest.raises(ValueError, match=r"b-machine.*other columns than this version: ms_mean, ms_p50"):
+    with pytest.raises(ValueError, match=r"b-machine.*columns that this version does not know: ms_mean"):
         rows.merge([fake], other, root)
     assert not root.exists()
+
+
+def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path):
+    other = tmp_path / "other"
+    path = rows.write(fake, "a-machine", [row(fake)], other)
+    pd.read_csv(path).drop(columns="ms_p50").to_csv(path, index=False)
+    assert rows.merge([fake], other, root) == [("a-machine", "fake_chapter", 1)]
+    assert rows.read(fake, "a-machine", root)["ms_p50"].isna().all()
 
 
 def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):

@@ -7,8 +7,9 @@ Counted are tensors. A process holds more: the context, the libraries' workspace
 up, and the tables of rotary positions (8 · context_length · D / H, once).
 
 dtype: "fp32", or "bf16" for fp32 weights under `torch.autocast` with bf16. attention: "reference" (scores and
-probabilities materialized) or "flash" (kernels that keep one logsumexp a query). device: autocast's rules differ for
-"cuda" and "cpu": on CUDA the softmax is computed and kept in fp32.
+probabilities materialized) or "flash" (kernels that keep one logsumexp a query; what they hold only while they run,
+such as dQ in fp32, is not counted). device: autocast's rules differ for "cuda" and "cpu": on CUDA the softmax is
+computed and kept in fp32.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ def availability() -> dict[str, str | None]:
     """For each implementation None where it can run on this machine, else the reason why not. Imports what it needs."""
     if importlib.util.find_spec("torch") is None:
         return dict.fromkeys(IMPLEMENTATIONS, "torch is not installed")
-    return {name: _triton_reason() if name == "flash_triton" else None for name in IMPLEMENTATIONS}
+    return {name: triton_reason() if name == "flash_triton" else None for name in IMPLEMENTATIONS}
 
 
-def _triton_reason() -> str | None:
+def triton_reason() -> str | None:
+    """Why `flash_triton` cannot run on this machine; None where it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it has wheels for Linux)"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -48,21 +49,34 @@ def _triton_reason() -> str | None:
     return None
 
 
+_usable: bool | None = None
+
+
+def _triton_usable() -> bool:
+    global _usable
+    if _usable is None:
+        _usable = triton_reason() is None
+    return _usable
+
+
 def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
 
-    They are new: `CS336_HOPPER=1` in the environment, set before the first call, asks for them.
+    Where they do, they take 16-bit tensors with head dimensions of 40 to 128 that are multiples of 8, from a few
+    hundred queries and keys on (`hopper_launch.worthwhile`). `CS336_HOPPER=0` in the environment, set before the first
+    call, turns them off. ValueError for another value than 0 or 1.
     """
     if reason := hopper_unable(device_index):
         return reason
-    if os.environ.get("CS336_HOPPER", "0") != "1":
-        return "they can run, and CS336_HOPPER=1 turns them on"
-    return None
+    asked = os.environ.get("CS336_HOPPER", "1")
+    if asked not in ("0", "1"):
+        raise ValueError(f"CS336_HOPPER={asked!r}; allowed: 0, 1")
+    return "CS336_HOPPER=0 turns them off" if asked == "0" else None
 
 
 def hopper_unable(device_index: int = 0) -> str | None:
     """Why a CUDA device cannot run the kernels for Hopper, asked for or not; None where it can."""
-    if reason := _triton_reason():
+    if reason := triton_reason():
         return reason
     import torch
 
@@ -87,23 +101,25 @@ def attention(
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
     both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
     follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
-    copied. Gradients of the Triton kernels are deterministic, but for dQ of those for Hopper (see `hopper_reason`),
-    whose last bits differ from run to run; with torch's flag for determinism, the others compute it.
+    copied. Gradients of `flash_triton` are deterministic, but for dQ of its kernels for Hopper (see `hopper_reason`),
+    whose last bits differ from run to run; with torch's flag for determinism, the portable kernels compute the
+    backward pass.
 
-    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: the Triton kernels for CUDA tensors where they can run, else the
-    plain PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;
+    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: `flash_triton` for CUDA tensors where it can run, else the plain
+    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;
     ValueError for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
     """
+    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
+    from cs336_systems.attention.usable import triton_usable
+
     if impl == "auto":
-        impl = "flash_triton" if q.is_cuda and _triton_usable() and 16 <= q.shape[-1] <= 256 else "reference"
+        impl = "flash_triton" if q.is_cuda and triton_usable() and 16 <= q.shape[-1] <= 256 else "reference"
     if impl == "flash_triton":
-        if not _triton_usable():
-            raise RuntimeError(f"attention implementation 'flash_triton' is unavailable: {_triton_reason()}")
+        if not triton_usable():
+            raise RuntimeError(f"attention implementation 'flash_triton' is unavailable: {triton_reason()}")
         from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
         return FlashAttentionTriton.apply(q, k, v, is_causal)
-    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
-
     if impl == "flash_torch":
         from cs336_systems.attention.flash_torch import FlashAttentionTorch
 
@@ -125,13 +141,3 @@ def attention(
     raise ValueError(
         f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
     )
-
-
-_usable: bool | None = None
-
-
-def _triton_usable() -> bool:
-    global _usable
-    if _usable is None:
-        _usable = _triton_reason() is None
-    return _usable

@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels ahead of time for any NVIDIA GPU, without having one, and reads what the compiler says.
+"""Compiles the kernels ahead of time, those in Triton for any NVIDIA GPU and those in Gluon for Hopper, without having
+one, and reads what the compiler says.
 
 Used by the compile tests (does each frozen configuration fit its target?) and while tuning (registers and spills of a
 candidate). Nothing here runs a kernel.
@@ -101,7 +102,8 @@ def compile_hopper_kernel(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from cs336_systems.attention import hopper_kernels
-    from cs336_systems.attention.hopper_launch import GROUP, KEYS, shared_layout
+    from cs336_systems.attention.hopper_launch import GROUP, KEYS
+    from cs336_systems.attention.hopper_tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[of]

@@ -1,7 +1,7 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels` and, for 16-bit tensors on Hopper, in `hopper_kernels`; their launching in
-`triton_launch` and `hopper_launch`.
+The kernels stand in `triton_kernels` and, in Gluon for 16-bit tensors on Hopper, in `hopper_kernels`; their launching
+in `triton_launch` and `hopper_launch`, which says what these serve.
 """
 
 from __future__ import annotations
@@ -36,27 +36,36 @@ def _hopper(device_index: int) -> ModuleType | None:
     return hopper_launch
 
 
-def _for_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType | None:
-    """The Hopper kernels' launchers, if they serve tensors (batch, heads, n, d) on a GPU."""
+def _for_hopper(
+    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
+) -> ModuleType | None:
+    """The Hopper kernels' launchers, if `part` of the attention of tensors (batch, heads, n, d) on a GPU is theirs."""
     hopper = _hopper(q.get_device())
-    return None if hopper is None or hopper.reason_against(q, k, v) is not None else hopper
+    if hopper is None or not hopper.serves(part, q, k, v, is_causal):
+        return None
+    if part == "backward" and torch.are_deterministic_algorithms_enabled():
+        return None  # theirs adds up dQ in the order of arrival
+    return hopper
 
 
-def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """`"hopper"` or `"portable"`: whose kernels compute the attention of tensors (..., n, d) in the dtype they have."""
-    hopper = q.is_cuda and _for_hopper(*map(to_four_axes, (q, k, v)))
-    return "hopper" if hopper else "portable"
+def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> dict[str, str]:
+    """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"` or `"portable"`,
+    for `"forward"` and `"backward"`."""
+    four = [to_four_axes(x) for x in (q, k, v)]
+    return {
+        part: "hopper" if q.is_cuda and _for_hopper(part, *four, is_causal) else "portable"
+        for part in ("forward", "backward")
+    }
 
 
 def _launch_forward_on_gpu(q, k, v, is_causal):
-    if hopper := _for_hopper(q, k, v):
+    if hopper := _for_hopper("forward", q, k, v, is_causal):
         return hopper.launch_forward(q, k, v, is_causal)
     return launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if not deterministic and (hopper := _for_hopper(q, k, v)):
+    if hopper := _for_hopper("backward", q, k, v, is_causal):
         return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
     return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
@@ -132,7 +141,8 @@ _register_flops()
 
 # ------------------------------------------------------------------------------------------------ autograd
 class FlashAttentionTriton(torch.autograd.Function):
-    """FlashAttention-2 by the Triton kernels, as `FlashAttentionTriton.apply(Q, K, V, is_causal)`.
+    """FlashAttention-2 by the Triton kernels, or those for Hopper where they serve, as
+    `FlashAttentionTriton.apply(Q, K, V, is_causal)`.
 
     Q: (..., n_q, d); K, V: (..., n_k, d); the same dtype (fp32, fp16 or bf16) and device, any strides; 16 ≤ d ≤ 256.
     Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.

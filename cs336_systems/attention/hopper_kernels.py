@@ -18,7 +18,8 @@ Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Sc
     dQ += dS K                                   dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
 All five products are made once, against seven in the two passes of `triton_kernels`; in exchange programs add to dQ in
-any order, so that its last bits differ from run to run.
+any order, so that its last bits differ from run to run. A small kernel before this one makes the statistics and zeroes
+the fp32 sum, one after it turns the sum into dQ.
 
 Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
 dimension is padded in the same way, to D = 64 or 128.

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels: which tensors they serve, their TMA descriptors, the buffers of the backward pass."""
+"""Launches the Hopper kernels: which tensors they serve, with what configuration, the buffers of the backward pass."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.attention import hopper_kernels as kernels
-from cs336_systems.attention.triton_launch import (
-    Launch,
-    elsewhere,
-    launch_again,
-    remember,
-    remembered,
-    watched,
-)
+from cs336_systems.attention.hopper_tma import descriptor, first_launch
+from cs336_systems.attention.triton_launch import elsewhere, remember, remembered, watched
 
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a group of warps
 KEYS = 128  # keys of a program of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
+# queries and keys from which on these kernels take less time than the portable ones on an H100 (see `worthwhile`)
+MIN_FORWARD, MIN_BACKWARD, MIN_BACKWARD_WIDE = 256, 1024, 2048
 _ROWS = 64  # of a program of the two small kernels
 _L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,9 @@ class Backward:
 
 
 # by padded head dimension
-FORWARD = {64: Forward(3, 128, 2, False), 128: Forward(2, 128, 2, True)}
+FORWARD = {64: Forward(2, 128, 2, True), 128: Forward(2, 128, 2, True)}
+# of several programs on each multiprocessor
+FORWARD_OF_MANY = {64: Forward(3, 128, 2, False), 128: FORWARD[128]}
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
 
@@ -99,63 +94,59 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-# ------------------------------------------------------------------------------------------------ descriptors
 @functools.cache
-def shared_layout(block: tuple[int, ...], dtype: torch.dtype, swizzled: bool = True) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory: as products read it, or, not swizzled, as rows."""
-    if swizzled:
-        return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
-    return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block))
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def _strides(x: torch.Tensor) -> list[int]:
-    """x's strides, with a lawful one for axes of length 1, whose stride is idle but must be a multiple of 16 bytes."""
-    return [stride if n > 1 else 8 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+def forward_config(batch_heads: int, num_queries: int, head_dim: int, multiprocessors: int) -> Forward:
+    """Larger programs where there are two of them and more for each multiprocessor."""
+    many = FORWARD_OF_MANY[padded(head_dim)]
+    programs = batch_heads * triton.cdiv(num_queries, many.groups * GROUP)
+    return many if programs >= 2 * multiprocessors else FORWARD[padded(head_dim)]
 
 
-def _descriptor(x: torch.Tensor, *block: int, swizzled: bool = True) -> TensorDescriptor:
-    return TensorDescriptor(
-        x, list(x.shape), _strides(x), list(block), shared_layout(block, x.dtype, swizzled)
-    )
+def worthwhile(
+    part: str, batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
+) -> bool:  # fmt: skip
+    """Whether these kernels take less GPU time than the portable ones: what an H100 showed, put as a rule.
 
-
-class _Again:
-    """What triton's launcher asks of a descriptor, for a tensor with the layout of an earlier one."""
-
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-        self.padding, self.round_f32_to_tf32 = "zero", False
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A launch that was made once: `triton_launch.Launch`, and the layouts of the descriptors that it began with."""
-
-    launch: Launch
-    layouts: tuple[tuple[list[int], list[int]], ...]
-
-    def again(self, device_index: int, tensors: tuple[torch.Tensor, ...], *pointers: int) -> None:
-        described = (_Again(x, *layout) for x, layout in zip(tensors, self.layouts, strict=True))
-        launch_again(self.launch, device_index, *described, *pointers)
-
-
-def _first(
-    kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
-    arguments: dict[str, Any],
-) -> _Plan:  # fmt: skip
-    """Compiles a kernel where needed, launches it, and returns how to do so again.
-
-    `arguments` are all of the kernel's after its descriptors, in their order; the first `pointers` of them are tensors.
+    Backward has two small kernels more, which short sequences do not repay; and its tiles are larger, which wastes part
+    of the last round of programs. `part`: "forward" or "backward".
     """
-    names = kernel.arg_names[len(descriptors) :]
-    assert tuple(arguments) == tuple(names), "a remembered kernel takes arguments by position"
-    num_warps = {"num_warps": 4} if "num_warps" not in arguments else {}
-    compiled = kernel[grid](*descriptors, **arguments, **num_warps)
-    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-    launch = (compiled.run, grid, fixed, tuple(arguments.values())[pointers:])
-    return _Plan(launch, tuple((x.shape, x.strides) for x in descriptors))
+    shorter = min(num_queries, num_keys)
+    if part == "forward":
+        return shorter >= MIN_FORWARD
+    if not is_causal and padded(head_dim) == 128:
+        return shorter >= MIN_BACKWARD_WIDE
+    one_round = batch_heads * triton.cdiv(num_keys, KEYS) <= multiprocessors
+    return shorter >= (MIN_BACKWARD // 2 if one_round else MIN_BACKWARD)
+
+
+_decided: dict[tuple[Any, ...], bool] = {}
+
+
+def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> bool:
+    """Whether `part` of the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
+    if q.dtype == torch.float32:
+        return False
+    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+    shape, device_index = q.shape, q.get_device()
+    key = (
+        part, is_causal, q.dtype, device_index, aligned, shape, k.shape, q.stride(), k.stride(), v.stride()
+    )  # fmt: skip
+    decided = _decided.get(key)
+    if decided is None:
+        batch, heads, num_queries, head_dim = shape
+        decided = reason_against(q, k, v) is None and worthwhile(
+            part, batch * heads, num_queries, k.shape[2], head_dim, is_causal, _multiprocessors(device_index)
+        )
+        if (
+            len(_decided) >= 10_000
+        ):  # the lengths are part of the key, and a program may meet any number of them
+            _decided.clear()
+        _decided[key] = decided
+    return decided
 
 
 def _section(batch_heads: int, bytes_of_a_head: int) -> int:
@@ -177,15 +168,17 @@ def launch_forward(
     logsumexp = torch.empty(shape[:3], device=device, dtype=torch.float32)
     key = ("hopper", is_causal, config, q.dtype, device, shape, k.shape, q.stride(), k.stride(), v.stride())
     if (plans := remembered(key)) and not watched():
-        plans[0].again(device.index, (q, k, v, o), logsumexp.data_ptr())
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
+        plans[0].again(device.index, at, logsumexp.data_ptr())
         return o, logsumexp
     batch, heads, num_queries, head_dim = shape
     num_keys, d = k.shape[2], padded(head_dim)
-    config = config or FORWARD[d]
+    if config is None:
+        config = forward_config(batch * heads, num_queries, head_dim, _multiprocessors(q.get_device()))
     row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
     descriptors = (
-        _descriptor(q, 1, 1, GROUP, d), _descriptor(k, 1, 1, config.block_n, d),
-        _descriptor(v, 1, 1, config.block_n, d), _descriptor(o, 1, 1, GROUP, d),
+        descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
+        descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
     arguments = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
@@ -193,7 +186,7 @@ def launch_forward(
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
-    plan = _first(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
+    plan = first_launch(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
     remember(key, [plan])
     return o, logsumexp
 
@@ -237,7 +230,8 @@ def launch_backward(
             index, (), o.data_ptr(), do.data_ptr(), logsumexp.data_ptr(), stats.data_ptr(), dq_sum.data_ptr(),
             do_tile.data_ptr(),
         )  # fmt: skip
-        main.again(index, (q, k, v, do_tile, dq_sum, stats), dk.data_ptr(), dv.data_ptr())
+        described = (q, k, v, do_tile, dq_sum, stats)
+        main.again(index, tuple(x.data_ptr() for x in described), dk.data_ptr(), dv.data_ptr())
         finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
         return dq, dk, dv
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -248,12 +242,14 @@ def launch_backward(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
         TILE_ROWS=settings.block_m if one_number else 0,
     )  # fmt: skip
-    plans = [_first(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
+    plans = [
+        first_launch(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)
+    ]
     block_m = settings.block_m
     descriptors = (
-        _descriptor(q, 1, 1, block_m, d), _descriptor(k, 1, 1, KEYS, d), _descriptor(v, 1, 1, KEYS, d),
-        _descriptor(do_tile, 1, 1, block_m, d), _descriptor(dq_sum, 1, GROUP, 64),
-        _descriptor(stats, 1, block_m, swizzled=False),
+        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, KEYS, d),
+        descriptor(do_tile, 1, 1, block_m, d), descriptor(dq_sum, 1, GROUP, 64),
+        descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
     arguments = dict(dk_ptr=dk, dv_ptr=dv)
     arguments |= dict(zip(("dk_batch", "dk_head", "dk_row"), dk.stride(), strict=False))
@@ -265,12 +261,16 @@ def launch_backward(
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, num_warps=4,
     )  # fmt: skip
-    plans.append(_first(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments))
+    plans.append(
+        first_launch(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments)
+    )
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(heads=heads, num_queries=num_queries, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS)
     plans.append(
-        _first(kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
+        first_launch(
+            kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments
+        )
     )
     remember(key, plans)
     return dq, dk, dv

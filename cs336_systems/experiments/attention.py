@@ -40,7 +40,7 @@ METRICS = (
     "compile_s",  # of the first step of a compiled function
     "cache_hits",  # what of it the compiler found in its caches on disk
     "graphs",  # that Dynamo captured of it
-    "kernels",  # of ours: "portable", or "hopper"
+    *(f"{part}_kernels" for part in PARTS),  # of ours: "portable", or "hopper"
     "matmul_precision",
 )
 IMPLEMENTATIONS = ("reference", "reference_compiled", "flash_triton")
@@ -226,7 +226,9 @@ class _Candidate:
         if self.case.impl == "flash_triton" and "status" not in self.metrics:
             from cs336_systems.attention.flash_triton import kernels_for
 
-            self.metrics["kernels"] = kernels_for(*self.inputs)
+            self.metrics |= {
+                f"{part}_kernels": name for part, name in kernels_for(*self.inputs, False).items()
+            }
         if "status" in self.metrics:
             gc.collect()  # frames of the exception may still hold tensors
         if self.device != "cpu":

@@ -206,7 +206,11 @@ class _Candidate:
             if self.case.impl == "flash_triton":
                 from cs336_systems.attention.flash_triton import kernels_for
 
-                backend = f"{kernels_for(*self.inputs)} kernels"
+                kernels = kernels_for(*self.inputs, True)
+                names = [f"{kernels['forward']} forward", f"{kernels['backward']} backward"]
+                backend = (
+                    f"{kernels['forward']} kernels" if len(set(kernels.values())) == 1 else ", ".join(names)
+                )
             self.metrics["backend"] = _sdpa_backend(*self.inputs) if backend == "auto" else backend
             self.backward()
             self.backward()  # the timed backward pass keeps its graph: does this one allow it?

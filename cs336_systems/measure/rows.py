@@ -194,8 +194,9 @@ def merge(
     """Takes in the rows of another results folder; returns (machine, chapter, number of rows) of each CSV.
 
     What lies beside a CSV in a folder of its chapter's name (timelines, as JSON) comes along, unless the rows that are
-    here already are newer. Nothing is taken in, and a ValueError names the file, where one has other columns than this
-    version's, or belongs to no chapter of it.
+    here already are newer. Numbers that an earlier version did not measure stay empty. Nothing is taken in, and a
+    ValueError names the file, where one has columns that this version does not know, lacks those that say what was
+    measured, or belongs to no chapter.
     """
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<chapter>.csv")
@@ -206,9 +207,9 @@ def merge(
             raise ValueError(f"{path} belongs to no chapter of this version; those are {', '.join(by_name)}")
         experiment = by_name[path.stem]
         header = set(pd.read_csv(path, dtype=str, nrows=0, encoding="utf-8").columns)
-        odd = sorted(header ^ set(columns(experiment)))
-        if odd:
-            raise ValueError(f"{path} has other columns than this version: {', '.join(odd)}")
+        unknown = sorted(header - set(columns(experiment)))
+        if unknown:
+            raise ValueError(f"{path} has columns that this version does not know: {', '.join(unknown)}")
         found.append((path, experiment, _load(experiment, path)))
     if not found:
         raise ValueError(f"{source} holds no <machine>/<chapter>.csv")

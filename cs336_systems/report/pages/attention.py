@@ -45,15 +45,23 @@ def sizes(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> tuple[in
     return chapter.experiment.BATCH, seq_len, seq_len, head_dim, BYTES[dtype]
 
 
-def closed_form(chapter: Chapter, impl: str, dtype: str, head_dim: int, machine: str = "") -> str:
-    """What `accounting` calls an implementation: ours by the kernels that served such tensors on the machine, or on the
-    first one of the chapter, where rows tell."""
+def closed_form(
+    chapter: Chapter, impl: str, dtype: str, seq_len: int, head_dim: int, machine: str = ""
+) -> str:
+    """What `accounting` calls an implementation: ours by the kernels whose backward pass served such tensors on the
+    machine, or on the first one of the chapter, where rows tell; at the nearest length that was measured."""
     if impl == OURS:
         where = {"impl": impl, "dtype": dtype, "head_dim": head_dim}
         ours = chapter.measured(**where, machine=machine or next(iter(chapter.machines), ""))
-        if "hopper" in set(ours["kernels"]):
-            return "flash_hopper"
-    return _CLOSED_FORM[impl]
+        ours = ours[ours["backward_kernels"].notna()]
+        if len(ours):
+            nearest = (ours["seq_len"] / seq_len).map(math.log).abs().idxmin()
+            return _form(impl, ours.loc[nearest, "backward_kernels"])
+    return _form(impl)
+
+
+def _form(impl: str, kernels: Any = "portable") -> str:
+    return "flash_hopper" if kernels == "hopper" else _CLOSED_FORM[impl]
 
 
 def longest(chapter: Chapter) -> int:
@@ -68,7 +76,7 @@ def device(machine: str) -> str:
 
 def moments(chapter: Chapter, seq_len: int, head_dim: int, dtype: str, impl: str = PLAIN) -> pd.DataFrame:
     """The closed form of what is alive on a GPU at each moment of both passes: matrices by name, the rest as a sum."""
-    form = closed_form(chapter, impl, dtype, head_dim)
+    form = closed_form(chapter, impl, dtype, seq_len, head_dim)
     found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), form)
     return pd.DataFrame([{"moment": moment} | _weights(tensors) for moment, tensors in found.items()])
 
@@ -77,7 +85,7 @@ def kept_and_peak(chapter: Chapter, seq_len: int, head_dim: int, dtype: str) -> 
     """The closed forms of all implementations on a GPU: what is alive before backward, and at the heaviest moment."""
     out = []
     for impl in _CLOSED_FORM:
-        form = closed_form(chapter, impl, dtype, head_dim)
+        form = closed_form(chapter, impl, dtype, seq_len, head_dim)
         found = accounting.attention_moments(*sizes(chapter, seq_len, head_dim, dtype), form)
         for moment in (accounting.BEFORE_BACKWARD, heaviest(found)):
             line = {"implementation": figures.label(impl), "moment": moment}
@@ -101,7 +109,7 @@ def _weights(tensors: dict[str, int]) -> dict[str, str]:
 
 def longest_that_fits(chapter: Chapter, memory_gib: float, head_dim: int, dtype: str, impl: str) -> int:
     """The greatest length whose peak, by the closed form, is not above `memory_gib`."""
-    form = closed_form(chapter, impl, dtype, head_dim)
+    form = closed_form(chapter, impl, dtype, longest(chapter), head_dim)
 
     def peak(n: int) -> int:
         return accounting.attention_peak_bytes(*sizes(chapter, n, head_dim, dtype), form)
@@ -147,9 +155,8 @@ def kernels(
     pi, beta = product_tflops(roofs, dtype, impl), roofs.tb_per_s
     out = []
     for part in PARTS:
-        for kernel in accounting.attention_kernels(
-            *sizes(chapter, seq_len, head_dim, dtype), closed_form(chapter, impl, dtype, head_dim), part, on
-        ):
+        form = closed_form(chapter, impl, dtype, seq_len, head_dim)
+        for kernel in accounting.attention_kernels(*sizes(chapter, seq_len, head_dim, dtype), form, part, on):
             line = {"pass": part, "kernel": kernel.name}
             line["GFLOP"] = fmt(kernel.flops / 1e9) if kernel.flops else EMPTY
             line["GB"] = fmt(kernel.num_bytes / 1e9)
@@ -175,9 +182,7 @@ def with_predictions(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFra
 
 def _predictions(chapter: Chapter, roofs: Roofs, row: dict[str, Any]) -> dict[str, float]:
     shape = sizes(chapter, row["seq_len"], row["head_dim"], row["dtype"])
-    impl, on = _CLOSED_FORM[row["impl"]], device(row["machine"])
-    if row["kernels"] == "hopper":
-        impl = "flash_hopper"
+    impl, on = _form(row["impl"], row["backward_kernels"]), device(row["machine"])
     workspace = row["workspace_gib"] if pd.notna(row["workspace_gib"]) else 0.0
     matrix = math.prod(shape[:3]) * shape[4] / GIB
     found = accounting.attention_moments(*shape, impl, on)
@@ -193,7 +198,7 @@ def _predictions(chapter: Chapter, roofs: Roofs, row: dict[str, Any]) -> dict[st
         out[f"{name}_matrices"] = (measured - others) / matrix if pd.notna(measured) else math.nan
     pi, beta = product_tflops(roofs, row["dtype"], row["impl"]), roofs.tb_per_s
     for part in PARTS:
-        steps = accounting.attention_kernels(*shape, impl, part, on)
+        steps = accounting.attention_kernels(*shape, _form(row["impl"], row[f"{part}_kernels"]), part, on)
         out[f"{part}_floor_ms"] = accounting.kernels_ms(steps, pi, beta) if pi and beta else math.nan
     return out
 
@@ -269,12 +274,10 @@ def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
         ["dtype", "seq_len", "head_dim", "impl"], sort=False
     ):
         shape = sizes(chapter, seq_len, head_dim, dtype)
+        form = closed_form(chapter, impl, dtype, seq_len, head_dim, machine)
         line = {
             "dtype": dtype, "n": int(seq_len), "d": int(head_dim), "implementation": figures.label(impl),
-            "predicted": fmt(
-                accounting.attention_peak_bytes(*shape, closed_form(chapter, impl, dtype, head_dim, machine))
-                / GIB
-            ),
+            "predicted": fmt(accounting.attention_peak_bytes(*shape, form) / GIB),
         }  # fmt: skip
         for cap in caps:
             row = part[part["cap_gib"] == cap]

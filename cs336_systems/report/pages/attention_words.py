@@ -61,7 +61,7 @@ def _needs(chapter: Chapter, cases: pd.DataFrame) -> np.ndarray:
     columns = ["seq_len", "head_dim", "dtype", "impl"]
     return np.array([
         accounting.attention_peak_bytes(
-            *page.sizes(chapter, n, d, dtype), page.closed_form(chapter, impl, dtype, d)
+            *page.sizes(chapter, n, d, dtype), page.closed_form(chapter, impl, dtype, n, d)
         )
         for n, d, dtype, impl in cases[columns].itertuples(index=False)
     ])  # fmt: skip
@@ -69,7 +69,9 @@ def _needs(chapter: Chapter, cases: pd.DataFrame) -> np.ndarray:
 
 def _form(chapter: Chapter, row: pd.Series, impl: str | None = None) -> str:
     """What `accounting` calls the row's implementation, or another one at the row's shape."""
-    return page.closed_form(chapter, impl or row["impl"], row["dtype"], int(row["head_dim"]), row["machine"])
+    return page.closed_form(
+        chapter, impl or row["impl"], row["dtype"], int(row["seq_len"]), int(row["head_dim"]), row["machine"]
+    )
 
 
 def _cases(cases: pd.DataFrame) -> str:

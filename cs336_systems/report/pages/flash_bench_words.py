@@ -200,8 +200,9 @@ def memory(chapter: Chapter, **where: Any) -> str:
     base = rows["peak_gib"].min()
     text = (
         f"At {n} tokens ours peaks at {fmt(row['peak_gib'])} GiB. Inputs, output and gradients, eight matrices of "
-        f"$n \\times d$, and $L$ and $D$ are {fmt(keep)} GiB of it; the curves start at {fmt(base)} GiB, most of which "
-        "is workspace that cuBLAS holds in this process for plain attention."
+        f"$n \\times d$, and $L$ and $D$ are {fmt(keep)} GiB of it, and where the kernels for Hopper serve, $dQ$ in "
+        f"fp32 comes on top; the curves start at {fmt(base)} GiB, most of which is workspace that cuBLAS holds in this "
+        "process for plain attention."
     )
     for impl in ("reference", "reference_compiled"):
         other = rows[(rows["impl"] == impl) & (rows["seq_len"] == n)]
