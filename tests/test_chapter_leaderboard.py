@@ -285,7 +285,7 @@ def metrics_of(case):
         "turns_w": ";".join(f"{600 + 90 * draw.random():.0f}" for _ in turns),
         "tflops": parts / ms / 1e9, "peak_gib": 1.0,
         "error_out": 2e-3, "error_grads": 3e-3, "backend": case.impl,
-        "kernels": "hopper_kernels.forward_kernel", "timed": "graph",
+        "kernels": "hopper.forward.forward_kernel", "timed": "graph",
         "sm_mhz": 1725.0, "power_w": 650.0,
     }  # fmt: skip
     if case.kind == "ladder":

@@ -9,10 +9,11 @@ from attention_checks import compiler, fresh, relative
 import cs336_systems.attention
 
 pytest.importorskip("triton")
-from cs336_systems.attention import attention, flash_triton, hopper_reason, hopper_tma
-from cs336_systems.attention import hopper_kernels as kernels
-from cs336_systems.attention import hopper_launch as hopper
+from cs336_systems.attention import attention, flash_triton, hopper_reason
 from cs336_systems.attention import triton_launch as portable
+from cs336_systems.attention.hopper import launch as hopper
+from cs336_systems.attention.hopper import tma
+from cs336_systems.attention.hopper.backward import finish_kernel, prepare_kernel
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.tiles import SHARED_MEMORY_KIB
 from cs336_systems.ladder.steps import HOPPER, STEPS
@@ -131,17 +132,17 @@ def recorded(monkeypatch):
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
     signature = {0: kind, 1: kind, 2: "*bf16", 3: "i32", 4: "constexpr"}
     run.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [meta, meta])
-    described = tuple(hopper_tma._Described([n, 64], [64, 1], meta) for n in (100, 200))
+    described = tuple(tma._Described([n, 64], [64, 1], meta) for n in (100, 200))
     return run, described, calls
 
 
 def test_a_launch_made_again_is_triton_s_own(recorded):
     run, described, calls = recorded
     launch = (run, (7, 1, 1), ("function", "packed", None, None, None), (5, 64))
-    below = hopper_tma._launcher_below(run)
+    below = tma._launcher_below(run)
     assert below is not None, "this version keeps its launcher elsewhere: launches take the long way"
     for launcher in (None, below, below):  # the long way, the short one, and that with what it remembers
-        hopper_tma.Plan(launch, described, launcher).again(3, (0x100, 0x200), 0x300)
+        tma.Plan(launch, described, launcher).again(3, (0x100, 0x200), 0x300)
     assert len(calls) == 3
     flat = [[*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else list(call) for call in calls]
     assert flat[0] == flat[1] == flat[2]
@@ -155,7 +156,7 @@ def test_a_launch_made_again_is_triton_s_own(recorded):
 def test_a_launcher_that_needs_scratch_memory_takes_the_long_way(recorded):
     run, _, _ = recorded
     run.global_scratch_size = 128
-    assert hopper_tma._launcher_below(run) is None
+    assert tma._launcher_below(run) is None
 
 
 # --------------------------------------------------------------------------------- around the backward kernel
@@ -180,7 +181,7 @@ def test_what_backward_starts_from(d, one_number):
     stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
     dq = torch.full((batch * heads, rows, 64), float("nan"), device=device)
     tile = torch.full((batch, heads, tile_rows, 64), float("nan"), dtype=torch.float16, device=device)
-    kernels.prepare_kernel[(padded_rows // 64 * batch * heads,)](
+    prepare_kernel[(padded_rows // 64 * batch * heads,)](
         o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows, 0.25,
         HEAD_DIM=d, D=64, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
     )  # fmt: skip
@@ -199,7 +200,7 @@ def test_the_sum_becomes_dq():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = fresh(6, 100, 64, device=device, requires_grad=False)
     dq = torch.full((2, 100, 3, 40), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    kernels.finish_kernel[(2 * 6,)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
+    finish_kernel[(2 * 6,)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
     assert torch.equal(dq, (total[..., :40] * 0.25).half().view(2, 3, 100, 40))
 
 

@@ -63,7 +63,7 @@ def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
 
     Where they do, they take 16-bit tensors with head dimensions of 40 to 128 that are multiples of 8, from a few
-    hundred queries and keys on (`hopper_launch.worthwhile`). `CS336_HOPPER=0` in the environment, set before the first
+    hundred queries and keys on (`hopper.launch.worthwhile`). `CS336_HOPPER=0` in the environment, set before the first
     call, turns them off. ValueError for another value than 0 or 1.
     """
     if reason := hopper_unable(device_index):

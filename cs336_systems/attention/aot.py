@@ -24,7 +24,7 @@ from cs336_systems.attention.triton_kernels import KERNELS
 from cs336_systems.attention.triton_launch import INPUT_PRECISION
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.hopper_launch import Backward, Forward
+    from cs336_systems.attention.hopper.launch import Backward, Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -95,15 +95,16 @@ def compile_kernel(
 def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, config: Forward | Backward, *, is_causal: bool = True
 ) -> Compiled:
-    """Compiles the `"forward"` or `"backward"` kernel of `hopper_kernels` for compute capability 9.0.
+    """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0.
 
     `dtype`: bf16 or fp16. `head_dim`: 64 or 128, to which the launchers pad.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from cs336_systems.attention import hopper_kernels
-    from cs336_systems.attention.hopper_launch import GROUP, KEYS
-    from cs336_systems.attention.hopper_tma import shared_layout
+    from cs336_systems.attention.hopper.backward import backward_kernel
+    from cs336_systems.attention.hopper.forward import forward_kernel
+    from cs336_systems.attention.hopper.launch import GROUP, KEYS
+    from cs336_systems.attention.hopper.tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[of]
@@ -113,12 +114,12 @@ def compile_hopper_kernel(
 
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, num_warps=4)
     if kernel == "forward":
-        function = hopper_kernels.forward_kernel
+        function = forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
     else:
-        function = hopper_kernels.backward_kernel
+        function = backward_kernel
         rows, keys = descriptor(1, 1, config.block_m, head_dim), descriptor(1, 1, KEYS, head_dim)
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows, dq_desc=descriptor(1, GROUP, 64, of="fp32"),

@@ -1,7 +1,7 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels` and, in Gluon for 16-bit tensors on Hopper, in `hopper_kernels`; their launching
-in `triton_launch` and `hopper_launch`, which says what these serve.
+The kernels stand in `triton_kernels` and, in Gluon for 16-bit tensors on Hopper, in `hopper`; their launching in
+`triton_launch` and `hopper.launch`, which says what those serve.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _hopper(device_index: int) -> ModuleType | None:
     """The Hopper kernels' launchers, if the device can run them."""
     if hopper_reason(device_index) is not None:
         return None
-    from cs336_systems.attention import hopper_launch
+    from cs336_systems.attention.hopper import launch
 
-    return hopper_launch
+    return launch
 
 
 def _for_hopper(

@@ -1,5 +1,5 @@
 """The one table of the Triton kernels' frozen tile configurations: by GPU generation, kernel, head dimension and
-precision. (Those of the kernels for Hopper, in Gluon, stand in `hopper_launch`.)
+precision. (Those of the kernels for Hopper, in Gluon, stand in `hopper.launch`.)
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add here.

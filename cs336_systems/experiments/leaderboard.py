@@ -290,7 +290,7 @@ class _Candidate:
         from cs336_systems.ladder.resources import of_call
 
         used = of_call(lambda: torch.autograd.grad(impl.apply(*leaves), leaves, grad_o))
-        return [r.kernel for r in used if r.kernel.split(".")[0] in ("triton_kernels", "hopper_kernels")]
+        return [r.kernel for r in used if r.kernel.split(".")[0] in ("triton_kernels", "hopper")]
 
     # ------------------------------------------------------------------------------------ the ladder
     def _prepare_step(self, exact: Callable[[], list[torch.Tensor]]) -> None:

@@ -111,7 +111,9 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
 
 def _of_compiled(kernel: Any) -> Resources:
     module = getattr(getattr(kernel.src, "fn", None), "__module__", None) or ""
-    name = ".".join(filter(None, [module.split(".")[-1], kernel.name]))
+    here = "cs336_systems.attention."
+    module = module.removeprefix(here) if module.startswith(here) else module.split(".")[-1]
+    name = ".".join(filter(None, [module, kernel.name]))
     # n_spills is the driver's count of 4-byte words of local memory a thread
     return Resources(
         name, kernel.n_regs, 4 * kernel.n_spills, kernel.metadata.shared, 32 * kernel.metadata.num_warps

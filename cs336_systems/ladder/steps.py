@@ -78,7 +78,7 @@ class Step:
 
 OWN = "cs336_systems.ladder.launch:"
 PRODUCTION = "cs336_systems.attention.triton_launch:"
-HOPPER = "cs336_systems.attention.hopper_launch:"
+HOPPER = "cs336_systems.attention.hopper.launch:"
 
 
 def _chain(

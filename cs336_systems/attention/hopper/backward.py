@@ -1,30 +1,13 @@
-"""FlashAttention for Hopper in Gluon, Triton's lower language: warps with jobs of their own, TMA, asynchrony.
-
-The algorithm and its symbols are those of `triton_kernels`; this file says who does what and when, which Triton's own
-language leaves to its compiler. A program is a *producer* warp, which has the TMA unit copy tiles to shared memory, and
-*groups* of four warps (128 threads, what a wgmma instruction needs), which compute on 64 rows each. They meet at
-barriers in shared memory (mbarriers): `full` ones are fulfilled by arriving bytes, `empty` ones by groups when done.
-A tile with stages is a ring: use number t has slot t % STAGES, and parity (t // STAGES) & 1 of its barriers.
-
-Forward: GROUPS · 64 queries a program, keys from the right end to the left, so that masks are needed in the first step
-only. Groups take no notice of each other, and that is the point: while one waits for a product, the softmax of another
-keeps the arithmetic units busy, and the other way round.
-
-Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Scores stand transposed, keys by queries:
+"""Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Scores are keys by queries:
 
     Sᵀ = K Qᵀ − L/scale    dPᵀ = V dOᵀ − D       the statistics are what the accumulators start from
     Pᵀ = exp2(c Sᵀ)        dSᵀ = Pᵀ ∘ dPᵀ        c = scale · log2(e)
     dV += Pᵀ dO            dK += dSᵀ Q           Pᵀ and dSᵀ come from registers
     dQ += dS K                                   dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
-All five products are made once, against seven in the two passes of `triton_kernels`; in exchange programs add to dQ in
-any order, so that its last bits differ from run to run. A small kernel before this one makes the statistics and zeroes
-the fp32 sum, one after it turns the sum into dQ.
-
-Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
-dimension is padded in the same way, to D = 64 or 128.
-
-Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2; PTX ISA 8.7 (wgmma, mbarrier, TMA copies).
+All five products are made once, against seven in the two passes of `attention.triton_kernels`; in exchange programs
+add to dQ in any order, so that its last bits differ from run to run. A small kernel before this one makes the
+statistics and zeroes the fp32 sum, one after it turns the sum into dQ; both are in Triton's own language.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -44,9 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator
+from cs336_systems.attention.hopper.common import WG, exp2, place
 
 
 @builtin
@@ -61,215 +42,12 @@ def _add_to_global(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def _exp2(x):
-    """2^x by the hardware's instruction alone; `exp2` would spend two more on arguments below 2^-126."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _place(program, tiles, batch_heads, section):
-    """The program's (tile, head). Heads come in sections (of `section` heads) whose tensors the L2 cache can hold
-    together; within one, tile 0 of all heads first, then tile 1, …"""
-    first = program // (tiles * section) * section
-    within = program - first * tiles
-    width = gl.minimum(section, batch_heads - first)
-    return within // width, first + within % width
-
-
-# ------------------------------------------------------------------------------------------------ forward
-@gluon.jit
-def _key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of keys the queries [first_query, first_query + num_queries_seen) need."""
-    tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
-    if IS_CAUSAL:
-        tiles = gl.minimum(tiles, (first_query + num_queries_seen - 1) // BLOCK_N + 1)
-    return tiles
-
-
-@gluon.jit
-def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
-    """Algorithm 1, lines 8 to 9, of one tile: new maximum, what older sums shrink by, new sum, P as an operand."""
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    scaled = new_max * c
-    alpha = _exp2(row_max * c - scaled)
-    p = _exp2(s * c - scaled[:, None])
-    row_sum = row_sum * alpha + gl.sum(p, 1)
-    operand = gl.convert_layout(p.to(DTYPE), p_layout, assert_trivial=True)
-    return new_max, row_sum, alpha, operand
-
-
-@gluon.jit
-def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
-                      IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                      STAGES: gl.constexpr):  # fmt: skip
-    """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
-    q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
-    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, section)
-    b, h = head // heads, head % heads
-    first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
-    for g in gl.static_range(GROUPS):
-        mbarrier.expect(q_full.index(g), WG * D * 2)
-        tma.async_copy_global_to_shared(
-            q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g)
-        )
-    steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
-    for t in range(steps + 1):
-        slot = t % STAGES
-        first_key = (steps - 1 - t) * BLOCK_N
-        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
-        both = (t > 0) & (t < steps)
-        mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
-        mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
-        tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot),
-                                        pred=t < steps)  # fmt: skip
-        tma.async_copy_global_to_shared(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot),
-                                        pred=t > 0)  # fmt: skip
-
-
-@gluon.jit
-def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries, num_keys, c,
-                   IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """64 queries: the online softmax over their keys, then O and L."""
-    q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    DTYPE: gl.constexpr = q_smem.dtype
-
-    tile, head = _place(gl.program_id(0), row_tiles, batch_heads, section)
-    first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
-    first_query = first_of_tile + G * WG
-    queries = first_query + gl.arange(0, WG, s_rows)
-    all_steps = _key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
-    steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
-
-    t = 0
-    for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
-        mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
-        mbarrier.arrive(empty.index(t % STAGES), count=1)
-        t += 1
-
-    # the first tile, the only one that meets the diagonal or the end of the keys
-    q = q_smem.index(G).reshape([WG, D])
-    zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
-    acc = gl.zeros([WG, D], gl.float32, o_layout)
-    slot = t % STAGES
-    mbarrier.wait(q_full.index(G), 0)
-    mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    k = k_smem.index(slot).reshape([BLOCK_N, D])
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty.index(slot), count=1)
-    keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-    seen = (keys < num_keys)[None, :]
-    if IS_CAUSAL:
-        seen = seen & (queries[:, None] >= keys[None, :])
-    s = gl.where(seen, s, float("-inf"))
-    row_max = gl.max(s, 1)
-    p32 = _exp2(s * c - (row_max * c)[:, None])
-    row_sum = gl.sum(p32, 1)
-    p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
-
-    for _ in range(steps - 1):
-        t += 1
-        slot = t % STAGES
-        parity = (t // STAGES) & 1
-        k = k_smem.index(slot).reshape([BLOCK_N, D])
-        v = v_smem.index(slot).reshape([BLOCK_N, D])
-        mbarrier.wait(full.index(slot), parity)
-        if OVERLAP:  # the softmax of this tile runs beside the product of the last one
-            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
-            # fulfilled long ago; a wait ends the basic block, without which ptxas would move the next line up
-            mbarrier.wait(full.index(slot), parity)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index(slot), count=1)
-            p = new_p
-        else:
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            acc, s = warpgroup_mma_wait(0, deps=(acc, s))
-            mbarrier.arrive(empty.index(slot), count=1)
-            row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
-        acc = acc * gl.convert_layout(alpha, o_rows, assert_trivial=True)[:, None]
-
-    t += 1
-    slot = t % STAGES
-    mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    acc = warpgroup_mma(p, v_smem.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
-    logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
-    gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
-    share = 1.0 / row_sum
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    acc = acc * gl.convert_layout(share, o_rows, assert_trivial=True)[:, None]
-    o_smem.index(G).reshape([WG, D]).store(acc.to(DTYPE))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
-                   c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
-    dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
-    o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    fence_async_shared()  # the TMA unit sees them initialized
-    tiles = (q_smem, k_smem, v_smem, o_smem)
-    barriers = (q_full, full, empty)
-    # a tuple of arguments that is made before the call loses its constants
-    if GROUPS == 3:
-        gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
-        ], [4, 1], [240, 24])  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ backward
-@gluon.jit
 def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, section,
                        key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
                        STAGES: gl.constexpr, DO_STEP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
+    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     b, h = head // heads, head % heads
     first_key = tile * 2 * WG
     mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
@@ -316,7 +94,7 @@ def _backward_scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constex
 def _backward_weights(s, first_key, i, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr,
                       BLOCK_M: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """Pᵀ of tile i of the queries, rounded."""
-    p = _exp2(s * c)
+    p = exp2(s * c)
     if MASKED:
         keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
         seen = (keys < num_keys)[:, None]
@@ -417,7 +195,7 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DTYPE: gl.constexpr = q_smem.dtype
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
+    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     first_key = tile * 2 * WG
     dk = gl.zeros([WG, D], gl.float32, d_layout)
     dv = gl.zeros([WG, D], gl.float32, d_layout)
@@ -467,7 +245,7 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    tile, head = _place(gl.program_id(0), key_tiles, batch_heads, section)
+    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     first = 0
     if IS_CAUSAL:
         first = tile * 2 * WG // BLOCK_M

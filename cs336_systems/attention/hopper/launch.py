@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import triton
 
-from cs336_systems.attention import hopper_kernels as kernels
-from cs336_systems.attention.hopper_tma import descriptor, first_launch
+from cs336_systems.attention.hopper.backward import backward_kernel, finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.forward import forward_kernel
+from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.triton_launch import elsewhere, remember, remembered, watched
 
 LOG2_E = math.log2(math.e)
@@ -186,7 +187,7 @@ def launch_forward(
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
-    plan = first_launch(kernels.forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
+    plan = first_launch(forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
     remember(key, [plan])
     return o, logsumexp
 
@@ -242,9 +243,7 @@ def launch_backward(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
         TILE_ROWS=settings.block_m if one_number else 0,
     )  # fmt: skip
-    plans = [
-        first_launch(kernels.prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)
-    ]
+    plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, KEYS, d),
@@ -261,16 +260,12 @@ def launch_backward(
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, num_warps=4,
     )  # fmt: skip
-    plans.append(
-        first_launch(kernels.backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments)
-    )
+    plans.append(first_launch(backward_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments))
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(heads=heads, num_queries=num_queries, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS)
     plans.append(
-        first_launch(
-            kernels.finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments
-        )
+        first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
     remember(key, plans)
     return dq, dk, dv
