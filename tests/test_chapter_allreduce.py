@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
 SENTENCES = (
-    words.size_words, words.backend_words, words.process_words, words.fit_words, words.host_words, words.ddp_words,
-    words.bucket_words, words.correct_words,
+    words.size_words, words.backend_words, words.sheet_words, words.process_words, words.fit_words, words.noise_words,
+    words.host_words, words.ddp_words, words.bucket_words, words.correct_words,
 )  # fmt: skip
 
 
@@ -257,9 +257,11 @@ def test_page_of_made_up_rows(made_up):
     assert fits.loc[("NCCL", 2), "half at"] == "4.01 MB"  # n·α·β
     own = page.bucket_table(made_up)
     assert set(own["bucket, over it"]) == {"+2.0 %"} and set(own["again, over it"]) == {"−1.0 %"}
-    assert len(own) == 3 * 2 + 4
-    sizes = page.bucket_size_table(made_up)
-    assert list(sizes["bucket"]) == ["1 MB", "10 MB", "25 MB", "100 MB", "250 MB", "1000 MB"]
+    assert len(own) == 3 * 2 + 4 and own.iloc[-1]["more, µs"] == "61.6"  # 2 % of 1 GB in 3.08 ms
+    sizes = page.bucket_size_table(made_up).set_index("bucket")
+    assert list(sizes.index) == ["1 MB", "10 MB", "25 MB", "100 MB", "256 MB", "1 GB"]
+    assert list(sizes["by the line, ms"]) == list(sizes["measured, ms"])  # these rows lie on their line
+    assert list(sizes.loc["1 GB", ["buckets", "of the best"]]) == [8, "100 %"]
     hosts = page.host_table(made_up)
     assert set(hosts["ranks"]) == {2} and hosts.iloc[0]["host, µs"] == "30.0"
     for figure in (page.time_figure, page.residual_figure):
@@ -271,6 +273,41 @@ def test_page_of_made_up_rows(made_up):
     )
     assert "the bytes through each link grow 1.67 times" in words.process_words(made_up)
     assert "steps of the ring grow 5.00 times" in words.process_words(made_up)
+    assert "is 100 % and 100 % of that with 2: they hardly take" in words.process_words(made_up)
+    assert "would take for 1 GB 4.62 ms with 4, " in words.process_words(made_up)  # 3/2 of two GPUs' time
+    assert "leaves the quantiles of the calls at 0 of 13 sizes" in words.noise_words(made_up)
+    assert "no limit" not in words.fit_words(made_up)
+    assert words.correct_words(made_up).endswith(
+        "The sums are exact, the means deviate by at most 1.0e−8 of the largest element."
+    )
+
+
+def test_words_of_rows_that_are_not_as_predicted(results_root):
+    """Buckets cost what does not grow with the bytes, processes share a link, and the bandwidth keeps growing."""
+
+    def other(case):
+        found = metrics(case)
+        if "status" in found:
+            return found
+        factor = case.world_size / 2 if case.backend == "gloo" else 1 + 1 / (1 + case.num_bytes / 2**28)
+        ms = found["ms_p50"] * factor + 5 * (case.how == "bucket") * (case.backend == "gloo")
+        rate = case.num_bytes / ms / 1e6
+        return found | {
+            "ms_p20": ms, "ms_p50": ms, "ms_p80": ms, "error": 0.0, "algorithm_gb_per_s": rate,
+            "bus_gb_per_s": rate * accounting.bus_factor(case.world_size),
+        }  # fmt: skip
+
+    (results_root / "reference.json").write_text(json.dumps({"allreduce": ["h200-x2"]}))
+    step_rows.write(allreduce, allreduce.grid("full"), results_root, "h200-x2", other)
+    rows.write_environment("h200-x2", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": 2}})
+    chapter = Chapter("allreduce", measure="no", preset="full")
+    gloo, nccl = words.bucket_words(chapter).splitlines()
+    assert "in 0 of 6 pairs; it is furthest off at 1 MB with 2 processes, +69" in gloo
+    assert "so it is not the pass through memory" in gloo and "in 4 of 4 pairs. The same" in nccl
+    assert "33 % of that with 2: they take bandwidth" in words.process_words(chapter)
+    assert "So β is no limit here" in words.fit_words(chapter)
+    assert "the bandwidth rises" in words.size_words(chapter).splitlines()[-1]
+    assert words.correct_words(chapter).endswith("All sums and means are exact.")
 
 
 def test_page_without_rows(results_root):

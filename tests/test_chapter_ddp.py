@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import ddp_rows
+import pandas
 import pytest
 
 from cs336_systems import experiments
@@ -15,16 +16,19 @@ from cs336_systems.measure.trace import Range, Trace
 from cs336_systems.report import coverage
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import ddp as page
-from cs336_systems.report.pages import ddp_figures, ddp_words
+from cs336_systems.report.pages import ddp_bucket_words, ddp_figures, ddp_pace, ddp_predictions, ddp_words
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 TINY = Case("tiny", 16, "naive", dtype="fp32")
 
 SENTENCES = (
-    ddp_words.time_words, ddp_words.naive_words, ddp_words.trace_words, ddp_words.bucket_words, ddp_words.fit_words,
-    ddp_words.best_words, ddp_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.noise_words,
-    ddp_words.host_words,
+    ddp_predictions.time_words, ddp_predictions.optimum_words,
+    ddp_pace.tokens_words, ddp_pace.host_words, ddp_pace.noise_words,
+    ddp_words.naive_words, ddp_words.flat_words, ddp_words.longer_words, ddp_words.trace_words, ddp_words.best_words,
+    ddp_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.precision_words,
+    ddp_bucket_words.bucket_words, ddp_bucket_words.buffer_words, ddp_bucket_words.fit_words,
+    ddp_bucket_words.floor_words,
 )  # fmt: skip
 
 
@@ -37,6 +41,14 @@ def made_up(results_root):
     """A chapter whose rows are made up, on `h200-x2`."""
     ddp_rows.write(results_root)
     return Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
+
+
+def write_all_reduces(root):
+    """Rows of chapter allreduce, made up: small messages have less bandwidth; those of Gloo are not asked for."""
+    header = "backend,world_size,num_bytes,how,repeat,ms_p50,bus_gb_per_s,status"
+    lines = [header, "nccl,2,4096,all_reduce,0,0.025,0.1,ok", "nccl,2,67108864,all_reduce,0,0.25,268,ok"]
+    lines += ["nccl,2,1073741824,all_reduce,0,3.3,320,ok", "gloo,2,1073741824,all_reduce,0,900,1,ok"]
+    (root / ddp_rows.MACHINE / "allreduce.csv").write_text("\n".join(lines) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ grid
@@ -200,24 +212,35 @@ def test_page_of_made_up_rows(made_up):
     assert float(table.iloc[1]["exposed"]) == pytest.approx(39.7, rel=0.02)
     assert table.iloc[0]["share"] == "–" and table.iloc[1]["share"].endswith(" %")
     assert "435 all-reduces" in ddp_words.naive_words(made_up)
-    assert "from the data sheet" in ddp_words.time_words(made_up)
-    assert "buckets of 250 MB" in ddp_words.bucket_words(made_up)
-    assert ddp_words.fit_words(made_up).count("best number of buckets") == 6
+    assert "neither the precision" in ddp_words.naive_words(made_up)
+    assert "from the data sheet" in ddp_predictions.time_words(made_up)
+    assert "buckets of 250 MB" in ddp_bucket_words.bucket_words(made_up)
+    assert ddp_bucket_words.fit_words(made_up).count("the best bucket of the sweep has 250 MB") == 3
+    fits = page.fit_table(made_up)
+    assert list(fits["fit"]) == ["model", "with constant"] * 3 and set(fits["constant"][::2]) == {"–"}
     assert "× *torch DDP*" in ddp_words.best_words(made_up)
     assert "0.30 % to 0.30 %" in ddp_words.memory_words(made_up)
+    assert "the others less than 0.5 %" in ddp_words.memory_words(made_up)
     assert "*bucketed, 100 MB*" in ddp_words.alone_words(made_up)
     assert "needs 8 GPUs; there are 2" in ddp_words.skipped_words(made_up)
     assert ddp_words.scaling_words(made_up).count("*naive*") == 3
-    assert "3 cases were measured twice" in ddp_words.noise_words(made_up)
+    assert "3 cases were measured twice" in ddp_pace.noise_words(made_up)
     assert "Nsight Systems" in ddp_words.trace_words(made_up)
-    assert "context 512" in ddp_words.host_words(made_up)
+    assert "context 512" in ddp_pace.host_words(made_up)
     assert "*naive*" in ddp_words.against_words(made_up, "flat", ("naive",))
+    assert "than *naive*" in ddp_words.flat_words(made_up)
+    assert "*overlapped* exposes" in ddp_words.longer_words(made_up)
     summary = page.summary_table(made_up).set_index(["context", "way"])
     assert summary.loc[(512, "torch DDP"), "over torch"] == "1.000 ×"
     assert summary.loc[(512, "one rank alone"), "over none"] == "–"
     others = page.other_table(made_up)
     assert set(others["dtype"]) == {"fp32", "bf16", "tf32"} and set(others["ranks"]) == {1, 2}
-    assert len(page.trace_table(made_up)) == 5 and len(page.bucket_table(made_up)) == 18
+    assert "over torch" in others and "scaling" not in others
+    traces = page.trace_table(made_up)
+    assert len(traces) == 5 and len(page.bucket_table(made_up)) == 18
+    assert list(traces["all ranks"]) == list(traces["communicating"]), (
+        "ranks do the same, and wait for nobody"
+    )
     assert len(page.prediction_table(made_up)) == 12
     for figure in (ddp_figures.phase_figure, ddp_figures.bucket_figure):
         assert len(figure(made_up, ddp_rows.MACHINE).axes) == 3
@@ -235,16 +258,117 @@ def test_the_fit_recovers_what_the_rows_were_made_of(made_up):
     assert fit.call_s == pytest.approx(ddp_rows.CALL_MS / 1e3, rel=0.1)
 
 
-def test_the_measured_bandwidth_is_preferred(made_up, results_root):
-    header = "backend,world_size,num_bytes,how,repeat,ms_p50,bus_gb_per_s,status"
-    lines = [header, "nccl,2,4096,all_reduce,0,0.025,0.1,ok", "nccl,2,1073741824,all_reduce,0,3.3,320,ok"]
-    lines.append("gloo,2,1073741824,all_reduce,0,900,1,ok")
-    (results_root / ddp_rows.MACHINE / "allreduce.csv").write_text("\n".join(lines) + "\n")
-    assert ddp_words.bandwidth(made_up, ddp_rows.MACHINE, 2)[:2] == pytest.approx((320e9, 25e-6))
-    assert "at 320 GB/s" in ddp_words.time_words(made_up) and "allreduce.ipynb" in ddp_words.time_words(
-        made_up
+def test_all_reduces_that_were_measured_are_preferred(made_up, results_root):
+    sheet = ddp_predictions.messages_ms(made_up, ddp_rows.MACHINE, 2, [2**30])
+    assert sheet == pytest.approx(2**30 / 450e9 * 1e3)
+    assert ddp_predictions.optimum(made_up, ddp_rows.MACHINE, 2) is None, (
+        "the data sheet has no time of a call"
     )
-    assert "from the data sheet" in ddp_words.bandwidth(made_up, ddp_rows.MACHINE, 4)[2]
+    write_all_reduces(results_root)
+    assert ddp_predictions.bandwidth(made_up, ddp_rows.MACHINE, 2)[:2] == pytest.approx((320e9, 25e-6))
+    said = ddp_predictions.time_words(made_up)
+    assert "at 320 GB/s" in said and "allreduce.ipynb" in said and "*Flat*" in said
+    assert "from the data sheet" in ddp_predictions.bandwidth(made_up, ddp_rows.MACHINE, 4)[2]
+
+    def ms(*sizes):
+        return ddp_predictions.messages_ms(made_up, ddp_rows.MACHINE, 2, sizes)
+
+    assert ms(2**26) == pytest.approx(0.25) and ms(2**31) == pytest.approx(6.6) and ms(100) == 0.025
+    assert 0.25 < ms(2**28) < 3.3 and ms(2**26, 2**26) == pytest.approx(0.5)
+    model = ddp_predictions.optimum(made_up, ddp_rows.MACHINE, 2)
+    assert (model.bytes_per_s, model.call_s) == pytest.approx((320e9, 25e-6))
+    after = {
+        w: ddp_predictions.after_ms(made_up, ddp_rows.MACHINE, 2, w, mb)
+        for w, mb in (
+            ("naive", 0.0),
+            ("flat", 0.0),
+            ("overlapped", 0.0),
+            ("bucketed", 1000.0),
+            ("torch", 0.0),
+        )
+    }
+    assert (
+        after["torch"] is None
+        and after["naive"] > after["flat"] > after["bucketed"] > after["overlapped"] > 0
+    )
+
+
+def uneven(results_root, contexts, change):
+    """The chapter with the steps of some contexts changed: `change` is given a row as a dict."""
+    path = results_root / ddp_rows.MACHINE / "ddp.csv"
+    frame = pandas.read_csv(path, dtype={"env": str, "code": str})
+    for i, row in frame.iterrows():
+        if row["kind"] == "time" and row["context_length"] in contexts and row["dtype"] == "tf32":
+            for column, value in change(row.to_dict()).items():
+                frame.loc[i, column] = value
+    frame.to_csv(path, index=False)
+    return Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
+
+
+def test_conclusions_are_drawn_where_steps_are_even(made_up, results_root):
+    assert all(place.even for place in ddp_pace.places(made_up))
+    assert set(ddp_pace.pace_table(made_up)["steps"]) == {"even"}
+    assert "uneven" not in "".join(sentence(made_up) for sentence in SENTENCES)
+
+    def wide(row):  # the host's moods, in which naive fares worst
+        late = 30 if row["wrapper"] == "naive" else 0
+        times = {"step_ms_p20": 0.7, "step_ms_p50": 1.0, "step_ms_p80": 1.3}
+        return {c: row[c] * f + late for c, f in times.items()} | {
+            "forward_ms_p50": row["forward_ms_p50"] + late
+        }
+
+    chapter = uneven(results_root, (128, 512), wide)
+    found = ddp_pace.places(chapter)
+    assert [place.even for place in found] == [True, True, True, False, False]
+    assert [p.name for p in ddp_pace.leading(chapter)] == [
+        "context 1024 in TF32", "context 512 in fp32", "context 512 in bf16"
+    ]  # fmt: skip
+    table = ddp_pace.pace_table(chapter).set_index(["ranks", "dtype", "context"])
+    assert (
+        table.loc[(2, "tf32", 1024), "steps"] == "even" and table.loc[(2, "tf32", 128), "steps"] == "uneven"
+    )
+    assert float(table.loc[(2, "tf32", 128), "same work"].split()[0]) > 20
+    said = ddp_pace.noise_words(chapter)
+    assert "even at context 1024 in TF32" in said and "uneven at context 128 in TF32" in said
+    said = ddp_words.naive_words(chapter)
+    assert said.count("**") == 6 and said.count("waiting for the slower rank") == 2
+    assert "So these steps do not compare the two" in ddp_words.flat_words(chapter)
+    assert "p20–p80 ranges meet" in ddp_words.against_words(chapter, "flat", ("naive",))
+    assert "*torch DDP* among them" in ddp_words.best_words(chapter)
+    assert ddp_bucket_words.fit_words(chapter).count("context") == 1
+    assert set(ddp_pace.exposed_table(chapter)["context"]) == {512, 1024}
+
+    chapter = uneven(results_root, (1024,), wide)  # bf16 and fp32 are left
+    assert {place.dtype for place in ddp_pace.leading(chapter)} == {"fp32", "bf16"}
+
+
+def test_what_is_exposed_is_taken_apart(made_up, results_root):
+    write_all_reduces(results_root)
+
+    def longer(row):  # as where the GPU is shared, and buffers cost the host
+        more = {"in_place": 10, "overlapped": 30, "bucketed": 10 + 0.3 * row["collectives"]}.get(
+            row["wrapper"], 0
+        )
+        columns = ("backward_ms_p50", "step_ms_p20", "step_ms_p50", "step_ms_p80")
+        return {c: row[c] + more for c in columns}
+
+    chapter = uneven(results_root, (1024,), longer)
+    table = ddp_pace.exposed_table(chapter).query("context == 1024").set_index("way")
+    assert float(table.loc["in place, 100 MB", "longer"]) == pytest.approx(10, abs=2.5)
+    assert table.loc["naive", "of naive's"] == "100 %" and table.loc["torch DDP", "wait"] == "–"
+    assert "takes from the backward pass" in ddp_words.longer_words(chapter)
+    said = ddp_bucket_words.buffer_words(chapter)
+    assert "sends the same 435 messages as *overlapped*" in said and "more," in said
+    said = ddp_bucket_words.fit_words(chapter)
+    assert "What the model lacks" in said and "Nor is the fitted $o$ the price of a call" in said
+    assert "times as long as sending it" in said
+
+
+def test_time_together_is_that_of_all_ranks():
+    one = ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))
+    spans = (((0, 4_000_000), (10_000_000, 5_000_000)), ((2_000_000, 10_000_000), (20_000_000, 1_000_000)))
+    ranks = [dataclasses.replace(one, communication=communication) for communication in spans]
+    assert page.together_ms(ranks) == 4.0 and page.together_ms(ranks[:1]) is None
 
 
 def test_ratios_stay_within_a_run(results_root):
@@ -260,14 +384,19 @@ def test_page_without_rows():
         assert "not measured" in sentence(chapter)
     assert "not measured" in ddp_words.against_words(chapter, "flat", ("naive",))
     assert ddp_words.skipped_words(chapter) == ""
-    assert "435 tensors" in ddp_words.size_words(chapter)
+    assert "435 tensors" in ddp_predictions.size_words(chapter)
     for table, column in (
         (page.step_table, "step"),
         (page.summary_table, "step, ms"),
         (page.trace_table, "step"),
     ):
         assert set(table(chapter)[column]) == {"–"}
-    assert page.bucket_table(chapter).empty and len(page.prediction_table(chapter)) == 12
+    assert page.fit_table(chapter).empty and ddp_pace.pace_table(chapter).empty
+    assert (
+        ddp_pace.exposed_table(chapter).empty
+        and page.bucket_table(chapter).empty
+        and len(page.prediction_table(chapter)) == 12
+    )
     assert ddp_figures.phase_figure(chapter, "").axes and ddp_figures.bucket_figure(chapter, "").axes
     assert ddp_figures.overlap_figure(chapter, "", True).axes
 

@@ -332,16 +332,17 @@ def test_the_answers_by_hand():
 
 # ---------------------------------------------------------------------------------------------------- pipeline
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "chunks"), [(1, 4, 1), (4, 4, 1), (4, 7, 1), (4, 8, 2), (3, 6, 4)]
+    ("stages", "microbatches", "chunks", "group_size"),
+    [(1, 4, 1, 1), (4, 4, 1, 4), (4, 7, 1, 4), (4, 8, 2, 4), (3, 6, 4, 3), (4, 8, 2, 8), (4, 7, 4, 7)],
 )
-def test_the_bubble_is_that_of_a_schedule_played_through(stages, microbatches, chunks):
-    """Devices take groups of Z microbatches through their first chunk, then their second, and so on."""
+def test_the_bubble_is_that_of_a_schedule_played_through(stages, microbatches, chunks, group_size):
+    """Devices take a group of microbatches (or all of them) through their first chunk, then their second, and so on."""
     finished, free = {}, [0] * stages
     order = [
         (chunk, batch)
-        for group in range(0, microbatches, stages)
+        for group in range(0, microbatches, group_size)
         for chunk in range(chunks)
-        for batch in range(group, min(group + stages, microbatches))
+        for batch in range(group, min(group + group_size, microbatches))
     ]
     for chunk, batch in order:
         for device in range(stages):

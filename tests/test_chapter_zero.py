@@ -18,6 +18,7 @@ from cs336_systems.parallel.launch import LaunchError
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.pages import zero_speed as speed
+from cs336_systems.report.pages import zero_speed_words as times
 from cs336_systems.report.pages import zero_words as words
 from cs336_systems.sizes import size
 
@@ -239,39 +240,123 @@ def test_tables_of_made_up_rows(made_up):
     peaks = page.peak_table(made_up)
     assert len(peaks) == 10 and set(peaks["apart"]) == {"1.0 %"} and set(peaks["in phase"]) == {"backward"}
     assert len(page.difference_table(made_up)) == 5
-    times = speed.times_table(made_up)
-    assert len(times) == 18 and list(times["over torch's sharded"][:6]) == [
+    steps = speed.times_table(made_up)
+    assert len(steps) == 18 and list(steps["over torch's sharded"][:6]) == [
         "0.798 ×", "0.851 ×", "0.904 ×", "0.830 ×", "0.915 ×", "1.00 ×",
     ]  # fmt: skip
-    assert times["step"][0] == "150 (149 – 152)" and times["variant"][0] == "no communication"
+    assert steps["step"][0] == "150 (149 – 152)" and steps["variant"][0] == "no communication"
     kernels = speed.optimizer_table(made_up).set_index("variant")
     # 28 and 4 bytes of 1,998,235,200 parameters, at 4.8 TB/s and 450 GB/s
-    assert kernels.loc["plain", "least"] == "11.7"
+    assert kernels.loc["plain", "least updating"] == "11.7"
     assert kernels.loc["sharded", "least sending"] == "8.88"
+    assert kernels.loc["sharded", "phase, not recorded"] == "22.0"
     traffic = speed.traffic_table(made_up).set_index("variant")
     assert traffic.loc["sharded", "sent, formula"] == "11.2"
     assert traffic.loc["plain", "sent, counted"] == "7.44"
 
 
+def test_the_phase_of_the_optimizer_in_parts(made_up):
+    phases = speed.phases_table(made_up).set_index("variant")
+    assert list(phases.index) == ["plain", "sharded", "overlapped", "torch", "torch, sharded"]
+    assert list(phases["measured"]) == ["14.0", "22.0", "7.00", "14.0", "32.0"]
+    assert list(phases["closed form, least"]) == ["11.7", "10.3", "5.83", "11.7", "14.7"]
+    # an update of 14 ms, broadcasts of 18: 14; 7/4 and 18; 7; 14; one after the other
+    assert list(phases["closed form, rates of the kernels"]) == ["14.0", "19.8", "7.00", "14.0", "25.0"]
+    assert phases.loc["torch, sharded", "rest"] == "7.00"
+
+
 def test_sentences_of_made_up_rows(made_up):
     assert "7.44 GiB)" in words.saved(made_up) and "25.0 % less" in words.saved(made_up)
-    assert "at most 1.0 %" in words.accuracy(made_up)
-    assert "1.0 % apart" in words.noise(made_up)
-    assert "+10.0 ms, 1.06 times" in words.cost(made_up) and "156 ms (−4.00 ms" in words.cost(made_up)
-    assert words.peer(made_up).count("no slower, as aimed") == 3 and "0.750 times" in words.peer(made_up)
-    assert "71.4 % of the update's time" in words.overlap(made_up)
-    assert "686 GB/s, so without overlap the sharded step is the longer one" in words.break_even_words(
-        made_up
-    )
+    assert "after it 30.1 GiB and 22.6 GiB" in words.first_step(made_up)
+    assert "nowhere above that" in words.first_step(made_up)
+    accuracy = words.accuracy(made_up)
+    assert "parameters, gradients, optimizer state, buckets and activations are exactly" in accuracy
+    assert "at most 0.50 % from it, and what is alive 1.0 %" in accuracy
+    assert "Peaks are at most 1.0 % apart" in accuracy
+    assert "differ by 12.5 KiB" in words.spread(made_up) and "rounding" not in words.spread(made_up)
+    assert "frees 8.93 GiB of the device, and 7.52 GiB of what is alive." in words.on_device(made_up)
+    assert words.crossover(made_up).count("the last bucket has 61.0 MiB") == 1
+    assert "at context 512 at its beginning" in words.crossover(made_up)
+    assert words.rounding(made_up) == ""
+    assert "686 GB/s, so without overlap the optimizer's step is longer" in words.break_even_words(made_up)
     assert words.counted(made_up).count("and 435 more of gradients") == 3
-    assert words.skipped(made_up) == "Left out on `h200-x2`: what needs 4 GPUs, what needs 8 GPUs."
+    assert "counter 1.515 · 4Ψ" in words.counted(made_up)  # the made-up counter sees 1 % more
+    assert (
+        words.skipped(made_up)
+        == "60 of these were left out on `h200-x2`: what needs 4 GPUs, what needs 8 GPUs."
+    )
     assert "allocator" in words.source(made_up)
 
 
+def test_sentences_about_times_of_made_up_rows(made_up):
+    assert "1.0, 1.0 and 1.0 % apart at contexts 128, 512 and 1024" in times.noise(made_up)
+    assert "+10.0 ms, 1.06 ×)" in times.cost(made_up) and "156 ms (−4.00 ms" in times.cost(made_up)
+    assert "71 % of it lies beside broadcasts (all rounds but the first: 75 %)" in times.kernels(made_up)
+    assert "0.500 of that" in times.kernels(made_up)
+    assert times.recorded(made_up) == ""
+    assert "sharding in 4 rounds shortens the phase; in fact it lengthens it" in times.parts(made_up)
+    assert "leaves 0.0 to 7.0 ms" in times.parts(made_up)
+    assert "optimizer −15.0 ms" in times.hidden(made_up)
+    peer = times.peer(made_up)
+    assert "no higher, is met in time (context 1024) and in memory (contexts 128 and 512)." in peer
+    assert peer.count("over one of torch's is 0.904 ×, measured again 0.913 ×, overlapped 0.830 ×") == 3
+    assert peer.count("0.750 × (7.44 GiB are copies") == 1
+    assert "0.930 × at context 128" in times.containers(made_up)
+    assert "adds 6.25 ms" in times.averaging(made_up) and "sharding +8.00 ms" in times.averaging(made_up)
+
+
+def chapter_of_steps(root, monkeypatch, scale=None, **step_ms):
+    """A chapter whose steps take these ms; at the contexts of `scale` that many times as long as at 128."""
+    for variant, ms in step_ms.items():
+        monkeypatch.setitem(zero_rows.STEP_MS, variant, ms)
+    of_a_case = zero_rows.times
+
+    def stretched(case):
+        found, factor = of_a_case(case), (scale or {}).get(case.context_length, 1.0)
+        return {k: v * factor if k.startswith("step_ms") else v for k, v in found.items()}
+
+    monkeypatch.setattr(zero_rows, "times", stretched)
+    zero_rows.write(zero.grid("full"), root)
+    return Chapter("zero", measure="no", machine=MACHINE, preset="full")
+
+
 def test_a_slower_step_is_called_slower(results_root, monkeypatch):
-    monkeypatch.setitem(zero_rows.STEP_MS, "sharded", 200.0)
-    zero_rows.write(zero.grid("full"), results_root)
-    assert "slower than the aim" in words.peer(Chapter("zero", measure="no", machine=MACHINE, preset="full"))
+    chapter = chapter_of_steps(results_root, monkeypatch, sharded=200.0)
+    assert "is met in memory (contexts 128 and 512) and missed in time (context 1024)." in times.peer(chapter)
+
+
+def test_a_difference_within_noise_is_told(results_root, monkeypatch):
+    chapter = chapter_of_steps(results_root, monkeypatch, sharded=161.0, overlapped=162.5)
+    assert times.cost(chapter).count("1.01 ×; no more than A/A)") == 3
+    assert times.cost(chapter).count("1.02 ×; ranges overlap)") == 3
+
+
+def test_the_host_sets_the_pace_where_steps_do_not_grow(results_root, monkeypatch):
+    # made up at 512 and 1024: 1.25 times the step at 128
+    chapter = chapter_of_steps(results_root, monkeypatch, {512: 0.8, 1024: 1.6}, sharded=200.0)
+    assert speed.host_paced(chapter) == [128, 512]
+    said = times.pace(chapter)
+    assert "128, 512 and 1024 a step without communication takes 150, 150 and 300 ms" in said
+    assert "4.00 times the tokens of context 128, and the step takes 1.00 times as long" in said
+    assert "rest on context 1024" in said
+    assert times.cost(chapter).count("(paced by the host)") == 2
+    assert "At contexts 128 and 512, paced by the host, *sharded* was slower both times" in times.peer(
+        chapter
+    )
+
+
+def test_nothing_is_said_of_the_host_where_steps_grow_or_none_do(made_up, results_root, monkeypatch):
+    assert times.pace(made_up) == ""
+    chapter = chapter_of_steps(results_root, monkeypatch, {512: 0.8, 1024: 0.8})
+    assert "No context here is long enough" in times.pace(chapter)
+
+
+def test_what_the_profiler_stretches_is_told(made_up):
+    rows = made_up.rows()
+    rows.loc[(rows["variant"] == "sharded") & (rows["context_length"] == 128), "whole_ms"] = 38.5
+    made_up._frame = rows
+    assert "*sharded* spans 38.5 ms" in times.recorded(made_up)
+    assert "torch" not in times.recorded(made_up)
 
 
 def test_figure(made_up):
@@ -301,15 +386,20 @@ def test_page_without_rows():
     chapter = Chapter("zero", measure="no", preset="full")
     assert speed.times_figure(chapter, 128).axes
     for sentence in (
-        words.saved, words.accuracy, words.noise, words.cost, words.peer, words.overlap, words.counted, words.source,
+        words.first_step, words.saved, words.accuracy, words.spread, words.counted, words.source,
+        times.noise, times.cost, times.kernels, times.parts, times.hidden, times.peer, times.containers,
+        times.averaging,
     ):  # fmt: skip
         assert "not measured" in sentence(chapter), sentence
+    for sentence in (words.rounding, words.crossover, words.on_device, times.pace, times.recorded):
+        assert sentence(chapter) == "", sentence
     assert "neither is known" in words.break_even_words(chapter) and words.skipped(chapter) == ""
     assert set(page.moments_table(chapter, 128)["alive, GiB"]) == {"not measured"}
     assert page.components_table(chapter, 128)["parameters"].str.startswith("not measured / ").all()
     assert set(speed.times_table(chapter)["step"]) == {"not measured"}
     assert page.memory_figure(chapter, 128).axes
     assert speed.optimizer_table(chapter).empty and speed.traffic_table(chapter).empty
+    assert speed.phases_table(chapter).empty
 
 
 def test_tables_that_need_no_rows():

@@ -154,6 +154,18 @@ def test_numbers_in_prose(results_root):
         found.value("teraflops", **one)
 
 
+def test_skipped_cases_do_not_count_as_measured(results_root):
+    def metrics(case):
+        return {"status": "skipped: needs a GPU", "tb_per_s": None} if case.kind == "copy" else {}
+
+    write_rows(results_root, metrics=metrics)
+    frame = chapter().rows()
+    skipped = int((frame["kind"] == "copy").sum())
+    assert skipped > 0
+    words = f"{len(frame) - skipped} of {len(frame)} cases. {skipped} were skipped."
+    assert chapter().provenance().endswith(words)
+
+
 def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root):
     write_rows(results_root)
     assert chapter().note() == ""

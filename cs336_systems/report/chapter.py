@@ -257,10 +257,13 @@ class Chapter:
         days = sorted({str(t)[:10] for t in there["time_utc"]})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         what = "; ".join(_environment_words(e) for e in self.environments(machine).values())
-        count = f"{len(there)}" if len(there) == len(frame) else f"{len(there)} of {len(frame)}"
+        skipped = int(there["status"].str.startswith("skipped").sum())
+        measured = len(there) - skipped
+        count = f"{measured}" if measured == len(frame) else f"{measured} of {len(frame)}"
+        beside = f" {skipped} were skipped." if skipped else ""
         old = len(self.stale().query("machine == @machine"))
         earlier = f" **{old} of them were measured with earlier code.**" if old else ""
-        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier}"
+        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{beside}{earlier}"
 
     def note(self, frame: pd.DataFrame | None = None) -> str:
         """What must stand under a table of these rows: `measured with earlier code`, or nothing."""

@@ -19,7 +19,7 @@ from cs336_systems.report.roofs import roofs
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import size
 
-BUCKETS_MB = (1, 10, 25, 100, 250, 1000)
+BUCKETS = tuple(mb * MB for mb in (1, 10, 25, 100, 256, 1024))  # sizes that NCCL is measured at
 NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
 _LOOKS = {"gloo": (("#6b6b6b", "#D55E00", "#E69F00", "#CC79A7"), "sDvX"),
           "nccl": (("#0072B2", "#009E73", "#56B4E9", "#222222"), "o^P<")}  # fmt: skip
@@ -50,6 +50,12 @@ class Ranks:
         """The median at a size; None where it was not measured."""
         found = self.rows[self.rows["num_bytes"] == num_bytes]
         return float(found.iloc[0]["ms_p50"]) if len(found) else None
+
+    @property
+    def best(self) -> pd.Series:
+        """The row with the highest bus bandwidth; the first row for one process, which sends nothing."""
+        bus = self.rows["bus_gb_per_s"].astype(float).fillna(0)
+        return self.rows.loc[bus.idxmax()]
 
     def link_gb_per_s(self, chapter: Chapter) -> float | None:
         """What the data sheet gives a GPU's links in one direction."""
@@ -82,8 +88,9 @@ def bytes_words(num_bytes: float) -> str:
 
 
 def percent(share: float, decimals: int = 1) -> str:
-    """A difference with its sign: 0.02 → `+2.0 %`."""
-    return f"{100 * share:+.{decimals}f} %".replace("-", "−")
+    """A difference with its sign: 0.02 → `+2.0 %`; without decimals from 100 % on."""
+    rounded = round(100 * share, decimals if abs(share) < 1 else 0) + 0.0  # no −0.0
+    return f"{rounded:+.{decimals if abs(share) < 1 else 0}f} %".replace("-", "−")
 
 
 def shown_sizes(chapter: Chapter) -> list[int]:
@@ -170,12 +177,16 @@ def bucket_table(chapter: Chapter) -> pd.DataFrame:
             "size": bytes_words(pair["num_bytes"]), "all_reduce, ms": fmt(pair["plain"]),
             "again, over it": percent(pair["again"] - 1),
             "bucket, over it": percent(pair["bucket"] - 1),
+            "more, µs": fmt(1e3 * pair["more_ms"]),
         })  # fmt: skip
     return pd.DataFrame(out)
 
 
 def pairs(chapter: Chapter) -> Iterator[dict[str, Any]]:
-    """What was measured three ways in one run: ms of `all_reduce`, its repetition and the bucket over that."""
+    """What was measured three ways in one run.
+
+    ms of `all_reduce`, its repetition and the bucket over that, and how many ms the bucket takes more.
+    """
     keys = ["machine", "backend", "world_size", "num_bytes", "run"]
     rows = chapter.measured().dropna(subset="ms_p50")
     plain = rows[(rows["how"] == "all_reduce") & (rows["repeat"] == 0)]
@@ -187,14 +198,14 @@ def pairs(chapter: Chapter) -> Iterator[dict[str, Any]]:
     for row in both.sort_values(keys[:4]).to_dict("records"):
         yield {key: row[key] for key in keys} | {
             "plain": row["ms_p50"], "again": row["ms_p50_again"] / row["ms_p50"],
-            "bucket": row["ms_p50_bucket"] / row["ms_p50"],
+            "bucket": row["ms_p50_bucket"] / row["ms_p50"], "more_ms": row["ms_p50_bucket"] - row["ms_p50"],
         }  # fmt: skip
 
 
 def host_table(chapter: Chapter) -> pd.DataFrame:
     """On GPUs: the GPU's time of a call, and what the host sees of many calls, for the small sizes."""
     rows = chapter.measured(backend="nccl", how="all_reduce", repeat=0)
-    rows = rows[rows["num_bytes"] <= MB].sort_values(["machine", "world_size", "num_bytes"])
+    rows = rows[rows["num_bytes"] <= 4 * MB].sort_values(["machine", "world_size", "num_bytes"])
     out = [
         {
             "machine": row["machine"], "ranks": row["world_size"], "size": bytes_words(row["num_bytes"]),
@@ -205,28 +216,34 @@ def host_table(chapter: Chapter) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def bucket_size_table(chapter: Chapter, model: str = "xl") -> pd.DataFrame:
-    """For NCCL: the share of the bandwidth that buckets of a size reach by the line, and what a model's gradients take.
+def gradient_bytes(model: str = "xl") -> int:
+    """Bytes of a model's gradients: fp32, 4 a parameter."""
+    return 4 * accounting.num_parameters(size(model))
 
-    The gradients are fp32, 4 bytes a parameter; the last bucket counts as a full one. The last column is for one
-    bucket after the other, measured: the number of buckets times the time of one.
+
+def bucket_size_table(chapter: Chapter, model: str = "xl") -> pd.DataFrame:
+    """For NCCL: a model's gradients in buckets of a size, one after the other, by the line and by one bucket's time.
+
+    Beside each time stands the share of the bandwidth that a bucket reaches: of the line's, and of the best that was
+    measured. The last bucket counts for as much as is in it.
     """
-    total = 4 * accounting.num_parameters(size(model))
+    total = gradient_bytes(model)
     out = []
     for ranks in measured(chapter):
         line = ranks.line
         if ranks.backend != "nccl" or ranks.world_size < 2 or line is None:
             continue
-        for bucket_mb in BUCKETS_MB:
-            num_bytes = bucket_mb * MB
-            buckets = -(-total // num_bytes)
+        best = float(ranks.best["algorithm_gb_per_s"])
+        for num_bytes in BUCKETS:
             one = ranks.ms(num_bytes)
+            reached = None if one is None else num_bytes / one / 1e6 / best
             out.append({
-                "machine": ranks.machine, "ranks": ranks.world_size, "bucket": f"{bucket_mb} MB",
-                "of the bandwidth": f"{100 * num_bytes / (num_bytes + line.half_bytes):.0f} %",
-                "buckets": buckets,
-                "all of them, ms": fmt(1e3 * (buckets * line.latency_s + total / line.bytes_per_s)),
-                "measured one × buckets, ms": EMPTY if one is None else fmt(buckets * one),
+                "machine": ranks.machine, "ranks": ranks.world_size, "bucket": bytes_words(num_bytes),
+                "buckets": -(-total // num_bytes),
+                "by the line, ms": fmt(1e3 * total / num_bytes * line.seconds(num_bytes)),
+                "of B": f"{100 * num_bytes / (num_bytes + line.half_bytes):.0f} %",
+                "measured, ms": EMPTY if one is None else fmt(total / num_bytes * one),
+                "of the best": EMPTY if reached is None else f"{100 * reached:.0f} %",
             })  # fmt: skip
     return pd.DataFrame(out)
 
@@ -276,7 +293,7 @@ def residual_figure(chapter: Chapter, machine: str) -> Figure:
     if sets:
         ax.axhline(0, color="#6b6b6b", lw=0.8)
         _log_axes(ax, sets, both=False)
-        ax.legend(ncols=2)
+        figure.legend(loc="outside lower center", ncols=min(4, len(sets)))
     else:
         figures.nothing(ax)
     return figure

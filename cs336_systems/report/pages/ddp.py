@@ -1,6 +1,7 @@
 """What chapter `ddp` shows: steps by every way of averaging gradients, what is exposed, what overlaps.
 
-Its figures are in `ddp_figures`, its sentences in `ddp_words`.
+What is expected is in `ddp_predictions`, how even steps are and what they can tell in `ddp_pace`, the figures are in
+`ddp_figures`, the sentences in `ddp_words`.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
         for name in ("none", "torch"):
             base = mate(chapter, row, name) if row["wrapper"] != ALONE else None
             against[name] = None if base is None else step / base["step_ms_p50"]
-        line |= {"step, ms": fmt(step), "tokens/s": fmt(row["tokens_per_s"])}
+        line |= {"step, ms": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
+        line |= {"tokens/s": fmt(row["tokens_per_s"])}
         line |= {"scaling": _percent(efficiency(chapter, row)) if row["wrapper"] != ALONE else EMPTY}
         line |= {f"over {name}": EMPTY if r is None else f"{r:.3f} ×" for name, r in against.items()}
         if not pd.isna(row["peak_gib"]):
@@ -187,8 +189,8 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
             line |= {"peak, GiB": fmt(row["peak_gib"]), "predicted": fmt(predicted / 2**30)}
         out.append(line)
     columns = [
-        "machine", "ranks", "dtype", "context", "way", "step, ms", "tokens/s", "scaling", "over none", "over torch",
-        "peak, GiB", "predicted",
+        "machine", "ranks", "dtype", "context", "way", "step, ms", "p20–p80", "tokens/s", "scaling", "over none",
+        "over torch", "peak, GiB", "predicted",
     ]  # fmt: skip
     return _table(out, columns)
 
@@ -201,12 +203,14 @@ def other_table(chapter: Chapter) -> pd.DataFrame:
     frame = frame[(frame["ranks"] != main["world_size"]) | (frame["dtype"] != main["dtype"])]
     there = ~frame["step, ms"].isin(["skipped", EMPTY])
     frame = frame[there.groupby([frame["ranks"], frame["dtype"]]).transform("any")]
-    return frame.drop(columns=["over torch", "predicted"]).reset_index(drop=True)
+    empty = [c for c in ("scaling", "over torch") if (frame[c] == EMPTY).all()]
+    return frame.drop(columns=["predicted", *empty]).reset_index(drop=True)
 
 
 def trace_table(chapter: Chapter) -> pd.DataFrame:
-    """What ran at the same time, by the traces: means over ranks and steps, in ms."""
+    """What ran at the same time, by the traces: means over ranks and steps, in ms; `all ranks` of the step kept."""
     out = []
+    kept = {machine: recorded(chapter, machine) for machine in chapter.machines}
     for row in chapter.rows(kind="trace").to_dict("records"):
         line = {"machine": row["machine"], "context": row["context_length"], "way": way(row)}
         if not ok(row):
@@ -216,13 +220,14 @@ def trace_table(chapter: Chapter) -> pd.DataFrame:
             "step": fmt(row["traced_ms"]),
             "computing": fmt(row["compute_ms"]),
             "communicating": fmt(row["communication_ms"]),
+            "all ranks": fmt(together_ms(kept.get(row["machine"], {}).get(way(row), ()))),
             "both": fmt(row["overlap_ms"]),
             "in backward": fmt(row["backward_overlap_ms"]),
             "hidden": _percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None),
             "messages": _whole(row["messages"]),
         })  # fmt: skip
     columns = [
-        "machine", "context", "way", "step", "computing", "communicating", "both", "in backward",
+        "machine", "context", "way", "step", "computing", "communicating", "all ranks", "both", "in backward",
         "hidden", "messages",
     ]  # fmt: skip
     return _table(out, columns)
@@ -264,6 +269,58 @@ def bucket_table(chapter: Chapter) -> pd.DataFrame:
                     "model": fitted[0], "with constant": fitted[1],
                 })  # fmt: skip
     return pd.DataFrame(out)
+
+
+def fit_table(chapter: Chapter) -> pd.DataFrame:
+    """What least squares finds for the model's parameters in each sweep, the optimum, and how far the fit is off."""
+    out = []
+    for machine in chapter.machines:
+        for context in contexts(timed(chapter, ("bucketed",))):
+            rows = sweep(chapter, machine, context)
+            for constant in (False, True):
+                found = fit(chapter, rows, constant)
+                if found is None:
+                    continue
+                line = {
+                    "machine": machine,
+                    "context": context,
+                    "fit": "with constant" if constant else "model",
+                }
+                if found.model is not None:
+                    line |= {
+                        "w, GB/s": fmt(found.model.bytes_per_s / 1e9),
+                        "best number": fmt(found.model.best_num_buckets),
+                        "best MB": fmt(found.model.best_bucket_bytes / closed.MB),
+                    }
+                if found.call_s > 0:
+                    line |= {"o, µs": fmt(found.call_s * 1e6)}
+                if constant:
+                    line |= {"constant": fmt(found.constant_s * 1e3)}
+                off = np.sqrt(np.mean(np.square(found.residuals_s))) * 1e3
+                out.append(line | {"off by": fmt(float(off))})
+    return _table(
+        out, ["machine", "context", "fit", "w, GB/s", "o, µs", "best number", "best MB", "constant", "off by"]
+    )
+
+
+def together_ms(ranks: Sequence[Overlap]) -> float | None:
+    """The time in which communication ran on all ranks at once, in ms; None without two of them.
+
+    About: gaps too short to see are closed in what is kept, and each rank's step begins at a zero of its own.
+    """
+    if len(ranks) < 2:
+        return None
+    common = list(ranks[0].communication)
+    for step in ranks[1:]:
+        both, i, j, other = [], 0, 0, step.communication
+        while i < len(common) and j < len(other):
+            ends = common[i][0] + common[i][1], other[j][0] + other[j][1]
+            start = max(common[i][0], other[j][0])
+            if min(ends) > start:
+                both.append((start, min(ends) - start))
+            i, j = (i + 1, j) if ends[0] <= ends[1] else (i, j + 1)
+        common = both
+    return sum(length for _, length in common) / 1e6
 
 
 def recorded(chapter: Chapter, machine: str) -> dict[str, list[Overlap]]:

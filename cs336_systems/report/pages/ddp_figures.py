@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,10 +18,11 @@ from cs336_systems.report.pages.ddp import NAMES, contexts, fit, ok, recorded, s
 from cs336_systems.report.tables import fmt
 
 COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "synchronization": "#D55E00", "optimizer": "#8c6d31"}
+_OTHER, _VISIBLE = "#9aa5b1", 0.005
 
 
 def phase_figure(chapter: Chapter, machine: str) -> Figure:
-    """The median step of each way, split into its phases: a panel for each context."""
+    """The median step of each way, split into its phases, and its p20–p80 range: a panel for each context."""
     rows = timed(chapter, machine=machine)
     lengths = contexts(rows) or [512]
     ways = list(dict.fromkeys(way(row) for row in rows))
@@ -41,12 +43,17 @@ def phase_figure(chapter: Chapter, machine: str) -> Figure:
                 ax.barh(place, width, left=left, color=COLORS[phase], height=0.7, zorder=3)
                 left += width
             step = float(row["step_ms_p50"])
-            ax.plot([step, step], [place - 0.4, place + 0.4], color=figures.ROOF, lw=1.2, zorder=4)
-            ax.annotate(f" {fmt(step)}", (max(step, left), place), va="center", fontsize=7.5)
+            low, high = float(row["step_ms_p20"]), float(row["step_ms_p80"])
+            ax.plot([step, step], [place - 0.4, place + 0.4], color=figures.ROOF, lw=1.2, zorder=5)
+            ax.plot([low, high], [place, place], color=figures.ROOF, lw=0.8, zorder=5)
+            ax.annotate(
+                fmt(step), (max(high, left), place), xytext=(3, 0), textcoords="offset points", va="center",
+                fontsize=7.5, bbox={"facecolor": "white", "lw": 0, "pad": 0.6}, zorder=4,
+            )  # fmt: skip
         base = found.get(NAMES["none"])
         if base is not None:
             ax.axvline(float(base["step_ms_p50"]), color=figures.ROOF, ls=(0, (5, 3)), lw=0.9, zorder=2)
-        ax.margins(x=0.14)
+        ax.margins(x=0.2)
         ax.grid(axis="y", visible=False)
     axes[0, 0].set_yticks(range(len(ways)), ways)
     axes[0, 0].set_ylim(len(ways) - 0.4, -0.6)
@@ -79,9 +86,12 @@ def overlap_figure(chapter: Chapter, machine: str, after: bool) -> Figure:
         **{phase: COLORS[phase] for phase in PHASES if phase != "synchronization"},
         "communication": COLORS["synchronization"],
     }
+    if any(_between(step) > _VISIBLE * step.length_ms for ranks in steps.values() for step in ranks):
+        named["other kernels"] = _OTHER
     figure.legend(
-        handles=[Patch(color=c, label=n) for n, c in named.items()], loc="outside lower center", ncols=4
-    )
+        handles=[Patch(color=c, label=n) for n, c in named.items()],
+        loc="outside lower center", ncols=len(named),
+    )  # fmt: skip
     return figure
 
 
@@ -92,7 +102,7 @@ def _lanes(ax: Axes, ranks: Sequence[Overlap]) -> None:
         y = 2.4 * number
         for name, start, length in _colored(step):
             ax.broken_barh(
-                [(start / 1e6, length / 1e6)], (y, 0.9), facecolor=COLORS.get(name, "#9aa5b1"), lw=0, zorder=3
+                [(start / 1e6, length / 1e6)], (y, 0.9), facecolor=COLORS.get(name, _OTHER), lw=0, zorder=3
             )
         sent = [(start / 1e6, length / 1e6) for start, length in step.communication]
         ax.broken_barh(sent, (y + 1, 0.9), facecolor=COLORS["synchronization"], lw=0, zorder=3)
@@ -102,6 +112,11 @@ def _lanes(ax: Axes, ranks: Sequence[Overlap]) -> None:
     ax.set_xlim(left=0)
     ax.grid(axis="y", visible=False)
     ax.tick_params(axis="y", length=0)
+
+
+def _between(step: Overlap) -> float:
+    """The time in ms that belongs to no phase with a color of its own, as of kernels that copy before sending."""
+    return sum(length for name, _, length in _colored(step) if name not in COLORS) / 1e6
 
 
 def _colored(step: Overlap) -> list[tuple[str, int, int]]:
@@ -120,65 +135,48 @@ def _colored(step: Overlap) -> list[tuple[str, int, int]]:
 
 
 def bucket_figure(chapter: Chapter, machine: str) -> Figure:
-    """Exposed communication over the number of all-reduces, measured and fitted, a panel for each context."""
+    """Exposed communication by the size of buckets, measured and fitted: a panel for each context."""
     lengths = contexts(timed(chapter, ("bucketed",))) or [512]
-    figure, axes = figures.panels(columns=len(lengths), height=3.0, sharey=True)
+    figure, axes = figures.panels(columns=len(lengths), height=3.1)
     for ax, context in zip(axes[0], lengths, strict=True):
-        rows = sweep(chapter, machine, context)
-        ax.set(title=f"context {context}", xlabel="all-reduces of a step")
+        rows = sweep(chapter, machine, context)[::-1]
+        ax.set(title=f"context {context}", xlabel="limit of a bucket, MB\n(all-reduces of a step)")
         if not rows:
             figures.nothing(ax)
             continue
-        counts = np.array([float(row["collectives"]) for row in rows])
-        for constant, label, style in ((False, "model", ":"), (True, "with a constant", "-")):
+        place = {row["bucket_mb"]: x for x, row in enumerate(rows)}
+        for constant, label, style in ((False, "model", ":"), (True, "with constant", "-")):
             found = fit(chapter, rows, constant)
             if found is not None:
-                n = np.geomspace(max(1, counts.min() / 2), counts.max() * 1.5, 200)
-                ax.plot(
-                    n,
-                    [found.overhead_s(x) * 1e3 for x in n],
-                    style,
-                    color="#6b6b6b",
-                    lw=1.2,
-                    label=label,
-                    zorder=2,
-                )
-        exposed = np.array([row["exposed_ms"] for row in rows])
-        spread = np.array(
-            [
-                [row["step_ms_p50"] - row["step_ms_p20"], row["step_ms_p80"] - row["step_ms_p50"]]
-                for row in rows
-            ]
-        )
-        ax.errorbar(
-            counts,
-            exposed,
-            yerr=spread.T,
-            fmt="o",
-            color="#0072B2",
-            capsize=2,
-            lw=0.9,
-            label="bucketed",
-            zorder=3,
-        )
-        for row, x, y in zip(rows, counts, exposed, strict=True):
-            ax.annotate(
-                f"{row['bucket_mb']:g} MB", (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7.5
-            )
-        other = sweep(chapter, machine, context, "in_place")
-        if other:
-            ax.plot(
-                [r["collectives"] for r in other],
-                [r["exposed_ms"] for r in other],
-                "D",
-                color="#009E73",
-                label="in place",
-                zorder=3,
-            )
-        ax.set_xscale("log")
-        ax.margins(x=0.15)
+                fitted = [found.overhead_s(row["collectives"]) * 1e3 for row in rows]
+                ax.plot(list(place.values()), fitted, style, color="#6b6b6b", lw=1.2, label=label, zorder=2)
+        _points(ax, rows, place, -0.08, "o", "#0072B2", "bucketed")
+        other = [r for r in sweep(chapter, machine, context, "in_place") if r["bucket_mb"] in place]
+        _points(ax, other, place, 0.08, "D", "#009E73", "in place")
+        ax.axhline(0, color=figures.ROOF, lw=0.8, zorder=1)
+        ax.set_xticks(
+            list(place.values()),
+            [f"{row['bucket_mb']:g}\n({round(row['collectives'])})" for row in rows], fontsize=7,
+        )  # fmt: skip
+        ax.margins(x=0.08)
     axes[0, 0].set_ylabel("exposed communication, ms")
     handles, names = axes[0, 0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
     return figure
+
+
+def _points(
+    ax: Axes, rows: Sequence[Mapping[str, Any]], place: Mapping[float, int], aside: float, marker: str,
+    color: str, label: str,
+) -> None:  # fmt: skip
+    """The exposed times of a sweep, each with the p20–p80 range of its step."""
+    if not rows:
+        return
+    low, middle, high = (
+        np.array([row[f"step_ms_{p}"] for row in rows], float) for p in ("p20", "p50", "p80")
+    )
+    ax.errorbar(
+        [place[row["bucket_mb"]] + aside for row in rows], [row["exposed_ms"] for row in rows],
+        yerr=[middle - low, high - middle], fmt=marker, color=color, capsize=2, lw=0.9, label=label, zorder=3,
+    )  # fmt: skip

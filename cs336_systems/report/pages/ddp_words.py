@@ -1,4 +1,7 @@
-"""The sentences of chapter `ddp`."""
+"""The sentences of chapter `ddp` about what was measured. What was expected is in `ddp_predictions`.
+
+Sentences that conclude something begin with the places whose steps are even (`ddp_pace`).
+"""
 
 from __future__ import annotations
 
@@ -7,138 +10,65 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems import accounting
 from cs336_systems.accounting import data_parallel as closed
-from cs336_systems.measure import rows as store
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
-from cs336_systems.report.roofs import machine_environment, roofs
-from cs336_systems.report.tables import fmt, si
+from cs336_systems.report.pages import ddp_pace as pace
+from cs336_systems.report.pages import ddp_predictions as predictions
+from cs336_systems.report.pages.ddp_pace import MEET, Place, leading, listed, meet, percent, places
+from cs336_systems.report.tables import fmt
 
+_LITTLE = 0.005  # of the peak: what is not worth a number of its own
 OURS = ("naive", "flat", "overlapped", "bucketed", "in_place")
-
-
-_BUSY = 0.9  # of a step: where kernels fill less, the GPU waits for the host
-
-
-def _percent(share: float, digits: int = 2) -> str:
-    return f"{fmt(100 * share, digits)} %"
 
 
 def _paragraphs(lines: Sequence[str], otherwise: str) -> str:
     return "\n\n".join(lines) or otherwise
 
 
-def _one(rows: Sequence[Mapping[str, Any]], wrapper: str) -> Mapping[str, Any] | None:
-    return next((r for r in rows if r["wrapper"] == wrapper and page.ok(r)), None)
-
-
-def _places(chapter: Chapter) -> list[tuple[str, int, list[dict[str, Any]]]]:
-    """(machine, context, rows) of the main setting."""
-    found = []
-    for machine in chapter.machines:
-        rows = page.timed(chapter, machine=machine)
-        for context in page.contexts(rows):
-            found.append((machine, context, [r for r in rows if r["context_length"] == context]))
-    return found
-
-
-# ------------------------------------------------------------------------------------------------- predictions
-def size_words(chapter: Chapter) -> str:
-    """What a step sends."""
-    config, batch = page.model_of(chapter)
-    ranks = page.settings(chapter)["world_size"]
-    count = accounting.num_parameters(config)
-    num_bytes = closed.FP32 * count
-    return (
-        f"The model has {fmt(count / 1e6)} M parameters, so its fp32 gradients are $s$ = {si(num_bytes, 'B')} in"
-        f" {len(closed.gradient_sizes(config))} tensors. On {ranks} ranks each sends, and receives,"
-        f" {si(closed.sent_bytes(num_bytes, ranks), 'B')} in a step, whatever its batch ({batch} sequences here)."
-    )
-
-
-def bandwidth(chapter: Chapter, machine: str, ranks: int) -> tuple[float, float, str] | None:
-    """Bytes/s in one direction, seconds of a call, and where they come from; None if nothing is known.
-
-    From the rows of chapter `allreduce`: its largest tensor, and the time of its smallest. Else half of what the data
-    sheet gives for both directions, and no time for a call.
-    """
-    path = store.csv_path("allreduce", machine, chapter.root)
-    backends = {r["backend"] for r in page.timed(chapter, machine=machine) if page.ok(r)}
-    if path.is_file() and len(backends) == 1:
-        rows = pd.read_csv(path)
-        chosen = (rows["status"] == "ok") & (rows["world_size"] == ranks) & (rows["backend"] == min(backends))
-        rows = rows[chosen & (rows["how"] == "all_reduce") & (rows["repeat"] == 0)].sort_values("num_bytes")
-        if len(rows):
-            rate = float(rows.iloc[-1]["bus_gb_per_s"]) * 1e9
-            return (
-                rate,
-                float(rows.iloc[0]["ms_p50"]) / 1e3,
-                "measured in the [chapter on all-reduce](allreduce.ipynb)",
-            )
-    sheet = accounting.peaks(machine_environment(machine, chapter.root).get("gpu", ""))
-    if sheet is None or sheet.nvlink_gb_per_s is None:
-        return None
-    return sheet.nvlink_gb_per_s / 2 * 1e9, 0.0, "from the data sheet"
-
-
-def time_words(chapter: Chapter) -> str:
-    """How long sending should take, and whether the backward pass is long enough to hide it."""
-    config, batch = page.model_of(chapter)
-    said = page.settings(chapter)
-    sizes = closed.bucket_bytes(config, 0)
-    lines = []
-    for machine in chapter.machines:
-        known = bandwidth(chapter, machine, said["world_size"])
-        if known is None:
-            continue
-        rate, call, source = known
-        calls = f" and {fmt(call * 1e6)} µs a call" if call else ", were calls free"
-        together = closed.all_reduce_ms([sum(sizes)], said["world_size"], rate, call)
-        apart = closed.all_reduce_ms(sizes, said["world_size"], rate, call)
-        text = (
-            f"On `{machine}`, at {fmt(rate / 1e9)} GB/s in each direction{calls} ({source}),"
-            f" one all-reduce of everything takes {fmt(together)} ms, and one a parameter {fmt(apart)} ms."
-        )
-        roof = roofs(machine, chapter.root).tflops.get(said["dtype"])
-        for context in page.contexts(page.timed(chapter)) if roof else ():
-            flops = accounting.model_flops(config, batch, context, "forward_backward") * 2 / 3
-            floor = fmt(flops / roof / 1e9)
-            text += f" The products of the backward pass take at least {floor} ms at context {context}."
-        lines.append(text)
-    return _paragraphs(lines, f"The bandwidth between the ranks: {NOT_MEASURED}.")
+def in_italics(row: Mapping[str, Any]) -> str:
+    """What a case is called in sentences."""
+    return f"*{page.way(row)}*"
 
 
 # ---------------------------------------------------------------------------------------------- after the pass
 def naive_words(chapter: Chapter) -> str:
     """`naive_ddp_benchmarking`: the step, and the share of it that communicates."""
-    lines = []
-    for machine, context, rows in _places(chapter):
-        row = _one(rows, "naive")
+    lines, sums = [], []
+    first = leading(chapter)
+    for place in places(chapter):
+        row = place.one("naive")
         if row is None:
             continue
         step, sent = row["step_ms_p50"], row["synchronization_ms_p50"]
+        share = percent(sent / step)
         text = (
-            f"`{machine}`, context {context}: a step takes {fmt(step)} ms, of which {fmt(sent)} ms"
-            f" (**{_percent(sent / step)}**) are spent averaging gradients, in {round(row['collectives'])} all-reduces."
+            f"{place.head}: a step takes {fmt(step)} ms, of which {fmt(sent)} ms"
+            f" ({f'**{share}**' if place in first else share}) are spent averaging gradients"
+            f"{'' if place.even else ' and waiting for the slower rank'}, in {round(row['collectives'])} all-reduces."
         )
         exposed = page.exposed_ms(chapter, row)
         if exposed is not None:
             text += f" The same step without communication is {fmt(exposed)} ms shorter."
-        known = bandwidth(chapter, machine, int(row["world_size"]))
-        if known is not None:
-            sizes = closed.bucket_bytes(page.model_of(chapter)[0], 0)
-            predicted = closed.all_reduce_ms(sizes, int(row["world_size"]), known[0], known[1])
-            text += f" Predicted were {fmt(predicted)} ms."
+        due = predictions.after_ms(chapter, place.machine, place.world_size, "naive", 0.0)
+        if due is not None and place in first:
+            text += f" Predicted were {fmt(due)} ms."
+        if place.even:
+            sums.append(sent)
         lines.append(text)
+    if len(sums) > 1 and max(sums) < 1.05 * min(sums):
+        lines.append(
+            f"Where steps are even, averaging takes {fmt(min(sums))} to {fmt(max(sums))} ms: neither the precision of"
+            " the products nor the context changes what is sent."
+        )
     return _paragraphs(lines, f"Naive data parallelism: {NOT_MEASURED}.")
 
 
 def against_words(chapter: Chapter, wrapper: str, others: Sequence[str]) -> str:
     """One way against others: steps, and the part after the backward pass."""
     lines = []
-    for machine, context, rows in _places(chapter):
-        row = _one(rows, wrapper)
+    for place in places(chapter):
+        row = place.one(wrapper)
         if row is None:
             continue
         parts = []
@@ -148,15 +78,84 @@ def against_words(chapter: Chapter, wrapper: str, others: Sequence[str]) -> str:
                 parts.append(
                     f"{row['step_ms_p50'] / base['step_ms_p50']:.3f} times the step of *{page.NAMES[other]}*"
                     f" ({fmt(base['step_ms_p50'])} ms, {fmt(base['synchronization_ms_p50'])} ms of them after the"
-                    " backward pass)"
+                    f" backward pass{f'; {MEET}' if meet(row, base) else ''})"
                 )
-        text = f"`{machine}`, context {context}: *{page.NAMES[wrapper]}* takes {fmt(row['step_ms_p50'])} ms"
+        text = f"{place.head}: *{page.NAMES[wrapper]}* takes {fmt(row['step_ms_p50'])} ms"
         after = f", {fmt(row['synchronization_ms_p50'])} ms of them after the backward pass"
         lines.append(f"{text}{after}. That is {' and '.join(parts)}." if parts else f"{text}{after}.")
     return _paragraphs(lines, f"*{page.NAMES[wrapper]}*: {NOT_MEASURED}.")
 
 
-# --------------------------------------------------------------------------------------------------- the traces
+def flat_words(chapter: Chapter) -> str:
+    """What one all-reduce saves, and what was expected of it."""
+    lines = []
+    for place in leading(chapter):
+        flat, naive = place.one("flat"), place.one("naive")
+        if flat is None or naive is None:
+            continue
+        took = [float(row["synchronization_ms_p50"]) for row in (flat, naive)]
+        due = [
+            predictions.after_ms(chapter, place.machine, place.world_size, w, 0.0) for w in ("flat", "naive")
+        ]
+        less = "less" if took[0] < took[1] else "more"
+        text = (
+            f"{place.head}: after the backward pass *flat* takes {fmt(abs(took[1] - took[0]))} ms {less} than *naive*,"
+            f" {fmt(took[0])} ms instead of {fmt(took[1])} ms"
+        )
+        if None in due:
+            lines.append(f"{text}.")
+            continue
+        text += f"; predicted were {fmt(due[0])} ms instead of {fmt(due[1])} ms."
+        copied = pace.measured_copy_ms(chapter, place.machine)
+        least = predictions.copy_ms(chapter, place.machine)
+        if copied is not None and copied > 0 and least is not None:
+            text += (
+                f" By the traces, concatenating takes {fmt(copied)} ms (kernels of *flat* that compute, less those of"
+                f" *naive*), where {fmt(least[0])} ms were predicted."
+            )
+        lines.append(text)
+    apart = []
+    for place in places(chapter):
+        flat, naive = place.one("flat"), place.one("naive")
+        if place.even or flat is None or naive is None:
+            continue
+        steps, after = (
+            abs(naive[f"{phase}_ms_p50"] - flat[f"{phase}_ms_p50"]) for phase in ("step", "synchronization")
+        )
+        if abs(steps - after) > 0.5 * max(steps, after):
+            apart.append(f"{fmt(steps)} ms and {fmt(after)} ms ({place.name})")
+    if apart:
+        lines.append(
+            "Both ways do the same until the backward pass has ended, and yet, where steps are uneven, the steps and"
+            f" what follows the backward pass differ by {listed(apart)}. So these steps do not compare the two."
+        )
+    return _paragraphs(lines, f"What *flat* saves: {NOT_MEASURED}.")
+
+
+# --------------------------------------------------------------------------------------------------- beside it
+def longer_words(chapter: Chapter, wrapper: str = "overlapped") -> str:
+    """What a way that overlaps leaves exposed: a longer backward pass, and the wait after it."""
+    lines = []
+    for place in leading(chapter):
+        row, base, naive = place.one(wrapper), place.one("none"), place.one("naive")
+        found = pace.parts(chapter, row) if row is not None else None
+        if found is None or base is None or naive is None:
+            continue
+        whole = page.exposed_ms(chapter, naive)
+        due = predictions.after_ms(chapter, place.machine, place.world_size, wrapper, row["bucket_mb"])
+        predicted = "" if due is None else f" (predicted: {fmt(due)} ms, for the last gradient)"
+        text = (
+            f"{place.head}: of the {fmt(whole)} ms that *naive* exposes, {in_italics(row)} exposes"
+            f" {fmt(found['exposed'])} ms. The wait after the backward pass is {fmt(found['wait'])} ms{predicted};"
+            f" the backward pass itself takes {fmt(row['backward_ms_p50'])} ms instead of"
+            f" {fmt(base['backward_ms_p50'])} ms."
+        )
+        if found["longer"] > found["wait"]:
+            text += " So what is left is not the end of the communication, but what it takes from the backward pass."
+        lines.append(text)
+    return _paragraphs(lines, f"What *{page.NAMES[wrapper]}* leaves exposed: {NOT_MEASURED}.")
+
+
 def trace_words(chapter: Chapter) -> str:
     """With what the traces were made, and how much of the communication was hidden."""
     rows = [r for r in chapter.rows(kind="trace").to_dict("records") if page.ok(r)]
@@ -169,11 +168,18 @@ def trace_words(chapter: Chapter) -> str:
     }
     sources = sorted({f"{tools[r['source']]} {r['tool_version']}" for r in rows})
     parts = [
-        f"*{page.way(r)}* {_percent(r['overlap_ms'] / r['communication_ms'])} of {fmt(r['communication_ms'])} ms"
+        f"*{page.way(r)}* {percent(r['overlap_ms'] / r['communication_ms'])} of {fmt(r['communication_ms'])} ms"
         for r in rows
         if r["communication_ms"]
     ]
     text = f"Recorded by {', '.join(sources)}. Hidden behind computation: {'; '.join(parts)}."
+    slower = []
+    for row in rows:
+        where = {f: row[f] for f in ("machine", "context_length", "bucket_mb", "dtype", "world_size")}
+        found = [r for r in page.timed(chapter, (row["wrapper"],), **where) if page.ok(r)]
+        slower += [row["traced_ms"] / r["step_ms_p50"] for r in found]
+    if slower and max(slower) > 1.05:
+        text += f" The recorded steps take {min(slower):.2f} to {max(slower):.2f} times as long as the timed ones."
     if any(r["source"] == "torch-cpu" for r in rows):
         text += (
             " Without a GPU there are no streams: operators of the CPU stand for kernels, and what Gloo's own threads"
@@ -182,95 +188,12 @@ def trace_words(chapter: Chapter) -> str:
     return text
 
 
-def host_words(chapter: Chapter) -> str:
-    """Whether the GPU or the host sets the pace: kernels that compute, by a trace without overlap, against the step."""
-    lines = []
-    for machine, context, rows in _places(chapter):
-        traced = _one(
-            chapter.rows(kind="trace", machine=machine, context_length=context).to_dict("records"), "naive"
-        )
-        step = _one(rows, "none")
-        if traced is None or step is None:
-            continue
-        busy, whole = traced["compute_ms"], step["step_ms_p50"]
-        text = (
-            f"`{machine}`, context {context}: kernels that compute take {fmt(busy)} ms of a step (by the trace of"
-            f" *naive*, where nothing runs beside them), and a step without communication takes {fmt(whole)} ms."
-        )
-        if busy < _BUSY * whole:
-            text += (
-                f" For {_percent(1 - busy / whole)} of it the GPU has no work: the host launches kernels more slowly"
-                " than they run. What a way costs the host, for hooks, copies and calls, then adds to the step as a"
-                " whole, and how even the host's pace is decides how even the step is."
-            )
-        else:
-            text += " So the GPU sets the pace, and the host's work for hooks and calls hides behind it."
-        lines.append(text)
-    return _paragraphs(lines, f"Who sets the pace: {NOT_MEASURED}.")
-
-
-# -------------------------------------------------------------------------------------------------- the buckets
-def bucket_words(chapter: Chapter) -> str:
-    """`ddp_bucketed_benchmarking` (a): the best and the worst bucket."""
-    lines = []
-    for machine, context, _ in _places(chapter):
-        rows = page.sweep(chapter, machine, context)
-        if len(rows) < 2:
-            continue
-        best, worst = (f(rows, key=lambda r: r["step_ms_p50"]) for f in (min, max))
-        lines.append(
-            f"`{machine}`, context {context}: the step is shortest with buckets of {best['bucket_mb']:g} MB"
-            f" ({fmt(best['step_ms_p50'])} ms, {round(best['collectives'])} all-reduces) and longest with"
-            f" {worst['bucket_mb']:g} MB ({fmt(worst['step_ms_p50'])} ms, {round(worst['collectives'])}), a factor of"
-            f" {worst['step_ms_p50'] / best['step_ms_p50']:.3f}."
-        )
-    return _paragraphs(lines, f"Sizes of buckets: {NOT_MEASURED}.")
-
-
-def fit_words(chapter: Chapter) -> str:
-    """`ddp_bucketed_benchmarking` (b): what the model's parameters are here, its optimum, and how far it is off."""
-    lines = []
-    for machine, context, _ in _places(chapter):
-        rows = page.sweep(chapter, machine, context)
-        for constant in (False, True):
-            found = page.fit(chapter, rows, constant)
-            if found is None:
-                continue
-            off = max(abs(r) for r in found.residuals_s) * 1e3
-            name = "with a constant" if constant else "the model as it stands"
-            text = f"- `{machine}`, context {context}, {name}: "
-            if found.model is None:
-                vanished = "$o$" if found.call_s == 0 else "$s/w$"
-                text += f"least squares leaves no room for the term with {vanished}"
-            else:
-                text += (
-                    f"$w$ = {fmt(found.model.bytes_per_s / 1e9)} GB/s, $o$ = {fmt(found.call_s * 1e6)} µs, so that the"
-                    f" best number of buckets is {fmt(found.model.best_num_buckets)}, of"
-                    f" {fmt(found.model.best_bucket_bytes / closed.MB)} MB"
-                )
-            if constant:
-                text += f"; the constant is {fmt(found.constant_s * 1e3)} ms"
-            lines.append(f"{text}. The fit is off by {fmt(off)} ms at most.")
-    return "\n".join(lines) or f"The model's parameters: {NOT_MEASURED} (three sizes of buckets are needed)."
-
-
-def tail_words(chapter: Chapter) -> str:
-    """Why buckets of this model cannot be equal."""
-    config, _ = page.model_of(chapter)
-    sizes = closed.bucket_bytes(config, 0)
-    return (
-        f"The largest parameters of this model have {fmt(max(sizes) / closed.MB)} MB, and the one whose gradient comes"
-        f" last, the token embedding, has {fmt(sizes[-1] / closed.MB)} MB. A smaller limit leaves each of them a"
-        " bucket of its own."
-    )
-
-
 # ------------------------------------------------------------------------------------------------------ overall
 def best_words(chapter: Chapter) -> str:
     """The fastest of ours against torch's DDP and against no communication at all, in one run."""
     lines = []
-    for machine, context, rows in _places(chapter):
-        ours = [r for r in rows if r["wrapper"] in OURS and page.ok(r)]
+    for place in places(chapter):
+        ours = [r for r in place.rows if r["wrapper"] in OURS]
         if not ours:
             continue
         best = min(ours, key=lambda r: r["step_ms_p50"])
@@ -278,36 +201,72 @@ def best_words(chapter: Chapter) -> str:
         for wrapper, mb in (("torch", 0.0), ("torch", 100.0), ("torch_view", 0.0), ("none", 0.0)):
             base = page.mate(chapter, best, wrapper, mb)
             if base is not None:
-                parts.append(f"{best['step_ms_p50'] / base['step_ms_p50']:.3f} × *{page.way(base)}*")
-        text = f"`{machine}`, context {context}: the fastest is *{page.way(best)}*, {fmt(best['step_ms_p50'])} ms"
-        lines.append(f"{text}: {', '.join(parts)}." if parts else f"{text}.")
+                parts.append(f"{best['step_ms_p50'] / base['step_ms_p50']:.3f} × {in_italics(base)}")
+        text = f"{place.head}: the fastest of ours is {in_italics(best)}, {fmt(best['step_ms_p50'])} ms"
+        text = f"{text}: {', '.join(parts)}." if parts else f"{text}."
+        near = [
+            in_italics(r) for r in place.rows if r is not best and r["wrapper"] != "alone" and meet(r, best)
+        ]
+        if len(near) > 3:
+            known = [n for n in ("*no communication*", "*torch DDP*") if n in near]
+            among = f", {listed(known)} among them" if known else ""
+            text += f" Its p20–p80 range meets those of {len(near)} others{among}."
+        elif near:
+            text += f" Its p20–p80 range meets that of {listed(near)}."
+        lines.append(text)
     return _paragraphs(lines, f"The fastest way: {NOT_MEASURED}.")
 
 
 def scaling_words(chapter: Chapter) -> str:
-    """Weak scaling of ours and of torch's, at every number of ranks, and what others have published."""
+    """Weak scaling of ours and of torch's, at every number of ranks, and what two steps side by side leave of it."""
     lines = []
-    for machine in chapter.machines:
-        rows = page.timed(chapter, machine=machine, world_size="all")
-        for ranks in sorted({r["world_size"] for r in rows if r["world_size"] > 1}):
-            for context in page.contexts(rows):
-                here = [r for r in rows if (r["world_size"], r["context_length"]) == (ranks, context)]
-                found = [
-                    (page.efficiency(chapter, r), r) for r in here if r["wrapper"] not in ("alone", "none")
-                ]
-                found = [(share, r) for share, r in found if share is not None]
-                if not found:
-                    continue
-                best, row = max(found, key=lambda pair: pair[0])
-                text = (
-                    f"- `{machine}`, {ranks} ranks, context {context}: *{page.way(row)}* {_percent(best, 3)}"
-                )
-                other = next((s for s, r in found if (r["wrapper"], r["bucket_mb"]) == ("torch", 0)), None)
-                naive = next((s for s, r in found if r["wrapper"] == "naive"), None)
-                text += f", *torch DDP* {_percent(other, 3)}" if other is not None else ""
-                text += f", *naive* {_percent(naive, 3)}" if naive is not None else ""
-                lines.append(f"{text}.")
+    main = page.settings(chapter)["dtype"]
+    for place in places(chapter, "all"):
+        if place.world_size < 2 or place.dtype != main:
+            continue
+        found = [
+            (share, r)
+            for r in place.rows
+            if r["wrapper"] not in ("alone", "none") and (share := page.efficiency(chapter, r)) is not None
+        ]
+        if not found:
+            continue
+        best, row = max(found, key=lambda pair: pair[0])
+        text = f"- {place.head}, {place.world_size} ranks: {in_italics(row)} {percent(best, 3)}"
+        for wrapper in ("torch", "naive", "none"):
+            other = place.one(wrapper)
+            share = None if other is None else page.efficiency(chapter, other)
+            text += f", *{page.NAMES[wrapper]}* {percent(share, 3)}" if share is not None else ""
+        lines.append(f"{text}.")
     return "\n".join(lines) or f"Weak scaling: {NOT_MEASURED}."
+
+
+def precision_words(chapter: Chapter) -> str:
+    """The step without communication in each precision, and whether the fastest products make the shortest step."""
+    lines = []
+    by_context: dict[tuple[str, int], dict[str, Place]] = {}
+    for place in places(chapter):
+        if place.one("none") is not None:
+            by_context.setdefault((place.machine, place.context), {})[place.dtype] = place
+    for (machine, context), found in by_context.items():
+        if len(found) < 2:
+            continue
+        order = [d for d in ("fp32", "tf32", "bf16") if d in found]
+        parts = [
+            f"{pace.PRECISIONS[d]} {fmt(found[d].one('none')['step_ms_p50'])} ms"
+            f"{'' if found[d].even else ' (uneven)'}"
+            for d in order
+        ]
+        text = f"`{machine}`, context {context}, without communication: {listed(parts)}."
+        if {"tf32", "bf16"} <= set(found) and not found["bf16"].even:
+            half, single = (found[d].one("none")["step_ms_p50"] for d in ("bf16", "tf32"))
+            if half >= 0.95 * single:
+                text += (
+                    " bf16 has the fastest products, and its step is no shorter than TF32's: the host sets the pace,"
+                    " and autocast gives it casts to launch besides. So these rows do not show what hides behind bf16."
+                )
+        lines.append(text)
+    return _paragraphs(lines, f"Steps in other precisions: {NOT_MEASURED}.")
 
 
 def skipped_words(chapter: Chapter) -> str:
@@ -351,45 +310,29 @@ def memory_words(chapter: Chapter) -> str:
             more.setdefault(page.way(row), []).append(row["peak_gib"] / base["peak_gib"] - 1)
     if not off:
         return f"Peaks of memory: {NOT_MEASURED} (they need a CUDA device)."
-    parts = [f"*{name}* {_percent(max(shares))}" for name, shares in more.items()]
-    return (
-        f"The allocator's peak lies {_percent(min(off))} to {_percent(max(off))} above the closed form. Over the step"
-        f" without communication, at most: {', '.join(parts)}."
-    )
+    parts = [f"*{name}* {percent(most)}" for name, shares in more.items() if (most := max(shares)) >= _LITTLE]
+    text = f"The allocator's peak lies {percent(min(off))} to {percent(max(off))} above the closed form."
+    if more:
+        rest = f"{'the others' if parts else 'all'} less than {percent(_LITTLE, 1)}"
+        text += f" Over the step without communication, at most: {', '.join([*parts, rest])}."
+    return text
 
 
 def alone_words(chapter: Chapter) -> str:
     """What the wrappers cost where there is nobody to talk to."""
     rows = [r for r in page.timed(chapter, world_size=1) if r["wrapper"] not in ("none", "alone")]
-    parts = [
-        f"*{page.way(r)}* {fmt(cost)} ms at context {r['context_length']}"
-        for r in rows
-        if (cost := page.exposed_ms(chapter, r)) is not None
-    ]
+    parts, told = [], []
+    for row in rows:
+        base = page.mate(chapter, row, "none")
+        if base is not None:
+            cost = row["step_ms_p50"] - base["step_ms_p50"]
+            parts.append(f"{in_italics(row)} {fmt(cost)} ms at context {row['context_length']}")
+            told.append(not meet(row, base))
     if not parts:
         return f"The wrappers on one rank: {NOT_MEASURED}."
-    return f"On one rank, where an all-reduce sends nothing, hooks, copies and calls alone cost: {'; '.join(parts)}."
-
-
-def noise_words(chapter: Chapter) -> str:
-    """How far the same case measured twice lies apart."""
-    rows = chapter.measured(kind="time")
-    keys = [
-        "machine",
-        "run",
-        "size",
-        "context_length",
-        "wrapper",
-        "bucket_mb",
-        "dtype",
-        "world_size",
-        "batch",
-    ]
-    both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    if both.empty:
-        return f"Pairs of the same case: {NOT_MEASURED}."
-    apart = (both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1).abs()
-    return (
-        f"{len(apart)} case{'s were' if len(apart) > 1 else ' was'} measured twice in one run (A/A): medians lie"
-        f" {_percent(apart.max())} apart at most. No difference smaller than that means anything here."
-    )
+    text = f"Steps with hooks take longer than the one without: {'; '.join(parts)}."
+    if not any(told):
+        text += (
+            " All p20–p80 ranges meet that of the step without: these rows do not tell the cost from noise."
+        )
+    return text

@@ -151,8 +151,8 @@ def ring_words(setting: Setting) -> str:
         return "With the exact factors of a ring it is communication bound at any batch as well."
     together, in_turn = (fmt(batch / setting.devices) for batch in exact)
     return (
-        f"With the exact factors of a ring, $(X-1)/X$ and $(Y-1)/Y$, it is {together} tokens per device (together)"
-        f" and {in_turn} (in turn): the formulas are on the safe side."
+        "With the exact factors of a ring, $(X-1)/X$ and $(Y-1)/Y$, the smallest compute-bound batch is"
+        f" {together} tokens per device (together) and {in_turn} (in turn): the formulas are on the safe side."
     )
 
 
@@ -160,7 +160,7 @@ def waiting_words(setting: Setting) -> str:
     """The use of the devices if nothing hides the collectives of activations."""
     times = model.block_times(XXL, TPU_V5P, setting.layout, 1)
     return (
-        "If they are not hidden at all, the products get at most"
+        "If nothing hides the collectives of activations, the products get at most"
         f" {percent(times.compute / (times.compute + times.activations))} of the time at $Y$ = {setting.tensor}, at"
         " any batch."
     )
@@ -240,7 +240,7 @@ def best_words(setting: Setting) -> str:
     )
 
 
-def pipeline_words(setting: Setting, stages: int = 4) -> str:
+def pipeline_words(setting: Setting, stages: int = 4, chunks: int = 4) -> str:
     """What a pipeline saves, and what it costs: the bubble, the hand-over, the memory of gathered weights."""
     layout = replace(setting.layout, fsdp=setting.layout.fsdp / stages, stages=stages)
     batch = model.compute_bound_tokens(XXL, TPU_V5P, layout)
@@ -253,17 +253,18 @@ def pipeline_words(setting: Setting, stages: int = 4) -> str:
     group = batch / layout.fsdp
     most = max(1, int(group // TPU_V5P.memory_tokens))
     link, network = TPU_V5P.axis_bytes_per_s / 2, TPU_V5P.network_bytes_per_s
-    sends = [percent(model.stage_send_share(XXL, TPU_V5P, layout, rate)) for rate in (link, network)]
+    sends = [percent(chunks * model.stage_send_share(XXL, TPU_V5P, layout, rate)) for rate in (link, network)]
+    uneven = XXL.num_blocks % (stages * chunks)
     return (
-        f"With $Z$ = {stages} stages on {setting.devices} devices it is {fmt(batch / layout.devices)} tokens per"
-        f" device, {whole(batch)} in all, and a stage's gathered weights are"
-        f" {fmt(model.gathered_bytes(XXL, layout) / GB)} GB on each device. Handing over takes {sends[0]} of a"
-        f" stage's products over a link of the mesh, and {sends[1]} over the data center's network,"
+        f"With $Z$ = {stages} stages of $v$ = {chunks} chunks on {setting.devices} devices"
+        f"{f' (as if {XXL.num_blocks} blocks could be dealt out evenly)' if uneven else ''} it is"
+        f" {fmt(batch / layout.devices)} tokens per device, {whole(batch)} in all, and two chunks of gathered weights"
+        f" are {fmt(2 / chunks * model.gathered_bytes(XXL, layout) / GB)} GB on each device. Handing over takes"
+        f" {sends[0]} of the products' time over a link of the mesh, and {sends[1]} over the data center's network,"
         f" {fmt(network / 1e9)} GB/s a chip: stages need no axis of the mesh, they may even lie in different slices."
         " The price is the bubble. Reading weights from a device's own memory is worth it for"
         f" {fmt(TPU_V5P.memory_tokens)} tokens or more, so the {fmt(group, 4)} tokens of a group make at most $m$ ="
-        f" {most} microbatches, and {percent(model.bubble_share(stages, most))} of a step is spent waiting, or"
-        f" {percent(model.bubble_share(stages, most, 4))} if each device has four chunks of blocks in turn."
+        f" {most} microbatches, and {percent(model.bubble_share(stages, most, chunks))} of a step is spent waiting."
     )
 
 
@@ -288,6 +289,6 @@ def answer_d(setting: Setting) -> str:
         f" something other than FSDP. *Tensor parallelism* up to $Y = M_Y F/\\alpha$ = {fmt(limit)} brings"
         f" {fmt(least)} tokens per device, $\\alpha^2/(M_X M_Y F)$, or {fmt(in_turn)} at $Y$ = {fmt(half)} if"
         " collectives take turns; *a pipeline* divides this by its stages, as long as the bubble stays small."
-        " *Gathering weights in 8 bits* halves it, *faster links* count once with FSDP and squared with the best"
-        " split, and *hiding one kind of collective behind the other* is worth up to a factor of four."
+        " *Gathering weights in 8 bits* halves it in the forward pass, *faster links* count once with FSDP and squared"
+        " with the best split, and *hiding one kind of collective behind the other* is worth up to a factor of four."
     )

@@ -237,7 +237,7 @@ def difference_table(chapter: Chapter) -> pd.DataFrame:
     out = []
     heads = ("other tensors", "rounding", "cached", "outside", "device")
     where = {"moment": "later_after"}
-    for row in there(records(chapter, **where, context_length=contexts(chapter, **where)[-1])):
+    for row in there(records(chapter, **where, context_length=max(contexts(chapter, **where), default=0))):
         expected = sum(predicted(chapter, row).values())
         line = head_of(row) | {"closed form": f"{expected / MIB:,.1f}"} | dict.fromkeys(heads, EMPTY)
         if row["status"] == "ok" and not pd.isna(row["reserved_bytes"]):

@@ -1,16 +1,18 @@
 """What chapter `zero` shows of times and of what is sent: steps and their phases, the optimizer's kernels, formulas
-beside counts."""
+beside counts. The sentences about times are in `zero_speed_words`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
-from cs336_systems.accounting.zero import SCHEMES
+from cs336_systems.accounting.zero import ADAMW_BYTES, SCHEMES
+from cs336_systems.measure import rows as store
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages.zero import (
@@ -20,6 +22,7 @@ from cs336_systems.report.pages.zero import (
     Row,
     contexts,
     head_of,
+    one,
     records,
     there,
     unit,
@@ -31,6 +34,9 @@ from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import size
 
 ROUNDS = 4  # of ShardedOptimizer, by default
+SHARDED = ("sharded", "overlapped", "torch_zero")  # variants whose ranks update a share each
+SAME = 1.1  # steps of different contexts that are no further apart than this have one cause: it is not the GPU's work
+NO_MORE = "no more than A/A"
 PHASE_COLORS = {"optimizer": "#D55E00", "forward": "#0072B2", "backward": "#009E73"}
 
 
@@ -49,14 +55,34 @@ def bandwidths(chapter: Chapter, machine: str) -> tuple[float, float, str] | Non
     return found.tb_per_s, link, f"memory by the best measured copy, link by {sheet}"
 
 
-def predicted_ms(chapter: Chapter, row: Row) -> dict[str, float] | None:
-    """The least times of the optimizer's step on the row's machine, torch's in one round; None without a known link."""
-    speeds = bandwidths(chapter, row["machine"])
-    if speeds is None:
+def all_reduce_gb_per_s(chapter: Chapter, machine: str) -> float | None:
+    """What a rank sends, and receives, in the best all-reduce of chapter `allreduce`; None without its rows."""
+    path = store.csv_path("allreduce", machine, chapter.root)
+    if not path.is_file():
         return None
+    rows = pd.read_csv(path)
+    rows = rows[(rows["status"] == "ok") & (rows["backend"] == "nccl") & (rows["how"] == "all_reduce")]
+    rows = rows[rows["world_size"] == world_size(chapter)]
+    return float(rows["bus_gb_per_s"].max()) if len(rows) else None
+
+
+def optimizer_ms(row: Row, tb_per_s: float, link_gb_per_s: float) -> dict[str, float]:
+    """The closed form of the optimizer's step at these rates; torch's in one round. `phase`: that of the row's variant,
+    the update alone where the next forward pass hides the broadcasts.
+    """
     parameters = accounting.num_parameters(size(row["size"]))
     rounds = 1 if row["variant"] == "torch_zero" else ROUNDS
-    return accounting.zero_optimizer_ms(parameters, int(row["world_size"]), *speeds[:2], rounds=rounds)
+    ms = accounting.zero_optimizer_ms(
+        parameters, int(row["world_size"]), tb_per_s, link_gb_per_s, rounds=rounds
+    )
+    whole = "sharded" if row["variant"] in SHARDED else "plain"
+    return ms | {"phase": ms["update" if row["variant"] == "overlapped" else whole]}
+
+
+def predicted_ms(chapter: Chapter, row: Row) -> dict[str, float] | None:
+    """`optimizer_ms` at the rates of the row's machine, the least that they allow; None without a known link."""
+    speeds = bandwidths(chapter, row["machine"])
+    return None if speeds is None else optimizer_ms(row, *speeds[:2])
 
 
 # ------------------------------------------------------------------------------------------------ (b) times
@@ -103,7 +129,8 @@ def times_figure(chapter: Chapter, context_length: int) -> Figure:
                 place, ms, 0.66, left=left, color=PHASE_COLORS[phase], zorder=3, label="" if place else phase
             )
             middle = (left + ms / 2, place)
-            ax.annotate(fmt(ms, 2), middle, ha="center", va="center", fontsize=7, color="white", zorder=4)
+            text = f"{ms:.0f}" if ms >= 10 else fmt(ms, 2)
+            ax.annotate(text, middle, ha="center", va="center", fontsize=7, color="white", zorder=4)
             left += ms
         ax.annotate(f" {fmt(row['step_ms_p50'])} ms", (left, place), va="center", fontsize=8.5)
     names = [LABELS[row["variant"]] if row["variant"] != "alone" else "no communication" for row in rows]
@@ -123,6 +150,25 @@ def against(chapter: Chapter, row: Row, variant: str, metric: str = "step_ms_p50
     return chapter.ratio(metric, same | {"variant": row["variant"]}, same | {"variant": variant})
 
 
+def profiled(chapter: Chapter, variant: str) -> Row | None:
+    """The row with the profile of a variant's optimizer step; None where there is none."""
+    where = {"context_length": contexts(chapter)[0], "world_size": world_size(chapter)}
+    row = one(chapter, variant=variant, moment=TIMED, **where)
+    return row if row is not None and row["whole_ms"] > 0 else None
+
+
+def update_tb_per_s(row: Row) -> float:
+    """At what rate the kernels of a profiled update move AdamW's bytes."""
+    share = int(row["world_size"]) if row["variant"] in SHARDED else 1
+    return ADAMW_BYTES * accounting.num_parameters(size(row["size"])) / share / row["update_ms"] / 1e9
+
+
+def broadcast_gb_per_s(row: Row) -> float:
+    """What a rank sends, and receives, on average while broadcasts run; they may wait for the other rank meanwhile."""
+    ranks = row["world_size"]
+    return (ranks - 1) / ranks * row["broadcast_bytes"] / row["communication_ms"] / 1e6
+
+
 def optimizer_table(chapter: Chapter) -> pd.DataFrame:
     """The optimizer's step on one GPU by torch's profiler, beside the least times of the closed form; ms."""
     out = []
@@ -130,29 +176,118 @@ def optimizer_table(chapter: Chapter) -> pd.DataFrame:
     for row in rows:
         if row["variant"] == "alone" or row["status"] != "ok" or not row["whole_ms"] > 0:
             continue
-        least, sharded = predicted_ms(chapter, row), row["variant"] in ("sharded", "torch_zero")
+        least, sharded = predicted_ms(chapter, row), row["variant"] in SHARDED
         line = head_of(row) | {
             "launches": int(row["optimizer_launches"]),
             "updating": fmt(row["update_ms"]),
+            "least updating": EMPTY,
             "sending": fmt(row["communication_ms"]),
+            "least sending": EMPTY,
             "both at once": fmt(row["both_ms"]),
             "first to last kernel": fmt(row["whole_ms"]),
-            **dict.fromkeys(("least", "least updating", "least sending"), EMPTY),
+            "phase, not recorded": fmt(row["optimizer_ms_p50"]),
         }
         if least is not None:
-            line["least"] = fmt(least["sharded" if sharded else "plain"])
             line["least updating"] = fmt(least["update" if sharded else "plain"])
             line["least sending"] = fmt(least["broadcast"]) if sharded else EMPTY
         out.append(line)
     return pd.DataFrame(out)
 
 
-def noise(chapter: Chapter) -> list[float]:
-    """How far the medians of the A/A pairs lie apart, each as a share of the first."""
-    rows = chapter.measured(moment=TIMED)
-    keys = ["machine", "variant", "context_length", "world_size", "size", "run"]
+def phases_in_parts(chapter: Chapter) -> list[dict[str, Any]]:
+    """The optimizer's phase of each variant at the context that counts, beside the closed form: at the machine's rates
+    (`least`), and at those of the profiled kernels (`rates`), with what that leaves (`rest`); ms.
+    """
+    plain, found = profiled(chapter, "plain"), []
+    for variant in LABELS if plain is not None else ():
+        where = {"context_length": decisive(chapter), "world_size": world_size(chapter)}
+        row = one(chapter, variant=variant, moment=TIMED, **where)
+        if row is None or variant == "alone":
+            continue
+        sends = profiled(chapter, "sharded" if variant == "overlapped" else variant)
+        if sends is None:
+            continue
+        least, phase = predicted_ms(chapter, row), float(row["optimizer_ms_p50"])
+        link = (
+            broadcast_gb_per_s(sends) if sends["communication_ms"] else 1.0
+        )  # it sends nothing: any will do
+        rates = optimizer_ms(row, update_tb_per_s(plain), link)["phase"]
+        line = {"row": row, "phase": phase, "least": least and least["phase"], "rates": rates}
+        found.append(line | {"rest": phase - rates})
+    return found
+
+
+def phases_table(chapter: Chapter) -> pd.DataFrame:
+    """`phases_in_parts` as a table."""
+    heads = {
+        "phase": "measured",
+        "least": "closed form, least",
+        "rates": "closed form, rates of the kernels",
+        "rest": "rest",
+    }
+    return pd.DataFrame(
+        [
+            head_of(part["row"]) | {head: fmt(part[key]) for key, head in heads.items()}
+            for part in phases_in_parts(chapter)
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what times mean
+def timed(chapter: Chapter, **where: Any) -> pd.DataFrame:
+    """What the first machine has timed with the fewest ranks, the second of A/A pairs included."""
+    machine = (chapter.machines or [""])[0]
+    return chapter.measured(
+        **({"moment": TIMED, "machine": machine, "world_size": world_size(chapter)} | where)
+    )
+
+
+def noise(chapter: Chapter) -> dict[int, float]:
+    """Context → how far the medians of its A/A pair lie apart, as a share of the first."""
+    rows = timed(chapter)
+    keys = ["variant", "context_length", "size", "run"]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    return list(np.abs(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1))
+    apart = np.abs(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1)
+    return dict(sorted(zip(both["context_length"].astype(int), apart, strict=True)))
+
+
+def widths(chapter: Chapter) -> dict[int, float]:
+    """Context → from the 20 % to the 80 % quantile of steps, as a share of the median: the widest of all variants."""
+    rows = timed(chapter)
+    wide = (rows["step_ms_p80"] - rows["step_ms_p20"]).astype(float) / rows["step_ms_p50"].astype(float)
+    return {int(context): float(part.max()) for context, part in wide.groupby(rows["context_length"])}
+
+
+def doubt(chapter: Chapter, row: Row, other: Row) -> str:
+    """What speaks against a difference of two steps of a context: medians no further apart than those of the A/A pair,
+    or ranges from 20 to 80 % that overlap; empty if nothing does.
+    """
+    if abs(row["step_ms_p50"] / other["step_ms_p50"] - 1) <= noise(chapter).get(
+        int(row["context_length"]), 0.0
+    ):
+        return NO_MORE
+    overlap = row["step_ms_p20"] <= other["step_ms_p80"] and other["step_ms_p20"] <= row["step_ms_p80"]
+    return "ranges overlap" if overlap else ""
+
+
+def steps_alone(chapter: Chapter) -> dict[int, float]:
+    """Context → ms of a step without communication."""
+    rows = timed(chapter, variant="alone", repeat=0).sort_values("context_length")
+    return {int(c): float(ms) for c, ms in zip(rows["context_length"], rows["step_ms_p50"], strict=True)}
+
+
+def host_paced(chapter: Chapter) -> list[int]:
+    """The contexts whose steps take no longer than the shortest context's, however much more work they are: the GPU is
+    not what they wait for. Empty where no two are alike.
+    """
+    steps = steps_alone(chapter)
+    alike = [context for context, ms in steps.items() if ms <= SAME * steps[min(steps)]]
+    return alike if len(alike) > 1 else []
+
+
+def decisive(chapter: Chapter) -> int:
+    """The context whose times conclusions rest on: the longest, in which the GPU has most to do."""
+    return max(steps_alone(chapter), default=contexts(chapter)[-1])
 
 
 # ------------------------------------------------------------------------------------------------ (c) ZeRO stage 1
@@ -201,7 +336,7 @@ def traffic_table(chapter: Chapter) -> pd.DataFrame:
     for row in there(records(chapter, moment=TIMED, context_length=contexts(chapter)[0])):
         if row["variant"] == "alone" or row["status"] != "ok" or pd.isna(row["all_reduce_calls"]):
             continue
-        scheme = "sharded" if row["variant"] in ("sharded", "torch_zero") else "ddp"
+        scheme = "sharded" if row["variant"] in SHARDED else "ddp"
         whole = 4 * accounting.num_parameters(size(row["size"]))
         ranks = int(row["world_size"])
         formula = sum(accounting.zero_step_bytes(scheme, ranks, whole, whole).values())

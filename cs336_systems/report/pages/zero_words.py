@@ -1,22 +1,29 @@
-"""The sentences of chapter `zero` that have numbers in them."""
+"""The sentences of chapter `zero` that have numbers in them; those about times are in `zero_speed_words`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems import accounting
+from cs336_systems.accounting.data_parallel import bucket_bytes
+from cs336_systems.accounting.zero import COMPONENTS
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.pages import zero_speed as speed
-from cs336_systems.report.pages.zero import GIB, LABELS, LATER_STEP, TIMED
+from cs336_systems.report.pages.zero import GIB, LABELS, LATER_STEP, MIB, TIMED
 from cs336_systems.report.tables import fmt
 from cs336_systems.sizes import size
 
+EXACT = 5e-7  # less than that is no difference between a component and its closed form
 
-def _amount(num_bytes: float) -> str:
-    return f"{fmt(num_bytes / GIB)} GiB" if num_bytes >= GIB / 10 else f"{fmt(num_bytes / 2**20)} MiB"
+
+def amount(num_bytes: float) -> str:
+    """`"7.44 GiB"`, or MiB or KiB where that would be less than one."""
+    unit, scale = next(((u, n) for u, n in (("GiB", GIB), ("MiB", MIB)) if num_bytes >= n), ("KiB", 1024))
+    return f"{fmt(num_bytes / scale)} {unit}"
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -53,11 +60,11 @@ def break_even_words(chapter: Chapter, name: str = "xl") -> str:
     verdict = "shorter" if one["sharded"] < plain else "longer"
     return (
         f"On `{machine}` ({source}): $\\beta$ = {fmt(memory)} TB/s and $w$ = {fmt(link)} GB/s. $\\beta / 7$ is"
-        f" {fmt(1e3 * memory / 7)} GB/s, so without overlap the sharded step is the {verdict} one. For `{name}` on two"
-        f" ranks AdamW over everything takes {fmt(plain)} ms at the least; over half of it {fmt(one['update'])} ms, and"
-        f" the broadcasts {fmt(one['broadcast'])} ms: {fmt(one['sharded'])} ms one after the other,"
-        f" {fmt(least[speed.ROUNDS]['sharded'])} ms in {speed.ROUNDS} rounds, and only the {fmt(one['update'])} ms of"
-        " the update where a forward pass hides the rest."
+        f" {fmt(1e3 * memory / 7)} GB/s, so without overlap the optimizer's step is {verdict} with"
+        f" sharding. For `{name}` on two ranks AdamW over everything takes {fmt(plain)} ms at the least; over half of"
+        f" it {fmt(one['update'])} ms, and the broadcasts {fmt(one['broadcast'])} ms: {fmt(one['sharded'])} ms one"
+        f" after the other, {fmt(least[speed.ROUNDS]['sharded'])} ms in {speed.ROUNDS} rounds, and only the"
+        f" {fmt(one['update'])} ms of the update where a forward pass hides the rest."
     )
 
 
@@ -73,147 +80,180 @@ def source(chapter: Chapter) -> str:
     return " ".join(text for name, text in words.items() if name in found) or f"Memory: {NOT_MEASURED}."
 
 
+def _pair(chapter: Chapter, moment: str, context: int) -> list[dict[str, Any]] | None:
+    """The rows without and with sharding; None unless both were measured."""
+    where = {"context_length": context, "world_size": page.world_size(chapter), "moment": moment}
+    rows = [page.one(chapter, variant=v, **where) for v in ("plain", "sharded")]
+    return None if None in rows else rows
+
+
+def first_step(chapter: Chapter) -> str:
+    """The handout's three moments, without and with sharding, and how much higher the peak was on the way."""
+    context, said, above = page.contexts(chapter)[0], [], []
+    for moment, words in {
+        "initialized": "after initialization", "first_before": "before the optimizer's step", "first_after": "after it",
+    }.items():  # fmt: skip
+        rows = _pair(chapter, moment, context)
+        if rows is not None:
+            plain, sharded = rows
+            said.append(f"{words} {amount(plain['live_bytes'])} and {amount(sharded['live_bytes'])}")
+            above += [float(row["peak_bytes"] - row["live_bytes"]) for row in rows]
+    if not said:
+        return f"The moments of the first step: {NOT_MEASURED}."
+    return (
+        f"Without and with sharding (*plain*, *sharded*) a rank holds {', '.join(said)}. On the way to a moment the"
+        f" peak was {f'at most {amount(max(above))}' if max(above) > 0 else 'nowhere'} above that."
+    )
+
+
+def rounding(chapter: Chapter) -> str:
+    """Why one rank and plain data parallelism differ before the first optimizer's step; empty where they do not."""
+    where = {"moment": "first_before", "context_length": page.contexts(chapter)[0]}
+    alone = page.one(chapter, variant="alone", **where)
+    plain = page.one(chapter, variant="plain", world_size=page.world_size(chapter), **where)
+    if alone is None or plain is None:
+        return ""
+    single, buckets = (float(row["live_bytes"] - row["requested_bytes"]) for row in (alone, plain))
+    if single <= buckets:
+        return ""
+    return (
+        f"One rank holds a little more than *plain*, since its gradients are blocks of their own, each rounded up:"
+        f" rounding takes {amount(single)} there, and {amount(buckets)} where gradients lie in buckets."
+    )
+
+
 def saved(chapter: Chapter) -> str:
     """What sharding saved, at the end of a step and at its peak, by measurement and closed form."""
     said = []
     for context in page.contexts(chapter):
-        where = {"context_length": context, "world_size": page.world_size(chapter)}
-        rows = {v: page.one(chapter, variant=v, moment="later_after", **where) for v in ("plain", "sharded")}
-        if None in rows.values():
+        rows = _pair(chapter, "later_after", context)
+        if rows is None:
             continue
-        peaks = {variant: page.peak(chapter, row) for variant, row in rows.items()}
-        if None in peaks.values():
+        peaks = [page.peak(chapter, row) for row in rows]
+        if None in peaks:
             continue
-        live = [float(rows[v]["live_bytes"]) for v in ("plain", "sharded")]
-        expected = [sum(page.predicted(chapter, rows[v]).values()) for v in ("plain", "sharded")]
-        most = [peaks[v][0] for v in ("plain", "sharded")]
+        live = [float(row["live_bytes"]) for row in rows]
+        expected = [sum(page.predicted(chapter, row).values()) for row in rows]
+        most = [found[0] for found in peaks]
         said.append(
-            f"- Context {context}: after a step {_amount(live[0])} without and {_amount(live[1])} with sharding,"
-            f" {_amount(live[0] - live[1])} saved (closed form: {_amount(expected[0] - expected[1])}); at the peak"
-            f" {_amount(most[0])} and {_amount(most[1])}, {fmt(100 * (1 - most[1] / most[0]))} % less."
+            f"- Context {context}: after a step {amount(live[0])} without and {amount(live[1])} with sharding,"
+            f" {amount(live[0] - live[1])} saved (closed form: {amount(expected[0] - expected[1])}); at the peak"
+            f" {amount(most[0])} and {amount(most[1])}, {fmt(100 * (1 - most[1] / most[0]))} % less."
         )
     return "\n".join(said) or f"What sharding saves: {NOT_MEASURED}."
 
 
+def crossover(chapter: Chapter) -> str:
+    """Where in the backward pass the peak of a step lies: next to what is alive after it, or before it; and what was
+    copied last.
+    """
+    said = []
+    for context in page.contexts(chapter):
+        where = {"context_length": context, "world_size": page.world_size(chapter), "variant": "sharded"}
+        ends = [page.one(chapter, moment=m, **where) for m in ("later_forward", "later_before")]
+        found = None if None in ends else page.peak(chapter, ends[1])
+        if found is None or found[1] != "backward":
+            continue
+        before, after = (found[0] - float(row["live_bytes"]) for row in ends)
+        if after <= before:
+            config, limit = size(ends[1]["size"]), ends[1]["bucket_mb"] * MIB
+            last = bucket_bytes(config, limit)[-1]
+            text = f"at its end, {amount(after)} above what is alive after it (the last bucket has {amount(last)})"
+        else:
+            text = f"at its beginning, {amount(before)} above what is alive before it"
+        said.append(f"at context {context} {text}")
+    return f"The peak of *sharded* lies in the backward pass: {'; '.join(said)}." if said else ""
+
+
 def accuracy(chapter: Chapter) -> str:
-    """How far measured memory is from the closed form, over all moments and variants."""
+    """How far measured memory is from the closed form, over all moments and variants, and what the difference is."""
     rows = chapter.measured(moment=[*page.FIRST_STEP, *LATER_STEP]).to_dict("records")
     if not rows:
         return f"How far the closed form is from the measurement: {NOT_MEASURED}."
+    forms = [page.predicted(chapter, row) for row in rows]
+    both = [(page.measured(chapter, row), form) for row, form in zip(rows, forms, strict=True)]
     apart = {
-        (LABELS[r["variant"]], r["moment"]): r["live_bytes"] / sum(page.predicted(chapter, r).values()) - 1
-        for r in rows
+        n: max(abs(m[n] / f[n] - 1) for m, f in both if f[n]) for n in COMPONENTS if any(f[n] for f in forms)
     }
-    worst = max(apart, key=lambda key: abs(apart[key]))
-    spread = max(float(r["rank_spread_bytes"]) for r in rows)
+    exact = [n.replace("_", " ") for n, share in apart.items() if share < EXACT]
+    inexact = [f"{n.replace('_', ' ')} {percent(share)}" for n, share in apart.items() if share >= EXACT]
+    parts = [f"{listed(exact)} are exactly what the closed form says"] if exact else []
+    parts += [f"{listed(inexact)} from it at most"] if inexact else []
+    asked = max(abs(r["requested_bytes"] / sum(f.values()) - 1) for r, f in zip(rows, forms, strict=True))
+    live = [float(row["live_bytes"]) / sum(form.values()) - 1 for row, form in zip(rows, forms, strict=True)]
+    where = max(range(len(rows)), key=lambda i: abs(live[i]))
+    worst, other = rows[where], rows[where]["requested_bytes"] - sum(forms[where].values())
+    text = (
+        f"Over {len(rows)} moments, {'; '.join(parts)}. What all tensors have asked for is at most {percent(asked)}"
+        f" from it, and what is alive {percent(abs(live[where]))} (*{LABELS[worst['variant']]}*, context"
+        f" {int(worst['context_length'])}, `{worst['moment']}`: {amount(other)} of other tensors,"
+        f" {amount(worst['live_bytes'] - worst['requested_bytes'])} of rounding)."
+    )
     peaks = []
     for row in rows:
-        found = page.peak(chapter, row) if row["moment"] == "later_after" else None
+        found = page.peak(chapter, row) if row["moment"] == "later_before" else None
         if found is not None:
             form = chapter.experiment.predicted_peak(
                 page.case_of(chapter, row), page.device_of(row["machine"])
             )
             peaks.append(abs(found[0] / sum(form.values()) - 1))
-    of_peaks = f" Peaks are at most {fmt(100 * max(peaks), 2)} % apart." if peaks else ""
-    return (
-        f"Over {len(rows)} moments, what is alive is at most {fmt(100 * abs(apart[worst]), 2)} % from the closed form"
-        f" (*{worst[0]}*, `{worst[1]}`).{of_peaks} Ranks differ by {_amount(spread)} at most: no tensor is cut in"
-        " two."
+    return text + (f" Peaks are at most {percent(max(peaks))} apart." if peaks else "")
+
+
+def spread(chapter: Chapter) -> str:
+    """How far ranks are apart, and how far their shares would set them."""
+    rows = chapter.measured(moment=[*page.FIRST_STEP, *LATER_STEP]).to_dict("records")
+    rows = [row for row in rows if row["world_size"] > 1]
+    if not rows:
+        return f"How far ranks are apart: {NOT_MEASURED}."
+    widest = max(rows, key=lambda row: row["rank_spread_bytes"])
+    shares = max(_state_spread(row) for row in rows)
+    text = (
+        f"Whole parameters as shares let the ranks' states differ by {amount(shares)}. What is alive differs by"
+        f" {amount(float(widest['rank_spread_bytes']))} at most, in *{LABELS[widest['variant']]}*"
     )
+    if widest["source"] == "allocator" and widest["rank_spread_bytes"] > shares:
+        text += ": what their tensors do not explain is rounding"
+    return f"{text}."
 
 
-# ------------------------------------------------------------------------------------------------ times
-def noise(chapter: Chapter) -> str:
-    """A sentence about the A/A pairs."""
-    apart = speed.noise(chapter)
-    if not apart:
-        return f"Pairs of the same case: {NOT_MEASURED}."
-    return (
-        f"The sharded variant was timed twice in one run (A/A): its medians lie {fmt(100 * max(apart), 2)} % apart at"
-        " most. No difference smaller than that means anything here."
+def _state_spread(row: dict[str, Any]) -> int:
+    states = [
+        accounting.zero.adamw_state_bytes(own)
+        for own in accounting.zero.shards(size(row["size"]), row["world_size"])
+    ]
+    return max(states) - min(states)
+
+
+def on_device(chapter: Chapter) -> str:
+    """What sharding frees on the device, where it differs from what it frees in tensors, and what NCCL takes."""
+    found = page.contexts(chapter, moment="later_after")
+    rows = _pair(chapter, "later_after", found[-1]) if found else None
+    if rows is None or pd.isna(rows[0]["reserved_bytes"]):
+        return ""
+    plain, sharded = rows
+    live, device = (
+        float(sum(plain[c] for c in columns) - sum(sharded[c] for c in columns))
+        for columns in (("live_bytes",), ("reserved_bytes", "outside_bytes"))
     )
+    text = f"At context {found[-1]} sharding frees {amount(device)} of the device, and {amount(live)} of what is alive"
+    if live > device:
+        text += f": with it the allocator keeps {amount(live - device)} more in reserve"
+    alone = page.one(chapter, variant="alone", moment="later_after", context_length=found[-1])
+    more = 0.0 if alone is None else float(plain["outside_bytes"] - alone["outside_bytes"])
+    if more > 0:
+        text += f". Outside of the allocator there are {amount(more)} more on {plain['world_size']} ranks than on one"
+    return f"{text}."
 
 
-def cost(chapter: Chapter) -> str:
-    """What sharding costs in time, phase by phase."""
-    said = []
-    for context in page.contexts(chapter):
-        where = {"context_length": context, "world_size": page.world_size(chapter), "moment": TIMED}
-        plain, sharded, hidden = (
-            page.one(chapter, variant=v, **where) for v in ("plain", "sharded", "overlapped")
-        )
-        if plain is None or sharded is None or plain["run"] != sharded["run"]:
-            continue
-        step, update = (
-            [float(r[f"{phase}_ms_p50"]) for r in (plain, sharded)] for phase in ("step", "optimizer")
-        )
-        text = (
-            f"- Context {context}: a step takes {fmt(step[0])} ms without and {fmt(step[1])} ms with sharding"
-            f" ({_signed(step[1] - step[0])} ms, {fmt(step[1] / step[0])} times); the optimizer's part of it"
-            f" {fmt(update[0])} and {fmt(update[1])} ms"
-        )
-        if hidden is not None and hidden["run"] == plain["run"]:
-            last, part = float(hidden["step_ms_p50"]), float(hidden["optimizer_ms_p50"])
-            text += (
-                f". With the broadcasts beside the next forward pass it takes {fmt(last)} ms"
-                f" ({_signed(last - step[0])} ms, {fmt(last / step[0])} times), the optimizer's part {fmt(part)} ms"
-            )
-        said.append(f"{text}.")
-    return "\n".join(said) or f"What sharding costs in time: {NOT_MEASURED}."
+def listed(words: Sequence[str]) -> str:
+    """`"a, b and c"`"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _signed(number: float) -> str:
-    return f"{'+' if number > 0 else ''}{fmt(number)}"
-
-
-def peer(chapter: Chapter) -> str:
-    """Ours against torch's sharded optimizer: time and peak memory, and whether the aim is met."""
-    said = []
-    for context in page.contexts(chapter):
-        where = {"context_length": context, "world_size": page.world_size(chapter)}
-        ours, hidden = (
-            page.one(chapter, variant=v, moment=TIMED, **where) for v in ("sharded", "overlapped")
-        )
-        ratio = None if ours is None else speed.against(chapter, ours, "torch_zero")
-        hidden_ratio = None if hidden is None else speed.against(chapter, hidden, "torch_zero")
-        ends = [
-            page.one(chapter, variant=v, moment="later_after", **where) for v in ("sharded", "torch_zero")
-        ]
-        peaks = [None if row is None else page.peak(chapter, row) for row in ends]
-        parts = []
-        if ratio is not None:
-            met = "no slower, as aimed" if ratio <= 1 else "slower than the aim, which is 1"
-            also = "" if hidden_ratio is None else f", overlapped {fmt(hidden_ratio)} times"
-            parts.append(f"a step of ours takes {fmt(ratio)} times as long ({met}){also}")
-        if None not in peaks:
-            both = peaks[0][0], peaks[1][0]
-            parts.append(
-                f"its peak is {_amount(both[0])} against {_amount(both[1])}, {fmt(both[0] / both[1])} times"
-            )
-        if parts:
-            said.append(f"- Context {context}: {'; '.join(parts)}.")
-    return "\n".join(said) or f"Against torch's own: {NOT_MEASURED}."
-
-
-def overlap(chapter: Chapter) -> str:
-    """How much of the update ran beside broadcasts, and how fast these were."""
-    said = []
-    for variant in ("sharded", "torch_zero"):
-        row = page.one(
-            chapter, variant=variant, moment=TIMED, context_length=page.contexts(chapter)[0],
-            world_size=page.world_size(chapter),
-        )  # fmt: skip
-        if row is None or pd.isna(row["whole_ms"]) or not row["communication_ms"]:
-            continue
-        ranks = row["world_size"]
-        rate = (ranks - 1) / ranks * row["broadcast_bytes"] / row["communication_ms"] / 1e6
-        share = row["both_ms"] / row["update_ms"] if row["update_ms"] else 0.0
-        calls, kernels = int(row["broadcast_calls"]), int(row["optimizer_launches"])
-        said.append(
-            f"- *{LABELS[variant].capitalize()}*: {calls} broadcasts in {kernels} kernels, {fmt(rate)} GB/s sent and as"
-            f" much received; {fmt(100 * share)} % of the update's time lies beside them."
-        )
-    return "\n".join(said) or f"How updates and broadcasts share the time: {NOT_MEASURED}."
+def percent(share: float) -> str:
+    """0.0234 → `2.3 %`"""
+    return f"{fmt(100 * share, 2)} %"
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
@@ -231,12 +271,15 @@ def counted(chapter: Chapter) -> str:
         text = f"- *{LABELS[variant].capitalize()}*: {_whole(row['all_reduce_bytes'], whole)} of gradients"
         if row["broadcast_calls"]:
             text += f", {_whole(row['broadcast_bytes'], whole)} of parameters"
-        said.append(f"{text}; a rank sends {fmt(speed.sent_bytes(row) / whole)} · 4Ψ bytes.")
+        text += f"; in rings a rank sends {fmt(speed.sent_bytes(row) / whole)} · 4Ψ bytes"
+        if row["link_sent_bytes"] > 0:
+            text += f", and by its link's counter {fmt(row['link_sent_bytes'] / whole, 4)} · 4Ψ"
+        said.append(f"{text}.")
     return "\n".join(said) or f"What a step sends: {NOT_MEASURED}."
 
 
 def _whole(num_bytes: float, whole: int) -> str:
-    """`"4Ψ bytes and 21 more"`"""
+    """`"4Ψ bytes and 21 more"`, or less"""
     more = int(num_bytes) - whole
     return "4Ψ bytes" + (f" and {more:,} more" if more > 0 else f" less {-more:,}" if more < 0 else "")
 
@@ -245,8 +288,8 @@ def skipped(chapter: Chapter) -> str:
     """Which numbers of ranks the machines could not run; empty where they ran all."""
     rows = chapter.rows()
     lacking = rows[rows["status"].str.startswith("skipped")]
-    reasons: dict[str, Any] = {}
+    said = []
     for machine, part in lacking.groupby("machine"):
-        reasons[str(machine)] = sorted({status.removeprefix("skipped: ") for status in part["status"]})
-    said = [f"Left out on `{machine}`: what {', what '.join(why)}." for machine, why in reasons.items()]
+        why = sorted({status.removeprefix("skipped: ") for status in part["status"]})
+        said.append(f"{len(part)} of these were left out on `{machine}`: what {', what '.join(why)}.")
     return " ".join(said)
