@@ -323,18 +323,19 @@ ROOFS = Roofs(tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 700.0}, tb_per_s=3.0)
 WORKSPACE, MEMORY = 0.0625, 79.2
 
 
-def served_by_hopper(case):
-    return case.impl == "flash_triton" and case.dtype == "bf16" and case.head_dim > 32
+def kernels_of(case, part):
+    """Mixed, as on a real machine: the backward pass of short sequences is left to the portable kernels."""
+    served = case.impl == "flash_triton" and case.dtype == "bf16" and case.head_dim > 32
+    return "hopper" if served and (part == "forward" or case.seq_len > 1024) else "portable"
 
 
 def metrics_of(case):
     """Rows of a made-up GPU: the closed forms' memory, floors and launches in its times."""
     shape = (experiment.BATCH, case.seq_len, case.seq_len, case.head_dim, page.BYTES[case.dtype])
-    kernels = "hopper" if served_by_hopper(case) else "portable"
-    impl = form(case, kernels)
+    kernels = kernels_of(case, "backward")
     out = {"workspace_gib": WORKSPACE, "matmul_precision": "highest"}
     if case.impl == "flash_triton":
-        out |= {f"{part}_kernels": kernels for part in page.PARTS}
+        out |= {f"{part}_kernels": kernels_of(case, part) for part in page.PARTS}
     out["before_backward_gib"] = WORKSPACE + predicted(case, "before_backward", kernels)
     out["peak_gib"] = WORKSPACE + predicted(case, "peak", kernels)
     if out["peak_gib"] > (case.cap_gib or MEMORY):
@@ -342,7 +343,7 @@ def metrics_of(case):
     if case.impl == "reference_compiled":
         out |= {"graphs": 1, "compile_s": 3.5, "cache_hits": 3 if case.cap_gib else 0}
     for part in page.PARTS:
-        steps = accounting.attention_kernels(*shape, impl, part)
+        steps = accounting.attention_kernels(*shape, form(case, kernels_of(case, part)), part)
         ms = 0.02 * len(steps) + 1.1 * accounting.kernels_ms(steps, ROOFS.tflops[case.dtype], ROOFS.tb_per_s)
         ms *= 1.01 if case.repeat else 1.0
         out |= {f"{part}_ms_mean": ms, f"{part}_ms_std": 0.01 * ms, f"{part}_ms_p50": ms}

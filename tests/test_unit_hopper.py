@@ -1,5 +1,7 @@
 """The Hopper kernels: what their launchers take, what the compiler says of them, and on a GPU their results."""
 
+import functools
+import random
 import types
 
 import pytest
@@ -61,8 +63,6 @@ def test_configurations_that_would_hang_are_refused():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 def test_without_a_gpu_they_are_not_used():
-    found = flash_triton.kernels_for(*[torch.zeros(1, 2, 4096, 64, dtype=torch.bfloat16)] * 3, True)
-    assert found == {"forward": "portable", "backward": "portable"}
     assert hopper_reason() in (
         "interpreted",
         "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)",
@@ -95,6 +95,125 @@ def test_when_they_are_worthwhile(part, batch_heads, n, d, is_causal, expected):
     assert not hopper.worthwhile(part, batch_heads, n, 1, d, is_causal, 132)
 
 
+def on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
+    monkeypatch.setattr(hopper, "_decided", {})
+
+
+def test_who_is_served_is_asked_for_each_layout(monkeypatch):
+    on_a_hopper_gpu(monkeypatch)
+    x = torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16)
+    spread = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16).expand(1, 2, 1024, 128)
+    unaligned = torch.zeros(x.numel() + 8, dtype=torch.bfloat16)[1 : x.numel() + 1].view(x.shape)
+    for _ in range(2):
+        assert hopper.serves("forward", x, x, x, False)
+        assert hopper.serves("backward", x, x, x, True)
+        assert not hopper.serves("backward", x, x, x, False)
+        assert hopper.serves("forward", *[x.half()] * 3, True)
+        assert not hopper.serves("forward", *[x.float()] * 3, True)
+        for other in (spread, unaligned):
+            assert not hopper.serves("forward", other, x, x, False)
+            assert not hopper.serves("forward", x, other, x, False)
+            assert not hopper.serves("forward", x, x, other, False)
+
+
+def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
+    on_a_hopper_gpu(monkeypatch)
+    monkeypatch.setattr(flash_triton, "_hopper", lambda device_index: hopper)
+    x = torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16)
+
+    def served():
+        return [flash_triton._for_hopper(part, x, x, x, True) is hopper for part in ("forward", "backward")]
+
+    assert served() == [True, True]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert served() == [True, False]
+
+
+def _layout(draw, batch, heads, n, d):
+    """A tensor (batch, heads, n, d) that TMA can read, in one of the layouts that tensors come in."""
+    new = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    return draw.choice([
+        lambda: new(batch, heads, n, d),
+        lambda: new(batch, n, heads, d).transpose(1, 2),
+        lambda: new(batch, heads, n, 2 * d)[..., :d],
+        lambda: new(batch, n, 3, heads, d)[:, :, draw.randrange(3)].transpose(1, 2),
+        lambda: new(heads, batch, n, d).transpose(0, 1),
+        lambda: new(batch * heads * n * d).as_strided(
+            (batch, heads, n, d),
+            (heads * n * d if batch > 1 else draw.choice([1, 3, 8]), n * d if heads > 1 else draw.choice([0, 5]), d, 1),
+        ),
+    ])()  # fmt: skip
+
+
+def _gradient(draw, batch, heads, n, d):
+    new = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    return draw.choice([
+        lambda: _layout(draw, batch, heads, n, d),
+        lambda: new(batch, heads, 1, 1).expand(batch, heads, n, d),
+        lambda: new(batch * heads + 9)[draw.choice([1, 4, 8]) :][: batch * heads].view(batch, heads, 1, 1).expand(
+            batch, heads, n, d),
+        lambda: new(batch, heads, n, 1).expand(batch, heads, n, d),
+        lambda: new(batch, heads, 1, d).expand(batch, heads, n, d),
+        lambda: new(batch, 1, n, d).expand(batch, heads, n, d),
+    ])()  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Lists of the keys that launches are remembered by, and of what they would be made with."""
+    keys, launches = [], []
+
+    def first_launch(kernel, grid, descriptors, pointers, arguments):
+        values = list(arguments.values())
+        seen = [(x.shape, x.strides, x.block_shape, repr(x.layout), x.base.dtype) for x in descriptors]
+        of_pointers = [(x.dtype, x.data_ptr() % 16 == 0) for x in values[:pointers]]
+        launches.append((kernel.__name__, grid, seen, of_pointers, values[pointers:]))
+
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
+    monkeypatch.setattr(hopper, "first_launch", first_launch)
+    monkeypatch.setattr(hopper, "remembered", keys.append)
+    monkeypatch.setattr(hopper, "remember", lambda key, plans: None)
+    return keys, launches
+
+
+def test_which_tensor_is_unaligned_makes_a_launch_another_one(launched):
+    keys, launches = launched
+    x = torch.zeros(1, 2, 100, 64, dtype=torch.bfloat16)
+    o, logsumexp = hopper.launch_forward(x, x, x, True)
+    unaligned_o = torch.zeros(o.numel() + 4, dtype=o.dtype)[4:].view(o.shape)
+    one, unaligned_one = (
+        torch.zeros(9, dtype=o.dtype)[i : i + 2].view(1, 2, 1, 1).expand(o.shape) for i in (0, 4)
+    )
+    for of_o, of_do in ((o, one), (unaligned_o, one), (o, unaligned_one), (unaligned_o, unaligned_one)):
+        hopper.launch_backward(x, x, x, of_o, logsumexp, of_do, True)
+    assert len(set(keys)) == 5
+    prepared = [launch for launch in launches if launch[0] == "prepare_kernel"]
+    assert len({str(launch[3]) for launch in prepared}) == 4
+
+
+def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched):
+    """Equal keys of remembered launches mean equal descriptors, arguments, grids and alignment."""
+    keys, launches = launched
+    draw, known, again = random.Random(0), {}, 0
+    for _ in range(2000):
+        batch, heads, n, m = (draw.choice(x) for x in ((1, 2), (1, 3), (1, 100), (1, 70)))
+        d, is_causal = draw.choice((40, 128)), draw.random() < 0.5
+        q, k, v = (_layout(draw, batch, heads, length, d) for length in (n, m, m))
+        keys.clear()
+        launches.clear()
+        o, logsumexp = hopper.launch_forward(q, k, v, is_causal)
+        forward = len(launches)
+        if draw.random() < 0.3:  # what hooks for saved tensors may make of it
+            flat = torch.zeros(o.numel() + 4, dtype=o.dtype)[4:]
+            o = flat.as_strided((batch, heads, n, d), (heads * n * d, n * d, d, 1))
+        hopper.launch_backward(q, k, v, o, logsumexp, _gradient(draw, batch, heads, n, d), is_causal)
+        for key, found in zip(keys, (launches[:forward], launches[forward:]), strict=True):
+            again += key in known
+            assert known.setdefault(key, list(found)) == found
+    assert again > 300
+
+
 def test_larger_programs_where_there_are_many():
     assert hopper.forward_config(16, 2048, 64, 132) == hopper.FORWARD[64]
     assert hopper.forward_config(16, 4096, 64, 132) == hopper.FORWARD_OF_MANY[64] != hopper.FORWARD[64]
@@ -122,12 +241,14 @@ def recorded(monkeypatch):
     utils = types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
     active = types.SimpleNamespace(utils=utils, get_current_stream=lambda index: ("stream", index))
     monkeypatch.setattr(type(triton.runtime.driver), "active", active)
+    monkeypatch.setattr(tma, "_made", {})
     run = object.__new__(nvidia.CudaLauncher)
     run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
     run.global_scratch_size = run.global_scratch_align = run.profile_scratch_size = (
         run.profile_scratch_align
     ) = 0
-    run.arg_annotations, run.kernel_signature = "annotations", b"signature"
+    if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7
+        run.arg_annotations, run.kernel_signature = "annotations", b"signature"
     kind = "tensordesc<bf16[1, 64],layout>"
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
     signature = {0: kind, 1: kind, 2: "*bf16", 3: "i32", 4: "constexpr"}
@@ -150,7 +271,21 @@ def test_a_launch_made_again_is_triton_s_own(recorded):
         ("map", address, "3", "2", "9", "[1, 64]", f"[{n}, 64]", "[64, 1]", "0")
         for address, n in ((0x100, 100), (0x200, 200))
     ]
-    assert [len(x.by_address) for x in described] == [1, 1]
+    assert len(tma._made) == 2
+    calls.clear()
+    tma.Plan(launch, described, below).again(3, (0x100, 0x400), 0x300)  # one of the tensors lies elsewhere
+    (call,) = calls
+    flat = [*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else list(call)
+    assert [x[1] for x in flat if isinstance(x, tuple) and x[0] == "map"] == [0x100, 0x400]
+
+
+def test_few_descriptors_are_kept(recorded, monkeypatch):
+    _, (described, other), _ = recorded
+    monkeypatch.setattr(tma, "_MAX_MADE", 10)
+    for address in range(0, 100 * 16, 16):
+        assert described.arguments(address)[0][1] == address
+        assert other.arguments(address)[0][1] == address
+    assert len(tma._made) <= 10
 
 
 def test_a_launcher_that_needs_scratch_memory_takes_the_long_way(recorded):
@@ -250,7 +385,8 @@ def test_steps_of_the_ladder_are_not_serialized(step):
 SHAPES = [  # batch, heads, n_queries, n_keys, d
     (1, 1, 1, 1, 64), (1, 2, 1, 300, 64), (2, 2, 300, 1, 128), (1, 2, 100, 500, 64), (1, 2, 128, 128, 64),
     (2, 3, 333, 517, 64), (2, 3, 517, 333, 128), (1, 16, 1024, 1024, 64), (1, 5, 1000, 1000, 80), (2, 3, 500, 700, 32),
-    (1, 2, 2048, 2048, 128),
+    (1, 2, 2048, 2048, 128), (1, 3, 1100, 1100, 40), (2, 2, 700, 700, 48), (1, 2, 1024, 1024, 96),
+    (1, 2, 1030, 1024, 104),
 ]  # fmt: skip
 
 
@@ -334,11 +470,48 @@ def test_launched_again_with_other_tensors(on_hopper):
             exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o.detach(), True)
             for x, true in zip(found, exact, strict=False):
                 assert relative(x, true, 1) < 0.02
+        with torch.no_grad():  # the same addresses, other numbers
+            for x in (q, k, v):
+                x.copy_(torch.randn_like(x))
+        o = attention(q, k, v, True, "flash_triton")
+        assert (
+            relative(o, exact_attention(q.detach(), k.detach(), v.detach(), grad_o.detach(), True)[0], 1)
+            < 0.02
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_both_passes_in_a_graph(on_hopper, d):
+    q, k, v, grad_o = (fresh(1, 4, 1024, d, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    assert set(flash_triton.kernels_for(q, k, v, True).values()) == {"hopper"}
+
+    def both():
+        o = attention(q, k, v, True, "flash_triton")
+        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for _ in range(2):
+        with torch.no_grad():
+            for x in (q, k, v, grad_o):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o.detach(), True)
+        for x, true in zip(found, exact, strict=False):
+            assert relative(x, true, 1) < 0.02
 
 
 @pytest.mark.gpu
 def test_in_a_compiled_function(on_hopper):
-    q, k, v = (fresh(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    q, k, v = (fresh(1, 4, 1024, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    assert set(flash_triton.kernels_for(q, k, v, True).values()) == {"hopper"}
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, True, "flash_triton").sum(), fullgraph=True)
     compiled(q, k, v).backward()
     exact = exact_attention(q.detach(), k.detach(), v.detach(), torch.ones_like(q), True)[1:]

@@ -5,6 +5,7 @@ Importing this package needs no torch; `availability()` says for each implementa
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -62,15 +63,15 @@ def _triton_usable() -> bool:
 def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
 
-    Where they do, they take 16-bit tensors with head dimensions of 40 to 128 that are multiples of 8, from a few
-    hundred queries and keys on (`hopper.launch.worthwhile`). `CS336_HOPPER=0` in the environment, set before the first
-    call, turns them off. ValueError for another value than 0 or 1.
+    Where they do, they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
+    and with queries and keys enough (`hopper.launch`: `reason_against`, `worthwhile`). `CS336_HOPPER=0` in the
+    environment, set before the first call, turns them off. ValueError for another value than 0 or 1.
     """
-    if reason := hopper_unable(device_index):
-        return reason
     asked = os.environ.get("CS336_HOPPER", "1")
     if asked not in ("0", "1"):
         raise ValueError(f"CS336_HOPPER={asked!r}; allowed: 0, 1")
+    if reason := hopper_unable(device_index):
+        return reason
     return "CS336_HOPPER=0 turns them off" if asked == "0" else None
 
 
@@ -90,6 +91,10 @@ def hopper_unable(device_index: int = 0) -> str | None:
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
         return f"triton {triton.__version__}: tried with 3.6 and 3.7"
+    try:
+        importlib.import_module("cs336_systems.attention.hopper.launch")
+    except ImportError as error:  # they need parts of triton that it does not promise
+        return f"triton {triton.__version__}: {error}"
     return None
 
 
@@ -109,7 +114,6 @@ def attention(
     PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;
     ValueError for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
     """
-    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
     from cs336_systems.attention.usable import triton_usable
 
     if impl == "auto":
@@ -128,6 +132,8 @@ def attention(
         from cs336_systems.attention.flash_torch import FlashAttentionCompiledBackward
 
         return FlashAttentionCompiledBackward.apply(q, k, v, is_causal)
+    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
+
     if impl == "reference":
         from cs336_systems.attention.reference import reference_attention
 

@@ -101,7 +101,7 @@ def compile_hopper_kernel(
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from cs336_systems.attention.hopper.backward import backward_kernel
+    from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.forward import forward_kernel
     from cs336_systems.attention.hopper.launch import GROUP, KEYS
     from cs336_systems.attention.hopper.tma import shared_layout
@@ -119,7 +119,7 @@ def compile_hopper_kernel(
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
     else:
-        function = backward_kernel
+        function = backward_keys_kernel
         rows, keys = descriptor(1, 1, config.block_m, head_dim), descriptor(1, 1, KEYS, head_dim)
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows, dq_desc=descriptor(1, GROUP, 64, of="fp32"),

@@ -138,7 +138,7 @@ _FORWARD += [
          f"{HOPPER}launch_forward", ("Forward", {"groups": 3, "block_n": 128, "stages": 2, "overlap": False}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
     Step("f_hopper", "forward", "f_hopper_3", "Gluon: the configuration in use",
-         "What the module's own table says for this head dimension.",
+         "What the module itself chooses for this head dimension and this many programs.",
          f"{HOPPER}launch_forward", None,
          dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
 ]  # fmt: skip

@@ -269,11 +269,11 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles
 @gluon.jit(
     do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys", "head_dim"]
 )
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
-                    dv_batch, dv_head, dv_row, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim,
-                    c, scale, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-                    DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
-                    num_warps: gl.constexpr):  # fmt: skip
+def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr, dv_ptr, dk_batch, dk_head,
+                         dk_row, dv_batch, dv_head, dv_row, heads, batch_heads, section, key_tiles, query_tiles,
+                         num_keys, head_dim, c, scale, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
+                         D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr,
+                         AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)

@@ -6,12 +6,11 @@ Triton makes its arguments of a descriptor anew at each launch, in Python. Here 
 from __future__ import annotations
 
 import functools
-import re
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
@@ -23,8 +22,6 @@ try:  # not part of what triton promises: without it, launches take the long way
 except ImportError:
     make_tensordesc_arg = None
 
-_VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-_LIST = _VERSION >= (3, 7)  # a launch takes its arguments in another order
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -64,31 +61,40 @@ class _Again:
         return self.address
 
 
-@dataclass
+_serials = itertools.count()
+_made: dict[tuple[int, int], list[Any]] = {}  # by descriptor argument and address
+_MAX_MADE = 20_000  # some 10 MB
+
+
+@dataclass(frozen=True)
 class _Described:
-    """A descriptor argument of a launch that was made once: its layout, what triton knows of it for the kernel, and, by
-    address, the arguments that it becomes. Making them takes longer than all the rest of a launch, and a loop finds its
-    tensors at the same addresses again and again."""
+    """A descriptor argument of a launch that was made once: its layout, and what triton knows of it for the kernel.
+
+    Making the arguments that it becomes takes longer than all the rest of a launch, and a loop finds its tensors at the
+    same addresses again and again: they are kept by address.
+    """
 
     shape: list[int]
     strides: list[int]
     meta: Any
-    by_address: dict[int, list[Any]] = field(default_factory=dict)
+    serial: int = field(default_factory=_serials.__next__)
 
     def arguments(self, address: int) -> list[Any]:
-        found = self.by_address.get(address)
+        key = (self.serial, address)
+        found = _made.get(key)
         if found is None:
-            if len(self.by_address) >= 256:
-                self.by_address.clear()
+            if len(_made) >= _MAX_MADE:
+                _made.clear()
             found = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta)
-            self.by_address[address] = found
+            _made[key] = found
         return found
 
 
 @dataclass(frozen=True)
 class Plan:
     """A launch that was made once: `triton_launch.Launch`, its descriptors, and triton's launcher of a kernel whose
-    descriptors have become arguments (None where this version keeps it elsewhere)."""
+    descriptors have become arguments. That is None for a kernel without descriptors, and where it is not to be had:
+    then launches go through all of triton's layers."""
 
     launch: Launch
     described: tuple[_Described, ...]
@@ -109,7 +115,7 @@ class Plan:
         function, *metadata_and_hooks = fixed
         stream = driver.active.get_current_stream(device_index)
         how = (stream, function, run.launch_cooperative_grid, run.launch_pdl)
-        if _LIST:
+        if hasattr(run, "kernel_signature"):  # triton 3.7
             signature = (run.arg_annotations, run.kernel_signature)
             arguments += (*pointers, *rest)
             self.launcher(*grid, *how, *metadata_and_hooks, None, None, *signature, arguments)
@@ -121,7 +127,12 @@ def _launcher_below(run: Any) -> Any:
     """Triton's launcher of a compiled kernel below the layer that makes arguments of descriptors, if it is there."""
     layer = getattr(run, "launch", None)
     code, cells = getattr(layer, "__code__", None), getattr(layer, "__closure__", None)
-    if code is None or not cells or run.global_scratch_size or run.profile_scratch_size:
+    needed = ["launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"]
+    if hasattr(run, "kernel_signature"):
+        needed.append("arg_annotations")
+    if code is None or not cells or not all(hasattr(run, name) for name in needed):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
         return None
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get("launcher")
 
