@@ -195,7 +195,7 @@ def test_leaderboard_call():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_autocast(dtype):
-    q, k, v = (gpu(2, 3, 100, 64, dtype=torch.float32) for _ in range(3))
+    q, k, v = (gpu(2, 3, 1100, 64, dtype=torch.float32) for _ in range(3))
     with torch.autocast("cuda", dtype=dtype):
         o = attention(q, k, v, True, "flash_triton")
         peer = attention(q, k, v, True, "sdpa")
