@@ -97,7 +97,7 @@ def test_when_they_are_worthwhile(part, batch_heads, n, d, is_causal, expected):
 
 def on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
-    monkeypatch.setattr(hopper, "_decided", {})
+    monkeypatch.setattr(portable, "_remembered", {})
 
 
 def test_who_is_served_is_asked_for_each_layout(monkeypatch):

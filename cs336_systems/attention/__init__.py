@@ -5,7 +5,6 @@ Importing this package needs no torch; `availability()` says for each implementa
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re

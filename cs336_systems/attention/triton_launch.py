@@ -111,7 +111,7 @@ def remembered(key: tuple[Any, ...]) -> list[Any] | None:
 
 
 def remember(key: tuple[Any, ...], launches: list[Any]) -> None:
-    """Keeps what the next launches of a kind need, the kind being all that they depend on."""
+    """Keeps what the next launches of a kind need, or who makes them, the kind being all that this depends on."""
     if launches:
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()

@@ -50,6 +50,16 @@ def si(value: float, unit: str) -> str:
     return f"{fmt(value)} {unit}"
 
 
+def percent(share: float | None, digits: int = 2) -> str:
+    """A share with `digits` significant digits: 0.0234 → `"2.3 %"`; a missing one as a dash."""
+    return EMPTY if pd.isna(share) else f"{fmt(100 * share, digits)} %"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`"a, b and c"`; empty without words."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
 def _flat(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
     """Heads, rows of texts, and which columns hold numbers (they are set flush right)."""
     named_index = any(n is not None for n in frame.index.names)

@@ -7,7 +7,6 @@ another keeps the arithmetic units busy, and the other way round.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.common import WG, exp2, place
 
-LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -124,9 +123,6 @@ def worthwhile(
     return shorter >= (MIN_BACKWARD // 2 if one_round else MIN_BACKWARD)
 
 
-_decided: dict[tuple[Any, ...], bool] = {}
-
-
 def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> bool:
     """Whether `part` of the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
     if q.dtype == torch.float32:
@@ -134,20 +130,19 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_caus
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
     shape, device_index = q.shape, q.get_device()
     key = (
-        part, is_causal, q.dtype, device_index, aligned, shape, k.shape, q.stride(), k.stride(), v.stride()
+        "serves", part, is_causal, q.dtype, device_index, aligned, shape, k.shape, q.stride(), k.stride(), v.stride()
     )  # fmt: skip
-    decided = _decided.get(key)
+    decided = remembered(key)
     if decided is None:
         batch, heads, num_queries, head_dim = shape
-        decided = reason_against(q, k, v) is None and worthwhile(
-            part, batch * heads, num_queries, k.shape[2], head_dim, is_causal, _multiprocessors(device_index)
-        )
-        if (
-            len(_decided) >= 10_000
-        ):  # the lengths are part of the key, and a program may meet any number of them
-            _decided.clear()
-        _decided[key] = decided
-    return decided
+        decided = [
+            reason_against(q, k, v) is None
+            and worthwhile(
+                part, batch * heads, num_queries, k.shape[2], head_dim, is_causal, _multiprocessors(device_index)
+            )
+        ]  # fmt: skip
+        remember(key, decided)
+    return decided[0]
 
 
 def _section(batch_heads: int, bytes_of_a_head: int) -> int:
@@ -236,9 +231,8 @@ def launch_backward(
         main.again(index, tuple(x.data_ptr() for x in described), dk.data_ptr(), dv.data_ptr())
         finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
         return dq, dk, dv
-    assert o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype, (
-        "as forward and autograd make them"
-    )
+    as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
+    assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
     arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile)
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))

@@ -15,13 +15,9 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages.attention import COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, percent
 
 LONG = 4096  # from here on the matrices outweigh everything else, and slopes say something
-
-
-def _percent(share: float) -> str:
-    return f"{fmt(100 * share, 2)} %"
 
 
 def _gib(num_bytes: float) -> str:
@@ -115,12 +111,12 @@ def spread(chapter: Chapter) -> str:
     again = page.spread(chapter)
     if again.empty:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
-    typical = " and ".join(f"{part} {_percent(again[part].median())}" for part in PARTS)
+    typical = " and ".join(f"{part} {percent(again[part].median())}" for part in PARTS)
     worst = max(PARTS, key=lambda part: again[part].max())
     row = again.loc[again[worst].idxmax()]
     return (
         f"Plain attention measured twice in one run differs by a median of {typical} over {len(again)} runs; the most "
-        f"is {_percent(row[worst])}, {worst} at $n = {row['seq_len']}$, $d = {row['head_dim']}$ in "
+        f"is {percent(row[worst])}, {worst} at $n = {row['seq_len']}$, $d = {row['head_dim']}$ in "
         f"{figures.label(row['dtype'])}. A difference smaller than that of its own run, or than this median, is called "
         "*even*."
     )
@@ -208,7 +204,7 @@ def floors(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     words = []
     for impl, part in rows.groupby("impl", sort=False):
         shares = pd.concat([part[f"{p}_floor_ms"] / part[f"{p}_ms_p50"] for p in PARTS]).astype(float)
-        words.append(f"{figures.label(str(impl))} {_percent(shares.min())} to {_percent(shares.max())}")
+        words.append(f"{figures.label(str(impl))} {percent(shares.min())} to {percent(shares.max())}")
     return (
         f"At $n = {rows['seq_len'].max()}$ the floors are this share of the measured times, over passes, dtypes and "
         f"head dimensions: {'; '.join(words)}."
@@ -255,7 +251,7 @@ def accuracy(chapter: Chapter, roofs: Roofs, machine: str) -> str:
             )
         ]  # fmt: skip
         if pd.notna(apart[0]) and pd.notna(apart[1]):
-            words.append(f"{figures.label(str(impl))} {_percent(apart[0])} and {_percent(apart[1])}")
+            words.append(f"{figures.label(str(impl))} {percent(apart[0])} and {percent(apart[1])}")
     if not words:
         return f"The closed forms against the measured memory: {NOT_MEASURED}."
     return (

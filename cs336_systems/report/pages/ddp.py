@@ -18,7 +18,7 @@ from cs336_systems.measure import trace_overlap
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages.steps import word
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, percent
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -86,10 +86,6 @@ def contexts(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return list(dict.fromkeys(int(row["context_length"]) for row in rows))
 
 
-def _percent(share: float | None, digits: int = 3) -> str:
-    return EMPTY if share is None or pd.isna(share) else f"{fmt(100 * share, digits)} %"
-
-
 def _table(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
     """These columns of the lines, a dash where a line lacks one."""
     return pd.DataFrame([[line.get(c, EMPTY) for c in columns] for line in lines], columns=list(columns))
@@ -153,7 +149,10 @@ def step_table(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> 
         line |= {HEADS[phase]: fmt(row[f"{phase}_ms_p50"]) for phase in PHASES}
         line |= {"calls": _whole(row["collectives"])}
         if row["wrapper"] not in (ALONE, "none"):
-            line |= {"exposed": fmt(exposed), "share": _percent(None if exposed is None else exposed / step)}
+            line |= {
+                "exposed": fmt(exposed),
+                "share": percent(None if exposed is None else exposed / step, 3),
+            }
         out.append(line)
     columns = [
         "machine", "context", "way", "step", "p20–p80", *HEADS.values(), "calls", "exposed", "share",
@@ -178,7 +177,7 @@ def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
             against[name] = None if base is None else step / base["step_ms_p50"]
         line |= {"step, ms": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
         line |= {"tokens/s": fmt(row["tokens_per_s"])}
-        line |= {"scaling": _percent(efficiency(chapter, row)) if row["wrapper"] != ALONE else EMPTY}
+        line |= {"scaling": percent(efficiency(chapter, row), 3) if row["wrapper"] != ALONE else EMPTY}
         line |= {f"over {name}": EMPTY if r is None else f"{r:.3f} ×" for name, r in against.items()}
         if not pd.isna(row["peak_gib"]):
             wrapper = "none" if row["wrapper"] == ALONE else row["wrapper"]
@@ -223,7 +222,7 @@ def trace_table(chapter: Chapter) -> pd.DataFrame:
             "all ranks": fmt(together_ms(kept.get(row["machine"], {}).get(way(row), ()))),
             "both": fmt(row["overlap_ms"]),
             "in backward": fmt(row["backward_overlap_ms"]),
-            "hidden": _percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None),
+            "hidden": percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None, 3),
             "messages": _whole(row["messages"]),
         })  # fmt: skip
     columns = [

@@ -9,9 +9,9 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.pages import ddp_pace as pace
 from cs336_systems.report.pages import ddp_predictions as predictions
-from cs336_systems.report.pages.ddp_pace import MEET, Place, leading, listed, meet, places, spread
+from cs336_systems.report.pages.ddp_pace import MEET, Place, leading, meet, places, spread
 from cs336_systems.report.pages.ddp_words import in_italics
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, listed
 
 
 def tail_words(chapter: Chapter) -> str:

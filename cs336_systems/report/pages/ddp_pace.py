@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import pandas as pd
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.pages import ddp_predictions as predictions
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, listed, percent
 
 EVEN = 0.05  # of the median step: a p20–p80 range up to this is that of an even step
 PRECISIONS = {"tf32": "TF32", "fp32": "fp32", "bf16": "bf16"}
@@ -130,16 +130,6 @@ def measured_copy_ms(chapter: Chapter, machine: str) -> float | None:
     rows = chapter.rows(kind="trace", machine=machine).to_dict("records")
     found = {r["wrapper"]: r["compute_ms"] for r in rows if page.ok(r)}
     return found["flat"] - found["naive"] if {"flat", "naive"} <= set(found) else None
-
-
-def percent(share: float | None, digits: int = 2) -> str:
-    """A share as a table or a sentence shows it."""
-    return EMPTY if share is None or pd.isna(share) else f"{fmt(100 * share, digits)} %"
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a, b and c`"""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------------ tables

@@ -15,8 +15,8 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.pages import ddp_pace as pace
 from cs336_systems.report.pages import ddp_predictions as predictions
-from cs336_systems.report.pages.ddp_pace import MEET, Place, leading, listed, meet, percent, places
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.pages.ddp_pace import MEET, Place, leading, meet, places
+from cs336_systems.report.tables import fmt, listed, percent
 
 _LITTLE = 0.005  # of the peak: what is not worth a number of its own
 OURS = ("naive", "flat", "overlapped", "bucketed", "in_place")

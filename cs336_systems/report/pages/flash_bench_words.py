@@ -13,15 +13,11 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.pages.flash_bench import OURS, PARTS
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, percent
 
 L2_BUFFER_BYTES = 256 * 2**20  # what do_bench zeroes before each call
 FP32_ACCURATE = 1e-5  # an error below this cannot come from TF32 products
 FLAT = 1.5  # a time counts as constant up to this multiple of its least value
-
-
-def _percent(share: float) -> str:
-    return f"{fmt(100 * share, 2)} %"
 
 
 def balance(roofs: Roofs, dtype: str = "bf16") -> str:
@@ -42,17 +38,17 @@ def spread(chapter: Chapter) -> str:
     if again.empty:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
     long = again[again["seq_len"] >= 16384]
-    words = [f"{name} {_percent(again[p].median())}" for p, name in PARTS.items()]
+    words = [f"{name} {percent(again[p].median())}" for p, name in PARTS.items()]
     worst = max(PARTS, key=lambda p: again[p].max())
     row = again.loc[again[worst].idxmax()]
     tail = (
-        f" From 16,384 tokens on no pair differs by more than {_percent(long[list(PARTS)].max().max())}."
+        f" From 16,384 tokens on no pair differs by more than {percent(long[list(PARTS)].max().max())}."
         if len(long)
         else ""
     )
     return (
         "The same function on the same tensors, measured twice in one run, differs by a median of "
-        f"{', '.join(words)} over {len(again)} runs; the most is {_percent(row[worst])}, {PARTS[worst]} at "
+        f"{', '.join(words)} over {len(again)} runs; the most is {percent(row[worst])}, {PARTS[worst]} at "
         f"n = {row['seq_len']}.{tail} A difference smaller than that of its own "
         "run, or than this median, is called *even*."
     )
@@ -305,8 +301,8 @@ def rates(chapter: Chapter, roofs: Roofs, machine: str) -> str:
         shape = f"n = {figures.short(row['seq_len'])}, d = {row['head_dim']}, heads: {row['heads']}"
         text = f"{name} {fmt(rate)} TFLOP/s ({shape}"
         if "bf16" in roofs.tflops:
-            text += f"; {_percent(rate / roofs.tflops['bf16'])} of the best product"
+            text += f"; {percent(rate / roofs.tflops['bf16'])} of the best product"
         if roofs.sheet and "bf16" in roofs.sheet.tflops:
-            text += f", {_percent(rate / roofs.sheet.tflops['bf16'])} of the data sheet"
+            text += f", {percent(rate / roofs.sheet.tflops['bf16'])} of the data sheet"
         words.append(text + ")")
     return f"The best rates of ours in bf16: {'; '.join(words)}."

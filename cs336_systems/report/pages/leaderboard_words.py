@@ -16,11 +16,7 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages.leaderboard import HARNESS, HEAD_DIM, HEADS, OFFICIAL_MS, TOKENS
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt
-
-
-def _percent(share: float) -> str:
-    return f"{fmt(100 * share, 2)} %"
+from cs336_systems.report.tables import fmt, percent
 
 
 def work() -> str:
@@ -43,7 +39,7 @@ def limits(part: str) -> str:
     ties = [u for u in ordered if found[u] > 0.995 * longest]
     head = " and ".join(page.UNIT_NAMES[u].split(":")[0] for u in ties)
     rest = ", ".join(
-        f"{page.UNIT_NAMES[u].split(':')[0]} {_percent(found[u] / longest)}" for u in ordered if u not in ties
+        f"{page.UNIT_NAMES[u].split(':')[0]} {percent(found[u] / longest)}" for u in ordered if u not in ties
     )
     return (
         f"{part[0].upper() + part[1:]}: the {head} would be busy for {fmt(longest)} ms"
@@ -83,7 +79,7 @@ def spread(chapter: Chapter, machine: str) -> str:
     if both.empty:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
     both["apart"] = (both["ms_p50_again"] / both["ms_p50"] - 1).abs()
-    words = [f"{kind} {_percent(part['apart'].max())}" for kind, part in both.groupby("kind", sort=False)]
+    words = [f"{kind} {percent(part['apart'].max())}" for kind, part in both.groupby("kind", sort=False)]
     text = f"The same case measured twice in one run differs at most by, in rows of kind {', '.join(words)}."
     harness = rows[(rows["kind"] == "harness") & (rows["rep_ms"] < OFFICIAL_MS)]
     ranges = []
@@ -94,7 +90,7 @@ def spread(chapter: Chapter, machine: str) -> str:
     if ranges:
         widest = max(ranges)
         text += (
-            f" From turn to turn a median moves by up to {_percent(widest[0])} ({figures.label(widest[1])})."
+            f" From turn to turn a median moves by up to {percent(widest[0])} ({figures.label(widest[1])})."
         )
     return text
 
@@ -213,10 +209,10 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> str:
     harness = sum(ms for name, ms in parts.items() if name.startswith("harness"))
     rest = total - floor - beyond - harness
     return (
-        f"Of the {fmt(total)} ms of {figures.label(impl)}, {_percent(floor / total)} would be left if in each "
-        f"pass the slowest unit never waited; {_percent(beyond / total)} are what the kernels take beyond that; "
-        f"{_percent(harness / total)} must go into the harness's own sums and copies; "
-        f"{'−' if rest < 0 else ''}{_percent(abs(rest) / total)} is neither."
+        f"Of the {fmt(total)} ms of {figures.label(impl)}, {percent(floor / total)} would be left if in each "
+        f"pass the slowest unit never waited; {percent(beyond / total)} are what the kernels take beyond that; "
+        f"{percent(harness / total)} must go into the harness's own sums and copies; "
+        f"{'−' if rest < 0 else ''}{percent(abs(rest) / total)} is neither."
     )
 
 

@@ -95,10 +95,6 @@ def whole(tokens: float) -> str:
     return f"{math.ceil(tokens):,}" if math.isfinite(tokens) else "never"
 
 
-def percent(share: float) -> str:
-    return f"{fmt(100 * share, 2)} %"
-
-
 def threshold(setting: Setting, overlap: str, **changes: Any) -> float:
     """The smallest compute-bound batch of the setting's layout, in tokens, with changes to the layout."""
     return model.compute_bound_tokens(XXL, TPU_V5P, replace(setting.layout, **changes), overlap)

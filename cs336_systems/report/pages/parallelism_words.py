@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from cs336_systems.accounting import parallelism as model
 from cs336_systems.accounting.parallelism import GB, GIB, HANDOUT, OVERLAPS, TPU_V5P, WIDE, XXL
-from cs336_systems.report.pages.parallelism import H100_GB, Setting, percent, threshold, whole
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.pages.parallelism import H100_GB, Setting, threshold, whole
+from cs336_systems.report.tables import fmt, percent
 
 
 def _state() -> int:

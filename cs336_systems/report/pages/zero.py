@@ -16,7 +16,7 @@ from cs336_systems.accounting.zero import COMPONENTS
 from cs336_systems.measure import rows as store
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter, status_words
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, percent
 from cs336_systems.sizes import SIZES, size
 
 GIB, MIB = 2**30, 2**20
@@ -132,11 +132,6 @@ def head_of(row: Row) -> dict[str, Any]:
     return {"machine": row["machine"] or EMPTY, "ranks": ranks, "variant": LABELS[row["variant"]]}
 
 
-def percent(ratio: float, digits: int = 2) -> str:
-    """1.023 → `2.3 %`"""
-    return f"{fmt(100 * (ratio - 1), digits)} %"
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def prediction_table(name: str = "xl", ranks: Sequence[int] = (1, 2, 4, 8, 64)) -> pd.DataFrame:
     """Memory of a rank after the first step by the closed form, GiB, and how evenly the shares fall."""
@@ -167,7 +162,7 @@ def moments_table(chapter: Chapter, context_length: int) -> pd.DataFrame:
         if row["status"] == "ok":
             line[f"alive, {name}"] = fmt(row["live_bytes"] / scale, 4)
             line |= {
-                "apart": percent(row["live_bytes"] / expected),
+                "apart": percent(row["live_bytes"] / expected - 1),
                 "peak before": fmt(row["peak_bytes"] / scale, 4),
             }
         out.append(line)
@@ -226,7 +221,7 @@ def peak_table(chapter: Chapter) -> pd.DataFrame:
             "in phase": EMPTY,
         }
         if found is not None:
-            line |= {f"peak, {name}": fmt(found[0] / scale, 4), "apart": percent(found[0] / expected)}
+            line |= {f"peak, {name}": fmt(found[0] / scale, 4), "apart": percent(found[0] / expected - 1)}
             line["in phase"] = found[1]
         out.append(line)
     return pd.DataFrame(out)

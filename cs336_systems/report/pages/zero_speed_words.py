@@ -9,8 +9,8 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.pages import zero_speed as speed
 from cs336_systems.report.pages.zero import LABELS, TIMED, Row
-from cs336_systems.report.pages.zero_words import amount, listed, percent
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.pages.zero_words import amount
+from cs336_systems.report.tables import fmt, listed, percent
 
 
 # ------------------------------------------------------------------------------------------------ what times mean

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,7 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.pages import zero_speed as speed
 from cs336_systems.report.pages.zero import GIB, LABELS, LATER_STEP, MIB, TIMED
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, listed, percent
 from cs336_systems.sizes import size
 
 EXACT = 5e-7  # less than that is no difference between a component and its closed form
@@ -244,16 +243,6 @@ def on_device(chapter: Chapter) -> str:
     if more > 0:
         text += f". Outside of the allocator there are {amount(more)} more on {plain['world_size']} ranks than on one"
     return f"{text}."
-
-
-def listed(words: Sequence[str]) -> str:
-    """`"a, b and c"`"""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def percent(share: float) -> str:
-    """0.0234 → `2.3 %`"""
-    return f"{fmt(100 * share, 2)} %"
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
