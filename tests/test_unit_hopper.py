@@ -1,6 +1,7 @@
 """The Hopper kernels: what their launchers take, what the compiler says of them, and on a GPU their results."""
 
 import functools
+import math
 import random
 import types
 
@@ -59,6 +60,10 @@ def test_configurations_that_would_hang_are_refused():
             hopper.Forward(**dict(block_n=128, stages=2, overlap=False) | wrong)
     with pytest.raises(ValueError, match="allowed with dq_group=True only"):
         hopper.Backward(64, 2, False, True)
+    for d, wrong, allowed in ((64, (64, 2), "block_m=64, dq_group=True or block_m=128, dq_group=False"),
+                              (128, (64, 2, True), "block_m=64, dq_group=False")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"padded to {d}; allowed: {allowed}$"):
+            hopper.Backward(*wrong).check(d)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -314,14 +319,16 @@ def test_what_backward_starts_from(d, one_number):
     do = new(batch, heads, 1, 1).expand(batch, heads, rows, d) if one_number else new(batch, heads, rows, d)
     logsumexp = fresh(batch, heads, rows, device=device, requires_grad=False)
     stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
-    dq = torch.full((batch * heads, rows, 64), float("nan"), device=device)
+    dq = torch.full((batch * heads, padded_rows, 64), float("nan"), device=device)
     tile = torch.full((batch, heads, tile_rows, 64), float("nan"), dtype=torch.float16, device=device)
     prepare_kernel[(padded_rows // 64 * batch * heads,)](
-        o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows, 0.25,
+        o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows,
         HEAD_DIM=d, D=64, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
     )  # fmt: skip
     delta = (o.double() * do.double()).sum(-1).flatten(0, 1)
-    torch.testing.assert_close(stats[:, 0, :rows].double(), -logsumexp.flatten(0, 1).double() / 0.25)
+    torch.testing.assert_close(
+        stats[:, 0, :rows].double(), -logsumexp.flatten(0, 1).double() * math.log2(math.e)
+    )
     torch.testing.assert_close(stats[:, 1, :rows].double(), -delta, rtol=1e-5, atol=1e-5)
     assert (stats[:, 0, rows:] == float("-inf")).all() and (stats[:, 1, rows:] == 0).all()
     assert (dq == 0).all()
@@ -331,12 +338,37 @@ def test_what_backward_starts_from(d, one_number):
 
 
 @needs_interpreter
-def test_the_sum_becomes_dq():
+@pytest.mark.parametrize(
+    ("padded_d", "d", "transposed"), [(64, 40, False), (64, 40, True), (128, 104, False)]
+)
+def test_the_sum_becomes_dq(padded_d, d, transposed):
+    """A thread of a product's result has two columns next to each other, and the same two eight rows below; 32 threads
+    hold 16 rows and eight columns. That is the order within each 64 x 64 numbers of the sum."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    total = fresh(6, 100, 64, device=device, requires_grad=False)
-    dq = torch.full((2, 100, 3, 40), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    finish_kernel[(2 * 6,)](total, dq, *dq.stride()[:3], 3, 100, 0.25, HEAD_DIM=40, D=64, ROWS=64)
-    assert torch.equal(dq, (total[..., :40] * 0.25).half().view(2, 3, 100, 40))
+    of_heads, rows, padded_rows = 6, 100, 128
+    total = fresh(of_heads, padded_rows, padded_d, device=device, requires_grad=False)
+    ordered = torch.full((of_heads, padded_rows // 64, padded_d // 64, 4096), float("nan"), device=device)
+    row, column = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
+    thread = (row % 8) * 4 + column % 8 // 2
+    at = column // 8 * 512 + row // 16 * 128 + thread * 4 + row % 16 // 8 * 2 + column % 2
+    for i in range(padded_rows // 64):
+        for j in range(padded_d // 64):
+            tile = total[:, i * 64 : i * 64 + 64, j * 64 : j * 64 + 64]
+            ordered[:, i, j, at.flatten().to(device)] = (tile.mT if transposed else tile).flatten(1)
+    dq = torch.full((2, rows, 3, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    finish_kernel[(2 * of_heads,)](
+        ordered,
+        dq,
+        *dq.stride()[:3],
+        3,
+        rows,
+        padded_rows,
+        0.25,
+        HEAD_DIM=d,
+        D=padded_d,
+        TRANSPOSED=transposed,
+    )
+    assert torch.equal(dq, (total[:, :rows, :d] * 0.25).half().view(2, 3, rows, d))
 
 
 # --------------------------------------------------------------------------------- what the compiler says
@@ -362,7 +394,7 @@ def test_larger_programs_neither(is_causal):
 
 def _check_compiled(compiled, kernel):
     assert not compiled.serialized
-    assert compiled.spill_bytes <= {"forward": 0, "backward": 128}[kernel]
+    assert compiled.spill_bytes <= {"forward": 0, "backward": 32}[kernel]
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel == "backward")
@@ -400,8 +432,9 @@ def on_hopper(monkeypatch):
     flash_triton._hopper.cache_clear()
 
 
-def check_both_ways(q, k, v, grad_o, is_causal):
-    """The error against fp64 is at most twice that of the portable kernels, which round to 16 bits now and then."""
+def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02):
+    """The error against fp64 is at most twice that of the portable kernels, which round to 16 bits now and then; theirs
+    is below `largest`."""
     exact = exact_attention(q, k, v, grad_o, is_causal)
     results = []
     for launcher in (hopper, portable):
@@ -412,7 +445,7 @@ def check_both_ways(q, k, v, grad_o, is_causal):
     for ours, other, true in zip((o, *grads), (o2, *grads2), exact, strict=True):
         assert ours.stride() == other.stride() and torch.isfinite(ours).all()
         assert relative(ours, true, 1) <= 2 * relative(other, true, 1) + 1e-4
-        assert relative(other, true, 1) < 0.02
+        assert relative(other, true, 1) < largest
 
 
 @pytest.mark.gpu
@@ -452,7 +485,9 @@ def test_large_scores_and_keys_that_are_not_there(on_hopper):
         fresh(1, 2, n, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False) for n in (130, 200)
     )
     for is_causal in (False, True):
-        check_both_ways(q, k, v, grad_o, is_causal)
+        # dQ sums keys that are nearly alike with weights dS whose sum is zero: the rounding of O, by way of D, is a
+        # large part of it
+        check_both_ways(q, k, v, grad_o, is_causal, largest=0.1)
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ def compile_hopper_kernel(
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from cs336_systems.attention.hopper.backward import backward_keys_kernel
+    from cs336_systems.attention.hopper.backward import DQ_COLUMNS, DQ_ROWS, backward_keys_kernel
     from cs336_systems.attention.hopper.forward import forward_kernel
     from cs336_systems.attention.hopper.launch import GROUP, KEYS
     from cs336_systems.attention.hopper.tma import shared_layout
@@ -122,7 +122,8 @@ def compile_hopper_kernel(
         function = backward_keys_kernel
         rows, keys = descriptor(1, 1, config.block_m, head_dim), descriptor(1, 1, KEYS, head_dim)
         signature = dict(
-            q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows, dq_desc=descriptor(1, GROUP, 64, of="fp32"),
+            q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows,
+            dq_desc=descriptor(1, DQ_ROWS.value, DQ_COLUMNS.value, of="fp32", swizzled=False),
             stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), dk_ptr=f"*{dtype}",
             dv_ptr=f"*{dtype}", c="fp32", scale="fp32",
         )  # fmt: skip

@@ -183,8 +183,9 @@ _BACKWARD += [
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
          "Five products, and the sums of dQ leave through TMA: no computing warp waits for them.",
-         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": False}),
-         _HOPPER_BACKWARD, Traits(1, "design")),
+         f"{HOPPER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
+         dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
+         Traits(1, "design")),
     Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ",
          "The product for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
          "product and the waiting off them.",

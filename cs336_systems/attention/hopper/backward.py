@@ -1,7 +1,7 @@
 """Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Scores are keys by queries:
 
-    Sᵀ = K Qᵀ − L/scale    dPᵀ = V dOᵀ − D       the statistics are what the accumulators start from
-    Pᵀ = exp2(c Sᵀ)        dSᵀ = Pᵀ ∘ dPᵀ        c = scale · log2(e)
+    Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
+    Pᵀ = exp2(c Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − D)     c = scale · log2(e)
     dV += Pᵀ dO            dK += dSᵀ Q           Pᵀ and dSᵀ come from registers
     dQ += dS K                                   dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
@@ -27,7 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.common import WG, exp2, place
+from cs336_systems.attention.hopper.common import WG, exp2, place, rounded, widened
+
+# a tile of dQ, 64 x 64 numbers in fp32 in the order of `_store_dq`, as TMA sees it: in shared memory and in its sum
+DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @builtin
@@ -80,29 +84,42 @@ def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barri
 
 @gluon.jit
 def _backward_scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """Begins Sᵀ = K Qᵀ − L/scale of tile t of the queries."""
+    """Begins Sᵀ = K Qᵀ of tile t of the queries."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     slot = t % STAGES
     mbarrier.wait(q_full.index(slot), (t // STAGES) & 1)
-    s = gl.zeros([WG, BLOCK_M], gl.float32, s_layout) + stats_smem.index(2 * slot).load(s_layout)
-    return warpgroup_mma(k, q_smem.index(slot).reshape([BLOCK_M, D]).permute((1, 0)), s, is_async=True)
+    empty = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
+    q = q_smem.index(slot).reshape([BLOCK_M, D])
+    return warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _backward_weights(s, first_key, i, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr,
-                      BLOCK_M: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
-    """Pᵀ of tile i of the queries, rounded."""
-    p = exp2(s * c)
+def _backward_weights(s, tiles, first_key, i, t, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                      G: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Pᵀ of tile i of the queries, the t-th of this program."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    minus_l = stats_smem.index(2 * (t % STAGES)).reshape([BLOCK_M]).load(of_query)
+    p = exp2(s * c + minus_l[None, :])
     if MASKED:
         keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
         seen = (keys < num_keys)[:, None]
         if IS_CAUSAL:
-            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s.type.layout))
+            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
             seen = seen & (queries[None, :] >= keys[:, None])
         p = gl.where(seen, p, 0.0)
-    return p.to(DTYPE)
+    return p
+
+
+@gluon.jit
+def _store_dq(dq, tile):
+    """A tile of 64 x 64 in the order in which threads hold it: 16 bytes each, side by side, so that a store takes no
+    more of shared memory's time than its bytes do. `finish_kernel` puts dQ in order."""
+    # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    tile.store(parts.reshape([1, DQ_ROWS, DQ_COLUMNS]))
 
 
 @gluon.jit
@@ -124,19 +141,22 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
 
     if not AHEAD:
         s = _backward_scores(tiles, barriers, k, t, BLOCK_M, D, STAGES)
-    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout) + stats_smem.index(2 * slot + 1).load(s_layout)
+    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     mbarrier.wait(do_full.index(slot), parity)
-    dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     if not AHEAD:
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = _backward_weights(s, first_key, i, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
-    dv = warpgroup_mma(gl.convert_layout(p, operand, assert_trivial=True), do, dv, is_async=True)
+        p = _backward_weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+    p16 = rounded(p, DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
+    minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     if AHEAD:
         s = _backward_scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
         dp = warpgroup_mma_wait(2, deps=(dp,))
     else:
         dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = (p.to(gl.float32) * dp).to(DTYPE)  # from the rounded P, so that the exact one need not be kept
+    # from the rounded P, so that the exact one need not be kept
+    ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
 
     ds_slot = t & 1
     ds_tile = ds_smem.index(ds_slot)
@@ -145,41 +165,43 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
     ds_tile.slice(G * WG, WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     if AHEAD:
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
         dv, s = warpgroup_mma_wait(1, deps=(dv, s))
         mbarrier.arrive(do_empty.index(slot), count=1)
-        p = _backward_weights(s, first_key, i + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, DTYPE)
+        p = _backward_weights(
+            s, tiles, first_key, i + 1, t + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES
+        )
         mbarrier.wait(do_full.index(slot), parity)  # fulfilled; keeps the next wait behind the exponentials
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
     elif DQ_GROUP:
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(do_empty.index(slot), count=1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
-    if not DQ_GROUP:  # each group makes half of dQ: of its rows, or of its columns
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(do_empty.index(slot), count=1)
+    else:  # each group makes half of dQ: of its rows, or of its columns
         half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         mbarrier.wait(ds_full.index(ds_slot), (t // 2) & 1)
         k_all = k_smem.index(0).reshape([2 * WG, D])
         empty = gl.zeros([WG, 64], gl.float32, half_layout)
         if D == 64:
-            row, column = G * WG, 0
             ds_half = ds_tile.slice(G * WG, WG, 1).permute((1, 0))
             dq = warpgroup_mma(ds_half, k_all, empty, use_acc=False, is_async=True)
         else:
-            row, column = 0, G * 64
             k_half = k_all.slice(G * 64, 64, 1)
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_half, empty, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        # this product runs while dQ is stored
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         tma.store_wait(0)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        dq_smem.index(G).reshape([WG, 64]).store(dq)
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        _store_dq(dq, dq_smem.index(G))
         fence_async_shared()
-        _add_to_global(dq_desc, [head, i * BLOCK_M + row, column], dq_smem.index(G))
+        _add_to_global(dq_desc, [head, (2 * i + G) * DQ_ROWS, 0], dq_smem.index(G))
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
     return p, dk, dv
 
 
@@ -194,7 +216,6 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DTYPE: gl.constexpr = q_smem.dtype
     tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     first_key = tile * 2 * WG
     dk = gl.zeros([WG, D], gl.float32, d_layout)
@@ -213,11 +234,11 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
         )  # until here they meet the diagonal
     if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
         masked = query_tiles
-    p = gl.zeros([WG, BLOCK_M], DTYPE, s_layout)
+    p = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if AHEAD:
         s = _backward_scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = _backward_weights(s, first_key, first, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, DTYPE)
+        p = _backward_weights(s, tiles, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
     # ahead, the last of these makes the first P that needs no mask, and is unharmed by it
     for i in range(first, masked):
         p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
@@ -260,9 +281,9 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles
         dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(ds_empty.index(slot), count=1)
         tma.store_wait(1)  # the addition before the last one has read its tile
-        dq_smem.index(slot).reshape([WG, D]).permute((1, 0)).store(dq)
+        _store_dq(dq, dq_smem.index(slot))
         fence_async_shared()
-        _add_to_global(dq_desc, [head, i * BLOCK_M, 0], dq_smem.index(slot))
+        _add_to_global(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
     tma.store_wait(0)
 
 
@@ -281,7 +302,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, d
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], v_desc.layout)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 2 * WG, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, WG, 64], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, DQ_ROWS, DQ_COLUMNS], dq_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BLOCK_M], stats_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
@@ -332,13 +353,13 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, d
 # ------------------------------------------------------------------------------------------------ around backward
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
 def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
-                   do_col, heads, num_queries, padded_queries, scale, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                   do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, D: tl.constexpr,
                    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
-    """What the backward kernel starts from: −L/scale and −D of each query (−∞ and 0 past the last one), dQ = 0.
+    """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
 
-    stats (batch_heads, 2, padded_queries), dq (batch_heads, num_queries, D), both fp32. TILE_ROWS > 0: dO of a head is
-    one number, with strides of 0, which TMA cannot read: a tile of it is written to tile (batch_heads, TILE_ROWS, D).
-    Grid: (padded_queries / ROWS · batch_heads,).
+    stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. TILE_ROWS > 0:
+    dO of a head is one number, with strides of 0, which TMA cannot read: a tile of it is written to tile
+    (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
     """
     tiles = tl.cdiv(padded_queries, ROWS)
     tile = tl.program_id(0) % tiles
@@ -356,11 +377,11 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     logsumexp = tl.load(l_ptr + index * num_queries + rows, mask=rows < num_queries, other=float("inf"))
     stats = stats_ptr + index * 2 * padded_queries + rows
-    tl.store(stats, -logsumexp / scale, mask=rows < padded_queries)
+    tl.store(stats, logsumexp * -LOG2_E, mask=rows < padded_queries)
     tl.store(stats + padded_queries, -delta, mask=rows < padded_queries)
-    dq_at = dq_ptr + (index * num_queries + far) * D + columns[None, :]
+    dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
     tl.store(
-        dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < num_queries)[:, None] & (columns < D)[None, :]
+        dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < padded_queries)[:, None] & (columns < D)[None, :]
     )
     if TILE_ROWS:  # noqa: SIM102 (known when compiling, the next one not)
         if tile == 0:
@@ -371,16 +392,26 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
             tl.store(tile_at, tl.broadcast_to(spread, (TILE_ROWS, D)))
 
 
-@triton.jit(do_not_specialize=["num_queries"])
-def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, scale, HEAD_DIM: tl.constexpr,
-                  D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """dQ = scale times its fp32 sum, in q's dtype and layout. Grid: (⌈num_queries / ROWS⌉ · batch_heads,)."""
-    tiles = tl.cdiv(num_queries, ROWS)
-    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+@triton.jit(do_not_specialize=["num_queries", "padded_queries"])
+def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, padded_queries, scale,
+                  HEAD_DIM: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """dQ = scale times its fp32 sum, in q's dtype and layout.
+
+    The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of `_store_dq`, of dQ
+    or (TRANSPOSED, D = 64) of dQᵀ. Grid: (⌈num_queries / 64⌉ · batch_heads,).
+    """
+    tiles = tl.cdiv(num_queries, 64)
+    tile = tl.program_id(0) % tiles
+    rows = tile * 64 + tl.arange(0, 64)
     index = tl.cast(tl.program_id(0) // tiles, tl.int64)
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]
-    dq = tl.load(sum_ptr + (index * num_queries + far) * D + columns[None, :], mask=inside, other=0.0) * scale
+    dq = tl.load(sum_ptr + (index * padded_queries + tile * 64) * D + tl.arange(0, 64 * D))
+    dq = dq.reshape(
+        D // 64, 8, 4, 8, 4, 2, 2
+    )  # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    dq = dq.reshape(64, D) * scale
     dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -16,6 +16,33 @@ def exp2(x):
     )
 
 
+_FROM_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+_FROM_FP16 = gl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+
+
+@gluon.jit
+def rounded(x, DTYPE: gl.constexpr):
+    """fp32 numbers in 16 bits, two by one instruction, in registers that `widened` reads as they are."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def widened(x):
+    """16-bit numbers in fp32. `to` would take pairs apart and keep both halves in registers of their own, and where
+    numbers are needed one by one the compiler also rounds them so, in the unit that makes the exponentials."""
+    pair: gl.constexpr = _FROM_BF16 if x.dtype == gl.bfloat16 else _FROM_FP16
+    return gl.inline_asm_elementwise(pair, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
 @gluon.jit
 def place(program, tiles, batch_heads, section):
     """The program's (tile, head). Heads come in sections (of `section` heads) whose tensors the L2 cache can hold

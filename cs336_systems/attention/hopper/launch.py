@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from cs336_systems.attention.hopper.backward import backward_keys_kernel, finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.backward import (
+    DQ_COLUMNS,
+    DQ_ROWS,
+    backward_keys_kernel,
+    finish_kernel,
+    prepare_kernel,
+)
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.triton_launch import elsewhere, remember, remembered, watched
@@ -21,6 +27,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as
 # queries and keys from which on these kernels take less time than the portable ones on an H100 (see `worthwhile`)
 MIN_FORWARD, MIN_BACKWARD, MIN_BACKWARD_WIDE = 256, 1024, 2048
 _ROWS = 64  # of a program of the two small kernels
+_DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 numbers, as TMA sees them
 _L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
 
 
@@ -53,6 +60,15 @@ class Backward:
     def __post_init__(self) -> None:
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
+
+    def check(self, d: int) -> None:
+        """ValueError where groups could not share the work of a padded head dimension d so."""
+        allowed = {64: {(64, True), (128, False)}, 128: {(64, False)}}[d]
+        if (self.block_m, self.dq_group) not in allowed:
+            raise ValueError(
+                f"block_m={self.block_m}, dq_group={self.dq_group} for a head dimension padded to {d}; allowed: "
+                + " or ".join(f"block_m={m}, dq_group={of_its_own}" for m, of_its_own in sorted(allowed))
+            )
 
 
 # by padded head dimension
@@ -203,6 +219,7 @@ def launch_backward(
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
     settings = config or BACKWARD[d]
+    settings.check(d)
     device, dtype = q.device, q.dtype
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     if not one_number and not addressable(do):
@@ -211,7 +228,9 @@ def launch_backward(
     rows = query_tiles * settings.block_m
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     stats = torch.empty((batch * heads * 2, rows), device=device, dtype=torch.float32)
-    dq_sum = torch.empty((batch * heads, num_queries, d), device=device, dtype=torch.float32)
+    dq_sum = torch.empty(
+        (batch * heads, rows * d // _DQ_TILE[1], _DQ_TILE[1]), device=device, dtype=torch.float32
+    )
     do_tile = do
     if one_number:  # TMA cannot spread it out: the first kernel writes a tile of it, which serves all rows
         do_tile = torch.empty((batch, heads, settings.block_m, d), device=device, dtype=dtype)
@@ -238,14 +257,14 @@ def launch_backward(
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
+        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
         TILE_ROWS=settings.block_m if one_number else 0,
     )  # fmt: skip
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, KEYS, d),
-        descriptor(do_tile, 1, 1, block_m, d), descriptor(dq_sum, 1, GROUP, 64),
+        descriptor(do_tile, 1, 1, block_m, d), descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
     arguments = dict(dk_ptr=dk, dv_ptr=dv)
@@ -263,7 +282,10 @@ def launch_backward(
     )
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
-    arguments |= dict(heads=heads, num_queries=num_queries, scale=scale, HEAD_DIM=head_dim, D=d, ROWS=_ROWS)
+    arguments |= dict(
+        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d,
+        TRANSPOSED=settings.dq_group,
+    )  # fmt: skip
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
