@@ -91,7 +91,7 @@ def test_the_switch(monkeypatch):
     ("backward", 16, 256, 64, True, False), ("backward", 16, 512, 64, True, True),
     ("backward", 64, 512, 64, True, False),
     ("backward", 64, 1024, 64, True, True), ("backward", 16, 1024, 128, True, True),
-    ("backward", 16, 1024, 128, False, False), ("backward", 16, 1024, 64, False, True),
+    ("backward", 16, 1024, 128, False, False), ("backward", 200, 512, 64, False, True),
     ("backward", 16, 2048, 80, False, True),
 ])  # fmt: skip
 def test_when_they_are_worthwhile(part, batch_heads, n, d, is_causal, expected):

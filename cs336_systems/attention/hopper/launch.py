@@ -133,8 +133,8 @@ def worthwhile(
     shorter = min(num_queries, num_keys)
     if part == "forward":
         return shorter >= MIN_FORWARD
-    if not is_causal and padded(head_dim) == 128:
-        return shorter >= MIN_BACKWARD_WIDE
+    if not is_causal:
+        return shorter >= (MIN_BACKWARD_WIDE if padded(head_dim) == 128 else MIN_BACKWARD // 2)
     one_round = batch_heads * triton.cdiv(num_keys, KEYS) <= multiprocessors
     return shorter >= (MIN_BACKWARD // 2 if one_round else MIN_BACKWARD)
 
