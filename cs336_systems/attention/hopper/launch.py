@@ -42,8 +42,13 @@ class Forward:
     overlap: bool
 
     def __post_init__(self) -> None:
-        if self.groups not in (2, 3):
-            raise ValueError(f"groups={self.groups}; allowed: 2, 3")
+        if self.groups not in (1, 2, 3):
+            raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
+
+    @property
+    def registers(self) -> int | None:
+        """Registers of a thread on average, where several programs are to share a multiprocessor."""
+        return 128 if self.groups == 1 else None
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,10 @@ def launch_forward(
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
-    plan = first_launch(forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
+    options = {} if config.registers is None else {"maxnreg": config.registers}
+    plan = first_launch(
+        forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments, **options
+    )
     remember(key, [plan])
     return o, logsumexp
 
@@ -246,8 +254,8 @@ def launch_backward(
         prepare.again(
             index, (), o_at, do_at, l_at, stats.data_ptr(), dq_sum.data_ptr(), do_tile.data_ptr()
         )  # fmt: skip
-        described = (q, k, v, do_tile, dq_sum, stats)
-        main.again(index, tuple(x.data_ptr() for x in described), dk.data_ptr(), dv.data_ptr())
+        described = (q, k, v, do_tile, dk, dv, dq_sum, stats)
+        main.again(index, tuple(x.data_ptr() for x in described))
         finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
         return dq, dk, dv
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
@@ -263,22 +271,20 @@ def launch_backward(
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
-        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, KEYS, d),
-        descriptor(do_tile, 1, 1, block_m, d), descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
+        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, GROUP, d),
+        descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
+        descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
-    arguments = dict(dk_ptr=dk, dv_ptr=dv)
-    arguments |= dict(zip(("dk_batch", "dk_head", "dk_row"), dk.stride(), strict=False))
-    arguments |= dict(zip(("dv_batch", "dv_head", "dv_row"), dv.stride(), strict=False))
-    arguments |= dict(
+    arguments = dict(
         heads=heads, batch_heads=batch_heads, section=_section(batch_heads, 8 * num_queries * d),
-        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys, head_dim=head_dim,
+        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
         c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, num_warps=4,
     )  # fmt: skip
     plans.append(
-        first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments)
+        first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments)
     )
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
