@@ -132,7 +132,7 @@ def _backends(torch: ModuleType | None) -> Iterator[Check]:
 def _tools() -> Iterator[Check]:
     for section, name, commands, purpose in (
         ("tools", "nsys", ("nsys",), "Nsight Systems: timelines of kernels"),
-        ("tools", "ncu", ("ncu",), "Nsight Compute: counters of one kernel"),
+        ("tools", "ncu", ("ncu", "/usr/local/cuda/bin/ncu"), "Nsight Compute: counters of kernels"),
         ("tools", "C++ compiler", ("c++", "g++", "clang++", "cl"), "torch.compile on the CPU"),
         ("tools", "nvcc", ("nvcc",), "CUDA C++"),
         ("book", "xelatex", ("xelatex",), "the PDF"),

@@ -16,6 +16,8 @@ from cs336_systems import accounting, experiments, report
 from cs336_systems.experiments import attention as experiment
 from cs336_systems.measure import rows as store
 from cs336_systems.report.pages import attention as page
+from cs336_systems.report.pages import attention_figures as drawn
+from cs336_systems.report.pages import attention_time_words as times
 from cs336_systems.report.pages import attention_words as words
 from cs336_systems.report.roofs import Roofs, roofs
 
@@ -339,7 +341,12 @@ def metrics_of(case):
     out["before_backward_gib"] = WORKSPACE + predicted(case, "before_backward", kernels)
     out["peak_gib"] = WORKSPACE + predicted(case, "peak", kernels)
     if out["peak_gib"] > (case.cap_gib or MEMORY):
-        return out | {"status": "oom", "failed_in": "backward", "peak_gib": 2 * out["before_backward_gib"]}
+        reached = accounting.attention_moments(*shape, form(case, kernels))["dP = dO Vᵀ"]
+        return out | {
+            "status": "oom",
+            "failed_in": "backward",
+            "peak_gib": WORKSPACE + sum(reached.values()) / GIB,
+        }
     if case.impl == "reference_compiled":
         out |= {"graphs": 1, "compile_s": 3.5, "cache_hits": 3 if case.cap_gib else 0}
     for part in page.PARTS:
@@ -357,14 +364,14 @@ def metrics_on_a_cpu(case):
     return metrics_of(case) | dict.fromkeys(memory)
 
 
-def write_rows(root, machine="h100-x1", keep=lambda case: True):
-    """A whole machine of made-up rows, with roofs and a data sheet."""
+def write_rows(root, machine="h100-x1", keep=lambda case: True, change=lambda case, metrics: metrics):
+    """A whole machine of made-up rows, with roofs and a data sheet; `change` makes other metrics of a case's."""
     on_a_cpu = machine.startswith("cpu-")
     preset, metrics = ("smoke", metrics_on_a_cpu) if on_a_cpu else ("full", metrics_of)
     origin = {"time_utc": "2025-03-04T05:06:07Z", "env": "abcd", "code": store.code_digest(experiment)}
     rows = [
         dataclasses.asdict(c)
-        | metrics(c)
+        | change(c, metrics(c))
         | {"run": f"{c.cap_gib}-{c.dtype}-{c.head_dim}-{c.seq_len}"}
         | origin
         for c in experiment.grid(preset)
@@ -380,6 +387,8 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True):
             "run": c.kind,
             "tflops": ROOFS.tflops.get(c.dtype, 1.0),
             "tb_per_s": ROOFS.tb_per_s,
+            "us_per_launch": 7.5,
+            "sm_mhz": 1980.0,
         }
         | origin
         for c in hardware.grid("full")
@@ -463,8 +472,12 @@ def test_what_fails_and_its_accounting(chapter):
     total = 4 * 8 * 16384**2 * 4 + 6 * 8 * 16384 * 16 * 4
     assert f"{total:,}".replace(",", "{,}") in text and "more than the 24" in text
     assert "4 matrices of scores (P, dP, P∘dP, dS) and 6 tensors like $Q$" in text
+    assert "16.11 GiB, what “dP = dO Vᵀ” holds. Then the backward pass failed: 7.89 GiB were left" in text
+    assert "Under the cap" in words.answer(chapter, "h100-x1", 16384, 64, "fp32")
     table = page.out_of_memory(chapter, "h100-x1")
     assert len(table) == 4 * 3
+    fitted = table[table["24 GiB"] != "OOM in backward"]
+    assert (fitted["predicted"] == fitted["24 GiB"]).all()  # both with workspaces
     assert set(table[table["implementation"] == "plain PyTorch"]["24 GiB"]) == {"OOM in backward"}
 
 
@@ -496,6 +509,116 @@ def test_nothing_is_claimed_below_the_spread(chapter):
     assert line["word"] == "faster"
     assert line["ratio"] == pytest.approx(line["predicted"], rel=0.01)
     assert line["predicted"] == pytest.approx(12 / 7, rel=0.02)  # bytes decide
+
+
+@pytest.fixture
+def changed(results_root):
+    """A function: the chapter of a machine whose made-up times are multiplied, by case and pass."""
+
+    def make(factor):
+        def change(case, metrics):
+            slower = {
+                f"{part}_ms_{what}": metrics[f"{part}_ms_{what}"] * factor(case, part)
+                for part in page.PARTS
+                for what in ("mean", "std", "p50")
+                if f"{part}_ms_{what}" in metrics
+            }
+            return metrics | slower
+
+        write_rows(results_root, change=change)
+        return report.Chapter("attention", measure="no"), roofs("h100-x1")
+
+    return make
+
+
+def test_the_noise_of_a_length_is_that_of_its_worst_pair(changed):
+    one = experiment.Case(128, 1024, "bf16", 0, "reference", repeat=1)
+    chapter, roof = changed(lambda case, part: 1.6 if (case, part) == (one, "forward") else 1)
+    noise = page.noise(chapter, "h100-x1")
+    assert noise.loc[1024, "forward"] == pytest.approx(0.616, rel=1e-3)
+    assert noise.drop(1024)["forward"].max() == pytest.approx(0.01, rel=1e-3)
+    assert "62 % and 1.0 % at $n = 1024$" in times.spread(chapter, "h100-x1")
+    table = page.speedups(chapter, roof, "reference_compiled", "forward", dtype="fp32", cap_gib=0)
+    said = table.groupby("seq_len")["word"].unique().map(list)
+    assert said[1024] == ["even"] and said[4096] == ["faster"]
+    figure = drawn.speedup_figure(
+        chapter, roof, "reference_compiled", ("fp32",), machine="h100-x1", cap_gib=0
+    )
+    assert sum("(" in cell.get_text() for cell in figure.axes[0].texts) == 4
+
+
+def test_a_gain_that_the_floors_do_not_allow_is_named(changed):
+    def softmax_is_slow(case, part):
+        slow = case.impl == "reference" and case.dtype == "bf16" and case.seq_len == 8192
+        return 1.5 if slow and part == "forward" else 1
+
+    chapter, roof = changed(softmax_is_slow)
+    text = times.beyond(chapter, roof, "h100-x1")
+    assert text.startswith("Forward in bf16 at $n = 8192$") and text.count("plain time over compiled") == 1
+    assert "what is slow lies between them" in text
+
+
+def test_a_gain_that_the_floors_allow_is_not(chapter):
+    assert times.beyond(chapter, roofs("h100-x1"), "h100-x1") == ""
+
+
+def test_where_ours_loses_it_says_so(changed):
+    def slow(case, part):
+        return (
+            5
+            if (case.impl, case.dtype, case.head_dim, part) == ("flash_triton", "fp32", 128, "backward")
+            else 1
+        )
+
+    chapter, roof = changed(slow)
+    text = times.speedup(chapter, roof, page.OURS, "h100-x1")
+    assert "backward, fp32: faster in 15 of 20 shapes, even in 0, slower in 5 (every n at d = 128)" in text
+    assert "There it saves memory, not time." in times.price(chapter, roof, "h100-x1")
+    fastest = times.fastest(chapter, roof, "h100-x1")
+    assert "- backward, fp32: ours, Triton at $d$ = 16, 32, 64; compiled PyTorch at $d$ = 128." in fastest
+    text = times.unexplained(chapter, roof, "h100-x1")
+    assert "backward in fp32 at $d = 128$" in text and "seven products" in text and "do not show" in text
+
+
+def test_where_ours_wins_no_price_is_named(chapter):
+    assert times.price(chapter, roofs("h100-x1"), "h100-x1") == ""
+
+
+def test_exponentials_are_named_where_they_outweigh_the_floor(chapter):
+    text = times.unexplained(chapter, roofs("h100-x1"), "h100-x1")
+    scores = 8 * 16384**2
+    assert f"takes {scores / (132 * 16 * 1980e3):.3f} ms" in text
+    assert "forward in bf16 at $d = 16$" in text and "at $d = 64$" not in text
+
+
+def test_flat_times_are_the_hosts(changed, chapter):
+    assert "host" not in times.growth(chapter, roofs("h100-x1"), "h100-x1")
+
+    def flat(case, part):
+        return 0.3 / metrics_of(case)[f"{part}_ms_p50"] if case.seq_len <= 1024 else 1
+
+    chapter, roof = changed(flat)
+    text = times.growth(chapter, roof, "h100-x1")
+    assert "the work grows 16-fold, the medians by factors of 1.0. So at $n = 256$ most of" in text
+    assert "0.300 ms at $n = 256$; its 4 launches, at 7.50 µs each, would be 0.0300 ms" in text
+
+
+def test_floors_stand_beside_the_times_of_every_shape(chapter):
+    table = page.floor_table(chapter, roofs("h100-x1"), "h100-x1", 16384)
+    assert list(table["d"]) == [16, 32, 64, 128] * 2
+    assert set(table["plain PyTorch F"]) <= {"90 %", "91 %"}
+    assert "No median of the grid lies below its floor" in times.floors(chapter, roofs("h100-x1"), "h100-x1")
+
+
+def test_a_time_below_its_floor_is_not_hidden(changed):
+    chapter, roof = changed(lambda case, part: 0.5 if case.seq_len == 1024 else 1)
+    assert "medians lie below their floors" in times.floors(chapter, roof, "h100-x1")
+
+
+def test_the_kernels_that_ran_are_named(chapter):
+    assert times.served(chapter, "h100-x1").startswith(
+        "Our kernels for Hopper ran forward in bf16 (every n at d = 64, 128) and backward in bf16 (n = 4k, 8k, 16k at "
+    )
 
 
 def test_only_compiling_without_a_cache_is_quoted(chapter):

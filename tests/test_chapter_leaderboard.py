@@ -15,6 +15,7 @@ from cs336_systems import accounting, experiments
 from cs336_systems.experiments import leaderboard
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS, WORK, Case
 from cs336_systems.ladder import steps
+from cs336_systems.measure import ncu
 from cs336_systems.measure import rows as store
 from cs336_systems.report import Chapter
 from cs336_systems.report.pages import leaderboard as page
@@ -42,7 +43,7 @@ def test_every_case_is_there_once_and_every_short_group_has_one_pair(preset):
 
 def test_the_budget():
     groups = {p: store.groups(leaderboard, leaderboard.grid(p)) for p in experiments.PRESETS}
-    assert sum(map(leaderboard.estimate_s, groups["full"])) < 280
+    assert sum(map(leaderboard.estimate_s, groups["full"])) < 340
     assert sum(map(leaderboard.estimate_s, groups["smoke"])) < 20
 
 
@@ -193,7 +194,8 @@ def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
 def test_groups_on_a_gpu(kind, part, monkeypatch):
     """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
     monkeypatch.setattr(leaderboard, "TURNS", 2)
-    if {"ladder": part == "end_to_end", "harness": part != "end_to_end", "kernel": False}[kind]:
+    wrong_part = {"ladder": part == "end_to_end", "harness": part != "end_to_end", "kernel": False}
+    if (wrong_part | {"counters": True})[kind]:
         pytest.skip("there is no such group")
     impls = ("flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4")
     if kind == "ladder":
@@ -217,10 +219,63 @@ def test_groups_on_a_gpu(kind, part, monkeypatch):
             assert "kernels." in metrics["kernels"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_counters_on_a_gpu(part):
+    cases = small("counters", ("flash_triton", "sdpa_cudnn", "fa4"), part, seq_len=2048, head_dim=64)
+    ours, peer, fa4 = leaderboard.run_group(cases)
+    if ours.get("status", "").startswith("skipped: needs "):
+        pytest.skip(ours["status"])
+    assert "status" not in ours and "status" not in peer
+    assert fa4.get("status", "skipped").startswith("skipped: needs") or fa4["tensor_pct"] > 0
+    assert ("forward" if part == "forward" else "backward") in ours["kernels"]
+    for metrics in (ours, peer):
+        assert 1 < metrics["tensor_pct"] < 100 and 0 <= metrics["conflict_pct"] < 100
+        assert (
+            page.instructions_a_pair(metrics | dataclasses.asdict(cases[0]))
+            > page.work_of_a_pair(part).instructions
+        )
+
+
+@without_gpu
+def test_counters_need_the_tool(monkeypatch):
+    monkeypatch.setattr(ncu, "find", lambda: None)
+    for metrics in leaderboard.run_group(small("counters")):
+        assert metrics == {"status": "skipped: needs Nsight Compute: no `ncu` in PATH"}
+
+
+def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
+    """The program says which case has no call; the kernels after the marks belong to the others."""
+    kernel = dict.fromkeys(ncu.COUNTERS, 1.0) | {"ns": 10.0, "cycles": 100.0}
+    twice = [kernel | {"kernel": "a(int)"}, kernel | {"kernel": "b", "ns": 30.0, "tensor_pct": 5.0}]
+
+    def counted(function, arguments, timeout_s):
+        assert function == "cs336_systems.experiments.leaderboard:counted_calls"
+        assert [case["impl"] for case in arguments["cases"]] == ["fa4", "flash_triton"]
+        return ["skipped: needs FlashAttention-4", ""], [twice]
+
+    monkeypatch.setattr(ncu, "counted", counted)
+    fa4, ours = leaderboard.run_group(small("counters", ("fa4", "flash_triton")))
+    assert fa4 == {"status": "skipped: needs FlashAttention-4"}
+    assert ours["kernels"] == "a b" and ours["instructions"] == 2 and ours["tensor_pct"] == 4
+    assert ours["conflict_pct"] == 1 and set(ours) <= set(leaderboard.METRICS)
+
+
+def test_the_words_on_counters_name_the_busiest_units(chapter):
+    text = words.counters(chapter, "h100-x1")
+    assert (
+        text.count("the busiest are shared memory and L1 (75 % of the cycles) and tensor cores (63 %)")
+        == 2 * 2
+    )
+    assert "for a pair 9.50 instructions are issued, of which the count by hand knows 4.50" in text
+    table = page.counters_table(chapter, "h100-x1")
+    assert len(table) == 2 * 2 * len(leaderboard.COUNTED) and set(table["bank conflicts"]) == {"0.50 %"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "race"}, "unknown kind 'race'; allowed: harness, kernel, ladder"),
+        ({"kind": "race"}, "unknown kind 'race'; allowed: harness, kernel, ladder, counters"),
         ({"part": "sideways"}, "unknown part 'sideways'; allowed: forward, backward, end_to_end"),
         ({"dtype": "fp8"}, "unknown dtype 'fp8'; allowed: bf16, fp16"),
         ({"leaves": "four"}, "unknown leaves 'four'; allowed: stacked, separate"),
@@ -261,6 +316,10 @@ SPEED = {
 def metrics_of(case):
     """Times of a made-up machine: rates by implementation, a ladder that is slower than expected."""
     draw = random.Random(str(case))
+    if case.kind == "counters":
+        shares = {"tensor_pct": 63.0, "exp_pct": 31.0, "issue_pct": 24.0, "shared_pct": 75.0, "l2_pct": 50.0}
+        pairs = accounting.attention_exps(case.heads, case.seq_len, case.seq_len, True, case.part)
+        return shares | {"conflict_pct": 0.5, "instructions": 9.5 * pairs / 32, "kernels": "some_kernel"}
     parts = accounting.attention_flops(
         case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part
     )

@@ -4,13 +4,15 @@ ladder to it.
     papermill book/leaderboard.ipynb out.ipynb
     cs336 run leaderboard
 
-Three kinds of rows, each measured in turns with what it is compared with, five turns each, one case twice (A/A):
+Four kinds of rows, one case in each group twice (A/A). The first three are measured in turns with what they are
+compared with, five turns each:
 
     harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
               `do_bench`; for ours also with the official ten seconds of repetitions, in one turn
     kernel    forward and backward alone, without the host: replays of a CUDA graph
     ladder    the steps of `cs336_systems.ladder`, launched without autograd, from CUDA graphs as well; their registers,
               spills and shared memory, and what was predicted for them
+    counters  what Nsight Compute counts while the kernels run: how busy each unit of the GPU is
 
 The handout's code unpacks q, k and v from one tensor with gradients (`leaves`: "stacked"), so autograd stacks the three
 gradients and adds them to the one of the call before. "separate" has three leaves, whose gradients are dropped before
@@ -20,17 +22,19 @@ as a matrix; kernels are timed with a matrix of random numbers, and at the leade
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.ladder import steps
+from cs336_systems.measure import ncu
+from cs336_systems.measure.nsys import capture
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 MEASURES = (
     "cs336_systems.attention", "cs336_systems.ladder", "cs336_systems.experiments.attention_peers",
-    "cs336_systems.measure.timing", "cs336_systems.accounting.operations",
+    "cs336_systems.measure.timing", "cs336_systems.measure.ncu", "cs336_systems.accounting.operations",
 )  # fmt: skip
 GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
 METRICS = (
@@ -46,19 +50,21 @@ METRICS = (
     "turns_ms", "turns_mhz", "turns_w",  # a number for each turn: median ms, SM clock, power
     "tflops", "peak_gib", "error_out", "error_grads", "backend", "timed", "sm_mhz", "power_w",
     "kernels", "registers", "spill_bytes", "shared_kib", "predicted_ms",
+    "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions",  # counters
 )  # fmt: skip
-KINDS = ("harness", "kernel", "ladder")
+KINDS = ("harness", "kernel", "ladder", "counters")
 PARTS = ("forward", "backward", "end_to_end")
 DTYPES = ("bf16", "fp16")
 LEAVES = ("stacked", "separate")
 GRAD_O = ("number", "matrix")
 OURS, PEERS = peers.OURS, peers.PEERS
+COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One thing timed on `heads` × (seq_len, head_dim), batch 1. `impl`: one of OURS or PEERS, for a ladder the name
     of a step; `rep_ms`: repetitions of a turn; `repeat` 1 measures the same thing again."""
@@ -105,6 +111,10 @@ def grid(preset: str) -> list[Case]:
             out += _twice("kernel", impls, part, shape, "separate", "matrix", KERNEL_MS, is_causal, dtype)
         if (head_dim, is_causal, dtype) == (64, True, "bf16"):
             out += _twice("kernel", impls, "backward", shape, "separate", "number", KERNEL_MS)
+    for head_dim in (64, 128):
+        for part in ("forward", "backward"):
+            shape = (*WORK[:2], head_dim)
+            out += _twice("counters", COUNTED, part, shape, "separate", "matrix", 0)
     for part in steps.PARTS:
         names = tuple(step.name for step in steps.of_part(part))
         again = next(name for name in names if name.endswith("production"))
@@ -145,6 +155,8 @@ def estimate_s(group: list[Case]) -> float:
     here = {case.impl for case in group}
     small = first.seq_len <= 4096
     compiled = {"flash_triton": 6.0, "fa4": 20.0, "flex_compiled": 10.0, "plain_triton": 4.0}
+    if first.kind == "counters":
+        return 12.0
     if first.kind == "ladder":
         once = sum(
             3.0 if "hopper" in case.impl else 1.5 if first.part == "backward" else 1.0 for case in group
@@ -222,13 +234,7 @@ class _Candidate:
 
         case, impl = self.case, _implementation(self.case, self.device)
         self.metrics["backend"] = impl.backend
-
-        def laid_out(x):  # as this implementation wants it: (heads, n, d) or (n, heads, d), contiguous
-            return (x.transpose(0, 1) if impl.tokens_first else x).contiguous()
-
-        grad_o = laid_out(self.grad_o)
-        if case.grad_o == "number":
-            grad_o = torch.ones((), device=self.device, dtype=self.q.dtype).expand(grad_o.shape)
+        laid_out, grad_o = self._inputs(impl)
         self._hold_against(exact, impl, laid_out, grad_o)
         data = [laid_out(x) for x in (self.q, self.k, self.v)]
         if case.kind == "harness":
@@ -247,6 +253,27 @@ class _Candidate:
             self.metrics["peak_gib"] = peak_gib(step)
             self.call = step
             return
+        self.prepare_call()
+
+    def _inputs(self, impl: peers.Implementation) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        """What makes a tensor of (heads, n, d) one as this implementation wants it, and its dO."""
+        import torch
+
+        def laid_out(x):  # (heads, n, d) or (n, heads, d), contiguous
+            return (x.transpose(0, 1) if impl.tokens_first else x).contiguous()
+
+        grad_o = laid_out(self.grad_o)
+        if self.case.grad_o == "number":
+            grad_o = torch.ones((), device=self.device, dtype=self.q.dtype).expand(grad_o.shape)
+        return laid_out, grad_o
+
+    def prepare_call(self) -> None:
+        """Makes `call` one pass of the implementation, or both."""
+        import torch
+
+        case, impl = self.case, _implementation(self.case, self.device)
+        laid_out, grad_o = self._inputs(impl)
+        data = [laid_out(x) for x in (self.q, self.k, self.v)]
         made: list[Any] = []  # they belong to the stream of the first call, which a graph captures
 
         def leaves_and_output():
@@ -359,7 +386,53 @@ def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]
     return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
 
 
+# ---------------------------------------------------------------------------------------------- counters
+def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
+    """Runs one call of each case for `measure.ncu` to count; a status for each that cannot run, "" for the others."""
+    import torch
+
+    found, calls = [], []
+    for case in (Case(**fields) for fields in cases):
+        metrics: dict[str, Any] = {}
+        with failure_is_a_row(metrics):
+            candidate = _Candidate(case, _data(case, "cuda"), "cuda")
+            candidate.prepare_call()
+            candidate.call()
+            calls.append(candidate.call)
+        found.append(metrics.get("status", ""))
+    torch.cuda.synchronize()
+    with capture():
+        for call in calls:
+            ncu.mark()
+            call()
+    return found
+
+
+def _count(cases: list[Case]) -> list[dict[str, Any]]:
+    """The counters of a group's cases, in a process under Nsight Compute."""
+    out: list[dict[str, Any]] = [{} for _ in cases]
+    blocked: dict[str, Any] = {}
+    with failure_is_a_row(blocked):
+        arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
+        target = f"{__name__}:counted_calls"
+        statuses, parts = ncu.counted(target, arguments, timeout_s=60 + 10 * estimate_s(cases))
+        remaining = iter(parts)
+        for metrics, status in zip(out, statuses, strict=True):
+            metrics |= {"status": status} if status else ncu.summed(next(remaining))
+    return [blocked or metrics for metrics in out]
+
+
 # ---------------------------------------------------------------------------------------------- a group
+def _data(case: Case, device: str) -> list[torch.Tensor]:
+    """q, k, v and dO of a case: (heads, n, d) each, the same for all that are compared."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    generator = torch.Generator(device).manual_seed(case.seq_len + case.head_dim)
+    shape = (4, case.heads, case.seq_len, case.head_dim)
+    return list(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+
+
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one group in turns; see the package's docstring for the contract."""
     import torch
@@ -369,10 +442,9 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         check(case)
     first = cases[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[first.dtype]
-    generator = torch.Generator(device).manual_seed(first.seq_len + first.head_dim)
-    shape = (4, first.heads, first.seq_len, first.head_dim)
-    data = list(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+    if first.kind == "counters":
+        return _count(cases)
+    data = _data(first, device)
 
     @functools.cache
     def exact() -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What chapter `attention` shows: tables and figures from its rows, with the closed forms beside them."""
+"""What chapter `attention` shows: tables from its rows, with the closed forms beside them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import bisect
 import math
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from cs336_systems import accounting
+from cs336_systems import accounting, experiments
+from cs336_systems.measure import rows as store
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages.flash_bench import verdict
 from cs336_systems.report.roofs import Roofs, machine_environment
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, percent
 
 PARTS = ("forward", "backward")
 PLAIN, COMPILED, OURS = "reference", "reference_compiled", "flash_triton"
@@ -120,6 +118,13 @@ def longest_that_fits(chapter: Chapter, memory_gib: float, head_dim: int, dtype:
 def gpu_memory_gib(chapter: Chapter, machine: str) -> float | None:
     """What the machine's GPU has, by `machine.json`; None where it does not say."""
     return machine_environment(machine, chapter.root).get("gpu_memory_gib") if machine else None
+
+
+def best_clock_mhz(chapter: Chapter, machine: str) -> float | None:
+    """The highest clock of the multiprocessors that the machine's roofs were measured at; None if no row says so."""
+    frame = store.read(experiments.load("hardware"), machine, chapter.root) if machine else pd.DataFrame()
+    clocks = pd.to_numeric(frame["sm_mhz"], errors="coerce").dropna() if len(frame) else frame
+    return float(clocks.max()) if len(clocks) else None
 
 
 def limits(chapter: Chapter, machine: str, head_dim: int) -> pd.DataFrame:
@@ -231,6 +236,32 @@ def time_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
     return pd.DataFrame(out, columns=["d", "n", *heads])
 
 
+def shares(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
+    """Floors over medians on the whole GPU: the shape, `impl`, `part` and `share`; empty without roofs."""
+    rows = with_predictions(chapter, roofs, machine=machine, cap_gib=0)
+    rows = rows[rows["status"] == "ok"].dropna(subset="forward_floor_ms")
+    parts = [
+        rows.assign(part=p, share=(rows[f"{p}_floor_ms"] / rows[f"{p}_ms_p50"]).astype(float)) for p in PARTS
+    ]
+    return pd.concat(parts, ignore_index=True)[[*SHAPE, "impl", "part", "share"]]
+
+
+def floor_table(chapter: Chapter, roofs: Roofs, machine: str, seq_len: int) -> pd.DataFrame:
+    """Floors over medians at one length, in percent: a row for each dtype and head dimension, for each implementation
+    forward (F) and backward (B)."""
+    found = shares(chapter, roofs, machine)
+    found = found[found["seq_len"] == seq_len]
+    out = []
+    for (dtype, head_dim), part in found.groupby(["dtype", "head_dim"], sort=False):
+        line: dict[str, Any] = {"dtype": figures.label(str(dtype)), "d": int(head_dim)}
+        for impl in dict.fromkeys(found["impl"]):
+            for p, letter in zip(PARTS, "FB", strict=True):
+                one = part[(part["impl"] == impl) & (part["part"] == p)]["share"]
+                line[f"{figures.label(impl)} {letter}"] = percent(one.iloc[0] if len(one) else None)
+        out.append(line)
+    return pd.DataFrame(out)
+
+
 def memory_table(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
     """Memory in GiB before backward and at the peak, each beside its prediction (pred.), and the number of matrices of
     scores that both amount to; `where` leaves one machine, dtype, cap and d.
@@ -264,8 +295,8 @@ def failures(chapter: Chapter, machine: str) -> pd.DataFrame:
 
 
 def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
-    """For each shape that ran out of memory somewhere: every implementation, its predicted peak in GiB, and what
-    happened on the whole GPU and under the cap: the measured peak in GiB, or in which pass it failed.
+    """For each shape that ran out of memory somewhere: every implementation, its predicted peak in GiB (with the
+    measured workspaces), and what happened on the whole GPU and under the cap: the measured peak, or where it failed.
     """
     rows = failures(chapter, machine)
     caps = sorted(rows["cap_gib"].unique())
@@ -275,9 +306,11 @@ def out_of_memory(chapter: Chapter, machine: str) -> pd.DataFrame:
     ):
         shape = sizes(chapter, seq_len, head_dim, dtype)
         form = closed_form(chapter, impl, dtype, seq_len, head_dim, machine)
+        known = part["workspace_gib"].dropna()
+        peak = accounting.attention_peak_bytes(*shape, form) / GIB + (known.iloc[0] if len(known) else 0.0)
         line = {
             "dtype": dtype, "n": int(seq_len), "d": int(head_dim), "implementation": figures.label(impl),
-            "predicted": fmt(accounting.attention_peak_bytes(*shape, form) / GIB),
+            "predicted": fmt(peak),
         }  # fmt: skip
         for cap in caps:
             row = part[part["cap_gib"] == cap]
@@ -305,30 +338,43 @@ def spread(chapter: Chapter) -> pd.DataFrame:
     return both[[*SHAPE, "run", *PARTS]]
 
 
-def speedups(chapter: Chapter, roofs: Roofs, impl: str, part: str, **where: Any) -> pd.DataFrame:
-    """Median time of plain attention over that of `impl`, where both ran in the same run.
+def noise(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """For each length (the index), the largest difference between two measurements of the same case, over all dtypes,
+    head dimensions and caps: columns `forward` and `backward`. Where the host sets the time, one pair says little."""
+    again = spread(chapter)
+    return again[again["machine"] == machine].groupby("seq_len")[list(PARTS)].max()
 
-    SHAPE columns, `ratio`, `predicted` (the ratio of their floors), `noise` (the A/A difference of the run, or the
-    median of all runs where it is larger) and `word`: `faster`, `even` or `slower`.
+
+def speedups(
+    chapter: Chapter, roofs: Roofs, impl: str, part: str, base: str = PLAIN, **where: Any
+) -> pd.DataFrame:
+    """Median time of `base`, by default plain attention, over that of `impl`, where both ran in the same run.
+
+    SHAPE columns, `ratio`, `predicted` (the ratio of their floors), `share` and `share_base` (their floors over their
+    times), `ms` and `ms_base`, `noise` (see there) and `word`: `faster`, `even` or `slower`.
     """
-    metric = f"{part}_ms_p50"
+    metric, floor = f"{part}_ms_p50", f"{part}_floor_ms"
     rows = with_predictions(chapter, roofs, **where)
     rows = rows[rows["status"] == "ok"]
-    both = rows[rows["impl"] == PLAIN].merge(
-        rows[rows["impl"] == impl], on=[*SHAPE, "run"], suffixes=("", "_peer")
+    both = rows[rows["impl"] == impl].merge(
+        rows[rows["impl"] == base], on=[*SHAPE, "run"], suffixes=("", "_base")
     )
-    both["ratio"] = (both[metric] / both[f"{metric}_peer"]).astype(float)
-    both["predicted"] = both[f"{part}_floor_ms"] / both[f"{part}_floor_ms_peer"]
-    again = spread(chapter)
-    both = both.merge(again[["run", part]].rename(columns={part: "again"}), on="run", how="left")
-    both["noise"] = np.fmax(both["again"].astype(float), again[part].median() if len(again) else math.nan)
+    for end in ("", "_base"):
+        both[f"ms{end}"] = both[f"{metric}{end}"].astype(float)
+        both[f"share{end}"] = both[f"{floor}{end}"].astype(float) / both[f"ms{end}"]
+    both["ratio"] = both["ms_base"] / both["ms"]
+    both["predicted"] = both[f"{floor}_base"].astype(float) / both[floor].astype(float)
+    known = {machine: noise(chapter, machine)[part] for machine in both["machine"].unique()}
+    both["noise"] = [known[m].get(n, math.nan) for m, n in zip(both["machine"], both["seq_len"], strict=True)]
     both["word"] = [verdict(r, n) for r, n in zip(both["ratio"], both["noise"], strict=True)]
-    return both[[*SHAPE, "ratio", "predicted", "noise", "word"]]
+    return both[
+        [*SHAPE, "ratio", "predicted", "share", "share_base", "ms", "ms_base", "noise", "word"]
+    ].astype({"noise": float})
 
 
 def speedup_table(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
     """Plain attention's time over compiled and over ours, forward (F) and backward (B), each beside its prediction
-    (pred.); `where` leaves one machine, dtype, cap and d. A difference below the A/A spread is marked as even.
+    (pred.); `where` leaves one machine, dtype, cap and d. A difference within the noise is marked as even.
     """
     lines: dict[int, dict[str, str]] = {}
     for impl, short in ((COMPILED, "comp."), (OURS, "ours")):
@@ -342,81 +388,3 @@ def speedup_table(chapter: Chapter, roofs: Roofs, **where: Any) -> pd.DataFrame:
     table = pd.DataFrame([lines[n] for n in sorted(lines)]).fillna(EMPTY)
     table.columns = ["pred." if name.endswith("pred.") else name for name in table.columns]
     return table
-
-
-# ------------------------------------------------------------------------------------------------ figures
-def time_figure(chapter: Chapter, roofs: Roofs, dtypes: tuple[str, ...], **where: Any) -> Figure:
-    """Medians over the sequence length, a row of panels for each dtype; dashed: the floor of each implementation."""
-    figure, axes = figures.panels(columns=2, rows=len(dtypes), height=2.6)
-    for line, dtype in zip(axes, dtypes, strict=True):
-        rows = with_predictions(chapter, roofs, **where, dtype=dtype)
-        for ax, part in zip(line, PARTS, strict=True):
-            ok = rows[rows["status"] == "ok"]
-            figures.lines(ax, ok, "seq_len", f"{part}_ms_p50", "impl", log_y=True)
-            _dashed(ax, rows[rows["seq_len"].isin(ok["seq_len"])], f"{part}_floor_ms")
-            ax.set(title=f"{part}, {figures.label(dtype)}", xlabel="sequence length")
-        line[0].set_ylabel("ms")
-    _legend_below(figure, axes)
-    return figure
-
-
-def memory_figure(chapter: Chapter, roofs: Roofs, **where: Any) -> Figure:
-    """Memory before backward and at the peak over the sequence length; dashed: the closed forms."""
-    rows = with_predictions(chapter, roofs, **where)
-    figure, axes = figures.panels(columns=2, height=3.0)
-    for ax, measured, predicted, title in (
-        (axes[0, 0], "before_backward_gib", "predicted_before_gib", "just before backward"),
-        (axes[0, 1], "peak_gib", "predicted_peak_gib", "at the peak"),
-    ):
-        there = rows[rows[measured].notna() & ((measured != "peak_gib") | (rows["status"] == "ok"))]
-        figures.lines(ax, there, "seq_len", measured, "impl", log_y=True)
-        if len(there):
-            _dashed(ax, rows, predicted, figures.ROOF)
-            for cap in sorted(c for c in chapter.rows()["cap_gib"].unique() if c):
-                figures.roof(ax, cap, f"{cap} GiB")
-        ax.set(title=title, xlabel="sequence length")
-    axes[0, 0].set_ylabel("GiB")
-    _legend_below(figure, axes)
-    return figure
-
-
-def _dashed(ax: Axes, rows: pd.DataFrame, y: str, color: str | None = None) -> None:
-    """A closed form: a dashed line for each implementation, in its color, or in one that is seen on top of others."""
-    for impl, part in rows.dropna(subset=y).groupby("impl", sort=False):
-        part = part.sort_values("seq_len")
-        own, zorder = figures.look(str(impl))[1], 4 if color else 2
-        ax.plot(part["seq_len"], part[y], color=color or own, ls=(0, (2, 2)), lw=1.0, zorder=zorder)
-
-
-def speedup_figure(
-    chapter: Chapter, roofs: Roofs, impl: str, dtypes: tuple[str, ...], **where: Any
-) -> Figure:
-    """Maps of plain attention's time over that of `impl`: sequence length across, head dimension down."""
-    figure, axes = figures.panels(columns=2, rows=len(dtypes), height=1.7)
-    for line, dtype in zip(axes, dtypes, strict=True):
-        grid = chapter.rows(**where, dtype=dtype, impl=impl, repeat=0)
-        for ax, part in zip(line, PARTS, strict=True):
-            ax.set_title(f"{part}, {figures.label(dtype)}")
-            table = speedups(chapter, roofs, impl, part, **where, dtype=dtype)
-            if table.empty:
-                figures.nothing(ax)
-                continue
-            words = grid.assign(word=grid["status"].map(word)).pivot_table(
-                index="head_dim", columns="seq_len", values="word", aggfunc="first"
-            )
-            shown = table.pivot_table(index="head_dim", columns="seq_len", values="ratio", aggfunc="first")
-            shown = shown.reindex(index=words.index, columns=words.columns)
-            figures.heat(ax, shown, limit=4.0, words=words.replace("ok", EMPTY))
-        line[0].set_ylabel("d")
-    for ax in axes[-1]:
-        ax.set_xlabel("sequence length")
-    return figure
-
-
-def _legend_below(figure: Figure, axes: np.ndarray) -> None:
-    """One legend for all panels, from the first one that has any lines."""
-    for ax in axes.flat:
-        handles, labels = ax.get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
-            return

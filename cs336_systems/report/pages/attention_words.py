@@ -4,8 +4,6 @@ Each says "not measured" where the rows for it are missing; none claims a differ
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -15,8 +13,9 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages.attention import COMPILED, GIB, MATRICES, OURS, PARTS, PLAIN
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, percent
+from cs336_systems.report.tables import fmt, listed, percent
 
+SIX_DIGITS = 5e-6  # the relative difference that rounding to six digits makes at the most
 LONG = 4096  # from here on the matrices outweigh everything else, and slopes say something
 
 
@@ -106,22 +105,6 @@ def expected_speedup(chapter: Chapter, roofs: Roofs, machine: str, seq_len: int,
 
 
 # ------------------------------------------------------------------------------------------------ how good it is
-def spread(chapter: Chapter) -> str:
-    """What the A/A rows say."""
-    again = page.spread(chapter)
-    if again.empty:
-        return f"The repetition of the same case (A/A): {NOT_MEASURED}."
-    typical = " and ".join(f"{part} {percent(again[part].median())}" for part in PARTS)
-    worst = max(PARTS, key=lambda part: again[part].max())
-    row = again.loc[again[worst].idxmax()]
-    return (
-        f"Plain attention measured twice in one run differs by a median of {typical} over {len(again)} runs; the most "
-        f"is {percent(row[worst])}, {worst} at $n = {row['seq_len']}$, $d = {row['head_dim']}$ in "
-        f"{figures.label(row['dtype'])}. A difference smaller than that of its own run, or than this median, is called "
-        "*even*."
-    )
-
-
 def really_compiled(chapter: Chapter) -> str:
     """How many graphs each compiled case captured, and what compiling took where no cache helped."""
     rows = chapter.measured(impl=COMPILED)
@@ -140,75 +123,6 @@ def really_compiled(chapter: Chapter) -> str:
             f"{fmt(fresh.median())}); cases whose code the compiler found in its cache on disk are not counted."
         )
     return text
-
-
-# ------------------------------------------------------------------------------------------------ time
-def speedup(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
-    """Plain attention's time over that of `impl`, by dtype and pass, as a Markdown list."""
-    out = []
-    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
-        for part in PARTS:
-            table = page.speedups(chapter, roofs, impl, part, machine=machine, dtype=dtype, cap_gib=0)
-            if table.empty:
-                continue
-            said = table["word"].value_counts()
-            low, high = table.loc[table["ratio"].idxmin()], table.loc[table["ratio"].idxmax()]
-            ends = [f"{fmt(row['ratio'])} ({_shape(row)})" for row in (low, high)]
-            out.append(
-                f"- {part}, {figures.label(dtype)}: faster in {said.get('faster', 0)} of {len(table)} shapes, slower "
-                f"in {said.get('slower', 0)}; plain time over {_its(impl)} from {ends[0]} to {ends[1]}."
-            )
-    return "\n".join(out) or f"Plain attention against {figures.label(impl)}: {NOT_MEASURED}."
-
-
-def _its(impl: str) -> str:
-    return {COMPILED: "compiled", OURS: "ours"}.get(impl, figures.label(impl))
-
-
-def _shape(row: Any) -> str:
-    return f"n = {figures.short(row['seq_len'])}, d = {row['head_dim']}"
-
-
-def at_length(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """At the longest sequence: the speedup of compiling, predicted and measured, over the head dimensions."""
-    words = []
-    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
-        for part in PARTS:
-            table = page.speedups(chapter, roofs, COMPILED, part, machine=machine, dtype=dtype, cap_gib=0)
-            table = table[table["seq_len"] == table["seq_len"].max()].dropna(subset="predicted")
-            if len(table):
-                words.append(
-                    f"{part} in {figures.label(dtype)} {_range(table['ratio'])} "
-                    f"(predicted {_range(table['predicted'])})"
-                )
-                longest = table["seq_len"].max()
-    if not words:
-        return f"Compiling at the longest sequence against its prediction: {NOT_MEASURED}."
-    return (
-        f"At $n = {longest}$, over the head dimensions, plain time over compiled time is: {'; '.join(words)}."
-    )
-
-
-def _range(numbers: pd.Series) -> str:
-    low, high = fmt(numbers.min()), fmt(numbers.max())
-    return low if low == high else f"{low} to {high}"
-
-
-def floors(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """What share of the measured time the floors explain at the longest sequence, by implementation."""
-    rows = page.with_predictions(chapter, roofs, machine=machine, cap_gib=0)
-    rows = rows[rows["status"] == "ok"].dropna(subset="forward_floor_ms")
-    if rows.empty:
-        return f"The floors against the measured times: {NOT_MEASURED}."
-    rows = rows[rows["seq_len"] == rows["seq_len"].max()]
-    words = []
-    for impl, part in rows.groupby("impl", sort=False):
-        shares = pd.concat([part[f"{p}_floor_ms"] / part[f"{p}_ms_p50"] for p in PARTS]).astype(float)
-        words.append(f"{figures.label(str(impl))} {percent(shares.min())} to {percent(shares.max())}")
-    return (
-        f"At $n = {rows['seq_len'].max()}$ the floors are this share of the measured times, over passes, dtypes and "
-        f"head dimensions: {'; '.join(words)}."
-    )
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -241,7 +155,7 @@ def exponents(chapter: Chapter, machine: str, head_dim: int, dtype: str) -> str:
 def accuracy(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """How far the closed forms are from the measured memory, by implementation."""
     rows = page.with_predictions(chapter, roofs, machine=machine)
-    words = []
+    words, most = [], 0.0
     for impl, part in rows.groupby("impl", sort=False):
         ok = part[part["status"] == "ok"]
         apart = [
@@ -252,16 +166,23 @@ def accuracy(chapter: Chapter, roofs: Roofs, machine: str) -> str:
         ]  # fmt: skip
         if pd.notna(apart[0]) and pd.notna(apart[1]):
             words.append(f"{figures.label(str(impl))} {percent(apart[0])} and {percent(apart[1])}")
+            most = max(most, *apart)
     if not words:
         return f"The closed forms against the measured memory: {NOT_MEASURED}."
     return (
         "The largest relative difference between measured memory and closed form over all shapes, before backward and "
         f"at the peak: {'; '.join(words)}."
+        + (
+            f" Rows are rounded to six digits, which alone makes up to {percent(SIX_DIGITS)}."
+            if most <= SIX_DIGITS
+            else ""
+        )
     )
 
 
 def what_fails(chapter: Chapter, machine: str) -> str:
-    """Which cases ran out of memory, on the whole GPU and under the cap, as a Markdown list."""
+    """Which cases ran out of memory, on the whole GPU and under the cap, as a Markdown list; and whether they are those
+    that the closed forms name."""
     rows = chapter.rows(machine=machine, repeat=0) if machine else chapter.rows()
     known = rows[rows["status"].isin(["ok", "oom"])]
     out = []
@@ -271,10 +192,44 @@ def what_fails(chapter: Chapter, machine: str) -> str:
         part = known[known["cap_gib"] == cap]
         failed = part[part["status"] == "oom"]
         if failed.empty:
-            out.append(f"- {_capital(where)} none of {len(part)} cases runs out of memory.")
+            out.append(f"- {_capital(where)} none of {len(part)} cases runs out of memory{_most(part)}.")
             continue
-        out.append(f"- {_capital(where)} {len(failed)} of {len(part)} cases run out: {_cases(failed)}.")
+        limit = float(cap) or page.gpu_memory_gib(chapter, machine)
+        said = limit and ((_needs(chapter, part) > limit * GIB) == (part["status"] == "oom")).all()
+        out.append(
+            f"- {_capital(where)} {len(failed)} of {len(part)} cases run out: {_cases(failed)}"
+            + ("; the closed forms named the same ones." if said else ".")
+        )
     return "\n".join(out) or f"What runs out of memory: {NOT_MEASURED}."
+
+
+def _most(rows: pd.DataFrame) -> str:
+    """The greatest peak among rows, and whose it is; nothing where none is known."""
+    known = rows.dropna(subset="peak_gib")
+    if known.empty:
+        return ""
+    row = known.loc[known["peak_gib"].astype(float).idxmax()]
+    return (
+        f"; the highest peak is {fmt(row['peak_gib'])} GiB, {figures.label(row['impl'])} in "
+        f"{figures.label(row['dtype'])} at $n = {row['seq_len']}$, $d = {row['head_dim']}$"
+    )
+
+
+def under_the_cap(chapter: Chapter, machine: str) -> str:
+    """How far times under the cap are from those on the whole GPU."""
+    rows = chapter.measured(machine=machine, repeat=0) if machine else chapter.measured()
+    same = ["impl", "dtype", "head_dim", "seq_len"]
+    both = rows[rows["cap_gib"] > 0].merge(rows[rows["cap_gib"] == 0], on=same, suffixes=("", "_whole"))
+    if both.empty:
+        return ""
+    apart = max((both[f"{p}_ms_p50"] / both[f"{p}_ms_p50_whole"] - 1).abs().max() for p in PARTS)
+    return (
+        f"The {len(both)} cases that fit under the cap take as long as on the whole GPU, within {percent(apart)} "
+        "(medians of different runs)."
+        if apart < 0.05
+        else f"The medians of the {len(both)} cases that fit under the cap differ from those on the whole GPU by up to "
+        f"{percent(apart)} (in different runs)."
+    )
 
 
 def smallest_failure(chapter: Chapter, machine: str) -> pd.Series | None:
@@ -329,11 +284,18 @@ def accounting_of(chapter: Chapter, machine: str) -> str:
         )
     if pd.notna(row["peak_gib"]) and pd.notna(row["failed_in"]) and limit:
         left = limit - row["peak_gib"]
+        before = list(found)[: list(found).index(peak)]
+        reached = [m for m in before if _same(sum(found[m].values()) / GIB, row)]
+        held = f", what “{reached[-1]}” holds" if reached and row["failed_in"] == "backward" else ""
         text += (
-            f" The most that was allocated is {fmt(row['peak_gib'], 4)} GiB, when the {row['failed_in']} pass failed: "
-            f"{fmt(left)} GiB were left, and the next matrix needs {_gib(matrix_bytes)}."
+            f" The most that was allocated is {fmt(row['peak_gib'], 4)} GiB{held}. Then the {row['failed_in']} pass "
+            f"failed: {fmt(left)} GiB were left, and the next matrix needs {_gib(matrix_bytes)}."
         )
     return text
+
+
+def _same(predicted_gib: float, row: pd.Series) -> bool:
+    return abs(predicted_gib + row["workspace_gib"] - row["peak_gib"]) < 1e-3 * row["peak_gib"]
 
 
 def without_scores(chapter: Chapter, machine: str) -> str:
@@ -354,6 +316,24 @@ def without_scores(chapter: Chapter, machine: str) -> str:
         f"At $n = {row['seq_len']}$, $d = {row['head_dim']}$ in {figures.label(row['dtype'])}"
         + (f" and under the cap of {row['cap_gib']} GiB" if row["cap_gib"] else "")
         + f", {figures.label(OURS)} holds {fmt(row['before_backward_gib'])} GiB before backward and peaks at "
-        f"{fmt(row['peak_gib'])} GiB, workspaces of {fmt(row['workspace_gib'])} GiB included; the closed forms are "
-        f"{_gib(own)} for it and {_gib(plain)}, {fmt(plain / own)} times as much, for plain attention."
+        f"{fmt(row['peak_gib'])} GiB (predicted {fmt(own / GIB + row['workspace_gib'])}), workspaces of "
+        f"{fmt(row['workspace_gib'])} GiB included. Without them, that is {_gib(own)} where plain attention needs "
+        f"{_gib(plain)}, {fmt(plain / own)} times as much."
     )
+
+
+# ------------------------------------------------------------------------------------------------ answers
+def answer(chapter: Chapter, machine: str, seq_len: int, head_dim: int, dtype: str) -> str:
+    """`pytorch_attention` in a few sentences: one shape's times and memory, and what runs out."""
+    shape = {"machine": machine, "cap_gib": 0, "dtype": dtype, "head_dim": head_dim, "seq_len": seq_len}
+    rows = chapter.measured(**shape, impl=PLAIN, repeat=0)
+    text = f"Plain attention at $n = {seq_len}$, $d = {head_dim}$ in {figures.label(dtype)}: "
+    if rows.empty:
+        return f"{text}{NOT_MEASURED}."
+    row = rows.iloc[0]
+    text += listed([f"{p} {fmt(row[f'{p}_ms_mean'])} ms" for p in PARTS]) + " (means)"
+    if pd.notna(row["before_backward_gib"]):
+        text += (
+            f", {fmt(row['before_backward_gib'])} GiB before backward, {fmt(row['peak_gib'])} GiB at the peak"
+        )
+    return f"{text}. Out of memory:\n\n{what_fails(chapter, machine)}"

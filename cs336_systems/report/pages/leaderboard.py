@@ -13,7 +13,7 @@ from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, percent
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 OURS = ("flash_triton", "plain_triton")
@@ -145,14 +145,15 @@ def turns_figure(chapter: Chapter, machine: str) -> Figure:
 def limits(part: str, sms: int, sm_mhz: float, capability: int = 90) -> dict[str, float]:
     """Unit → ms that the leaderboard's work needs there at the least, every pair visited once, five products
     backward."""
-    sm = accounting.MULTIPROCESSORS[capability]
-    work = (
-        accounting.forward_work(HEAD_DIM, 128)
-        if part == "forward"
-        else accounting.backward_work(HEAD_DIM, 128)
-    )
+    sm, work = accounting.MULTIPROCESSORS[capability], work_of_a_pair(part)
     pairs = accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part)
     return accounting.unit_ms(work, pairs, HEAD_DIM, sms, sm_mhz, sm)
+
+
+def work_of_a_pair(part: str) -> accounting.Work:
+    """What each unit has to do for a pair of query and key."""
+    count = accounting.forward_work if part == "forward" else accounting.backward_work
+    return count(HEAD_DIM, 128)
 
 
 def limits_table(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
@@ -236,6 +237,37 @@ def skipped(chapter: Chapter, machine: str) -> pd.DataFrame:
     found = rows.groupby(["impl", "status"], sort=False).size().reset_index(name="cases")
     found["impl"] = [figures.label(i) for i in found["impl"]]
     return found.rename(columns={"impl": "implementation or step", "status": "why"})
+
+
+# ------------------------------------------------------------------------------------------------ counters
+COUNTED_UNITS = {
+    "tensor_pct": "tensor cores", "exp_pct": "special function units", "issue_pct": "schedulers",
+    "shared_pct": "shared memory and L1", "l2_pct": "L2",
+}  # fmt: skip
+
+
+def counters_table(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """How busy each unit was, by head dimension, pass and implementation, and instructions issued for a pair."""
+    out = []
+    for row in chapter.rows(machine=machine, kind="counters", repeat=0).to_dict("records"):
+        ok = row["status"] == "ok"
+        out.append({
+            "d": row["head_dim"], "pass": row["part"], "implementation": figures.label(row["impl"]),
+            **{name: _share(row[unit]) if ok else EMPTY for unit, name in COUNTED_UNITS.items()},
+            "bank conflicts": _share(row["conflict_pct"]) if ok else EMPTY,
+            "instructions a pair": fmt(instructions_a_pair(row)) if ok else _short(row["status"]),
+        })  # fmt: skip
+    return pd.DataFrame(out)
+
+
+def _share(in_percent: Any) -> str:
+    return percent(None if pd.isna(in_percent) else float(in_percent) / 100)
+
+
+def instructions_a_pair(row: Any) -> float:
+    """Instructions that the kernels of a row issued, by lanes, for each pair of query and key that must be visited."""
+    pairs = accounting.attention_exps(row["heads"], row["seq_len"], row["seq_len"], True, row["part"])
+    return 32 * float(row["instructions"]) / pairs
 
 
 # ------------------------------------------------------------------------------------------------ the ladder

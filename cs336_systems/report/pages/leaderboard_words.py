@@ -216,6 +216,46 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> str:
     )
 
 
+def counters(chapter: Chapter, machine: str) -> str:
+    """Which unit is the busiest in our kernels and in the fastest peer's, and what is issued for a pair."""
+    rows = chapter.measured(machine=machine, kind="counters", repeat=0)
+    text = []
+    for part in page.PARTS:
+        found = {
+            r["impl"]: r
+            for r in rows[(rows["part"] == part) & (rows["head_dim"] == HEAD_DIM)].to_dict("records")
+        }
+        ours = found.get("flash_triton")
+        if ours is None:
+            continue
+        by_hand = page.work_of_a_pair(part).instructions
+        text.append(
+            f"{part[0].upper() + part[1:]} at d = {HEAD_DIM}: in ours {_busiest(ours)}; for a pair "
+            f"{fmt(page.instructions_a_pair(ours))} instructions are issued, of which the count by hand knows "
+            f"{fmt(by_hand)}"
+        )  # fmt: skip
+        if "sdpa_cudnn" in found:
+            peer = found["sdpa_cudnn"]
+            text[-1] += (
+                f". In {figures.label('sdpa_cudnn')}'s {_busiest(peer)}, and it issues "
+                f"{fmt(page.instructions_a_pair(peer))}"
+            )
+    if not text:
+        return f"How busy the units are: {NOT_MEASURED}."
+    return ". ".join(text) + "."
+
+
+def _busiest(row: dict[str, Any]) -> str:
+    """The two busiest units of a row."""
+    known = {unit: float(row[unit]) for unit in page.COUNTED_UNITS if not pd.isna(row[unit])}
+    first, second = sorted(known, key=lambda unit: -known[unit])[:2]
+    name = page.COUNTED_UNITS
+    return (
+        f"the busiest are {name[first]} ({percent(known[first] / 100)} of the cycles) and {name[second]} "
+        f"({percent(known[second] / 100)})"
+    )
+
+
 def harness_cost(roofs: Roofs) -> str:
     """What the handout's way to make q, k and v costs."""
     moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=True)

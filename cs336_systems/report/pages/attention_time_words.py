@@ -1,0 +1,426 @@
+"""The sentences of chapter `attention` about times: Markdown, computed from its rows and the closed forms.
+
+Each says "not measured" where the rows for it are missing; none claims a difference below the A/A spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems import accounting
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import attention as page
+from cs336_systems.report.pages.attention import COMPILED, OURS, PARTS, PLAIN
+from cs336_systems.report.pages.attention_words import LONG
+from cs336_systems.report.roofs import Roofs
+from cs336_systems.report.tables import fmt, listed, percent
+
+FEW_SLOW = 0.05  # a mean that lies above its median by this share has a few slow steps in it
+BEYOND = 1.1  # a gain is more than the floors allow from this multiple of their ratio on
+
+
+def _lengths(lengths: Iterable[int]) -> str:
+    return ", ".join(figures.short(n) for n in sorted(lengths))
+
+
+def _range(numbers: Iterable[float], digits: int = 3) -> str:
+    numbers = list(numbers)
+    low, high = fmt(min(numbers), digits), fmt(max(numbers), digits)
+    return low if low == high else f"{low} to {high}"
+
+
+def _percents(shares: pd.Series) -> str:
+    low, high = percent(shares.min()), percent(shares.max())
+    return low if low == high else f"{low} to {high}"
+
+
+def _ok(chapter: Chapter, machine: str, **where: Any) -> pd.DataFrame:
+    return chapter.measured(machine=machine, cap_gib=0, repeat=0, **where)
+
+
+# ------------------------------------------------------------------------------------------------ how good it is
+def spread(chapter: Chapter, machine: str) -> str:
+    """What the A/A rows say, by length."""
+    noise = page.noise(chapter, machine).dropna()
+    if noise.empty:
+        return f"The repetition of the same case (A/A): {NOT_MEASURED}."
+    count = (page.spread(chapter)["machine"] == machine).sum()
+    words = [
+        f"{percent(row.forward)} and {percent(row.backward)} at $n = {n}$" for n, row in noise.iterrows()
+    ]
+    return (
+        f"The medians of plain attention measured twice in one run ({count} runs) differ, forward and backward, by at "
+        f"most {', '.join(words)}. A difference no larger than the largest of its length and pass is called *even*."
+    )
+
+
+def means(chapter: Chapter, machine: str) -> str:
+    """How far means lie above medians, by length."""
+    rows = _ok(chapter, machine)
+    if rows.empty:
+        return f"Means against medians: {NOT_MEASURED}."
+    above = pd.concat([rows[f"{p}_ms_mean"] / rows[f"{p}_ms_p50"] - 1 for p in PARTS], axis=1)
+    most = above.astype(float).max(axis=1).groupby(rows["seq_len"]).max()
+    words = [f"{percent(share)} at $n = {n}$" for n, share in most.items()]
+    text = f"Means lie above medians by up to {', '.join(words)}"
+    if most.max() < FEW_SLOW:
+        return f"{text}."
+    return (
+        f"{text}: a few slow steps among the hundred, which widen the standard deviation as well. That is why medians "
+        "are compared."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ floors
+def growth(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """How times grow at both ends of the grid, and what launches alone would cost."""
+    rows = _ok(chapter, machine)
+    lengths = sorted(rows["seq_len"].unique())
+    if len(lengths) < 2:
+        return f"How times grow with the length: {NOT_MEASURED}."
+    text = ""
+    if len(lengths) > 3:
+        few = _factors(rows, lengths[0], lengths[1])
+        work = (lengths[1] / lengths[0]) ** 2
+        text += (
+            f"From $n = {lengths[0]}$ to {lengths[1]} the work grows {work:.0f}-fold, the medians by factors "
+            f"of {_range(few['factor'], 2)}. "
+        )
+        if page.device(machine) == "cuda" and few["factor"].max() < work / 4:
+            text += f"So at $n = {lengths[0]}$ most of the time is the host's. " + _launches(
+                chapter, roofs, rows[rows["seq_len"] == lengths[0]]
+            )
+    last = _factors(rows, *lengths[-2:])
+    by_impl = [
+        f"{_range(part['factor'])} ({figures.label(str(impl))})"
+        for impl, part in last.groupby("impl", sort=False)
+    ]
+    work = (lengths[-1] / lengths[-2]) ** 2
+    text += (
+        f"From $n = {lengths[-2]}$ to {lengths[-1]} the work grows {work:.0f}-fold, the medians by factors "
+        f"of {', '.join(by_impl)}."
+    )
+    if last["factor"].min() < 0.95 * work:
+        text += f" Where a factor is less than {work:.0f}, the shorter length is the less efficient one."
+    return text
+
+
+def _factors(rows: pd.DataFrame, short: int, long: int) -> pd.DataFrame:
+    """Time at a length over that at a shorter one, of each case and pass: columns `impl` and `factor`."""
+    same = ["impl", "dtype", "head_dim"]
+    both = rows[rows["seq_len"] == short].merge(
+        rows[rows["seq_len"] == long], on=same, suffixes=("", "_long")
+    )
+    return pd.concat(
+        [
+            pd.DataFrame({"impl": both["impl"], "factor": both[f"{p}_ms_p50_long"] / both[f"{p}_ms_p50"]})
+            for p in PARTS
+        ]
+    ).astype({"factor": float})
+
+
+def _launches(chapter: Chapter, roofs: Roofs, rows: pd.DataFrame) -> str:
+    """What launching the kernels of a plain forward pass costs, beside its time."""
+    plain = rows[rows["impl"] == PLAIN]
+    if plain.empty or not roofs.launch_us:
+        return ""
+    row = plain.iloc[0]
+    shape = page.sizes(chapter, int(row["seq_len"]), int(row["head_dim"]), row["dtype"])
+    count = len(accounting.attention_kernels(*shape, "reference", "forward"))
+    launches = count * roofs.launch_us / 1e3
+    times = plain["forward_ms_p50"].astype(float)
+    text = (
+        f"A plain forward pass takes {_range(times)} ms at $n = {row['seq_len']}$; its {count} launches, at "
+        f"{fmt(roofs.launch_us)} µs each, would be {fmt(launches)} ms"
+    )
+    if times.min() > 2 * launches:
+        text += (
+            ". The larger part is what surrounds them: Python, autograd, waiting for the device, which these rows do "
+            "not take apart"
+        )
+    return text + ". "
+
+
+def floors(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """What share of the measured time the floors explain at the longest sequence, by implementation and dtype; and
+    whether any time lies below its floor."""
+    found = page.shares(chapter, roofs, machine)
+    if found.empty:
+        return f"The floors against the measured times: {NOT_MEASURED}."
+    long = found[found["seq_len"] == found["seq_len"].max()]
+    words = []
+    for impl, part in long.groupby("impl", sort=False):
+        by_dtype = [
+            f"{_percents(some['share'])} in {figures.label(str(dtype))}"
+            for dtype, some in part.groupby("dtype", sort=False)
+        ]
+        words.append(f"{figures.label(str(impl))} {' and '.join(by_dtype)}")
+    below = (found["share"] > 1).sum()
+    text = (
+        f"{below} of {len(found)} medians lie below their floors, which assume that each kernel reads its operands "
+        "from memory: what still lies in a cache is read faster."
+        if below
+        else f"No median of the grid lies below its floor; the nearest floor is {percent(found['share'].max())} of its "
+        "median."
+    )
+    return f"At $n = {long['seq_len'].max()}$ the floors are this share of the medians: {'; '.join(words)}. {text}"
+
+
+# ------------------------------------------------------------------------------------------------ speedups
+def speedup(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
+    """Plain attention's time over that of `impl`, by dtype and pass, as a Markdown list."""
+    out = []
+    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
+        for part in PARTS:
+            table = page.speedups(chapter, roofs, impl, part, machine=machine, dtype=dtype, cap_gib=0)
+            if table.empty:
+                continue
+            said = table["word"].value_counts()
+            low, high = table.loc[table["ratio"].idxmin()], table.loc[table["ratio"].idxmax()]
+            ends = [f"{fmt(row['ratio'])} ({_shape(row)})" for row in (low, high)]
+            slower = table[table["word"] == "slower"]
+            where = f" ({_shapes(slower, table)})" if len(slower) else ""
+            out.append(
+                f"- {part}, {figures.label(dtype)}: faster in {said.get('faster', 0)} of {len(table)} shapes, even in "
+                f"{said.get('even', 0)}, slower in {len(slower)}{where}; plain time over {_its(impl)} from {ends[0]} "
+                f"to {ends[1]}."
+            )
+    return "\n".join(out) or f"Plain attention against {figures.label(impl)}: {NOT_MEASURED}."
+
+
+def _its(impl: str) -> str:
+    return {COMPILED: "compiled", OURS: "ours"}.get(impl, figures.label(impl))
+
+
+def _shape(row: Any) -> str:
+    return f"n = {figures.short(row['seq_len'])}, d = {row['head_dim']}"
+
+
+def _shapes(some: pd.DataFrame, of: pd.DataFrame) -> str:
+    """`n = 256, 1k at every d; n = 4k at d = 64`: head dimensions with the same lengths put together."""
+    dims: dict[tuple[int, ...], list[int]] = {}
+    for d, part in some.groupby("head_dim"):
+        dims.setdefault(tuple(sorted(part["seq_len"])), []).append(int(d))
+    words = []
+    for lengths, ds in dims.items():
+        every = set(ds) == set(of["head_dim"]) and len(ds) > 1
+        at = (
+            "every n"
+            if set(lengths) == set(of["seq_len"]) and len(lengths) > 1
+            else f"n = {_lengths(lengths)}"
+        )
+        words.append(f"{at} at " + ("every d" if every else f"d = {', '.join(map(str, ds))}"))
+    return "; ".join(words)
+
+
+def at_length(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
+    """At the longest sequence: the speedup of an implementation, predicted and measured, over the head dimensions."""
+    words, apart = [], [0.0]
+    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
+        for part in PARTS:
+            table = page.speedups(chapter, roofs, impl, part, machine=machine, dtype=dtype, cap_gib=0)
+            table = table[table["seq_len"] == table["seq_len"].max()].dropna(subset="predicted")
+            if len(table):
+                words.append(
+                    f"{part} in {figures.label(dtype)} {_range(table['ratio'])} "
+                    f"(predicted {_range(table['predicted'])})"
+                )
+                apart += list((table["ratio"] / table["predicted"] - 1).abs())
+                longest = table["seq_len"].max()
+    if not words:
+        return f"{figures.label(impl)} at the longest sequence against its prediction: {NOT_MEASURED}."
+    return (
+        f"At $n = {longest}$, over the head dimensions, plain time over {_its(impl)} is: {'; '.join(words)}. The "
+        f"largest difference between a ratio and its prediction is {percent(max(apart))}."
+    )
+
+
+def beyond(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """Where compiling gains more than the floors allow, and what the rows say about why; nothing where it does not."""
+    out = []
+    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
+        for part in PARTS:
+            table = page.speedups(chapter, roofs, COMPILED, part, machine=machine, dtype=dtype, cap_gib=0)
+            longest = table[table["seq_len"] == table["seq_len"].max()]
+            for n, some in table[table["seq_len"] >= LONG].groupby("seq_len"):
+                if (some["ratio"] < BEYOND * some["predicted"] * (1 + some["noise"].fillna(0))).any():
+                    continue
+                if some["predicted"].isna().any():
+                    continue
+                out.append(
+                    f"{part} in {figures.label(dtype)} at $n = {n}$ plain time over compiled is "
+                    f"{_range(some['ratio'])}, more than the floors' {_range(some['predicted'])}."
+                    + _why_beyond(n, some, longest)
+                )
+    return " ".join(text[0].upper() + text[1:] for text in out)
+
+
+def _why_beyond(n: int, some: pd.DataFrame, longest: pd.DataFrame) -> str:
+    if n == longest["seq_len"].max() or some["share_base"].max() >= longest["share_base"].min():
+        return ""
+    return (
+        f" There the floor explains {_percents(some['share_base'])} of plain attention's time, at "
+        f"$n = {longest['seq_len'].max()}$ {_percents(longest['share_base'])}; of compiled attention's time "
+        f"{_percents(some['share'])} and {_percents(longest['share'])}. The products are the same in both, so what is "
+        "slow lies between them. (PyTorch chooses the kernel of its softmax by the length of a row; that this is the "
+        "reason is a guess, since the rows time passes, not kernels.)"
+    )
+
+
+def surplus(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """What a compiled forward pass takes more than a plain one at the shortest length, where the host sets the time."""
+    out = []
+    for dtype in dict.fromkeys(chapter.rows()["dtype"]):
+        table = page.speedups(chapter, roofs, COMPILED, "forward", machine=machine, dtype=dtype, cap_gib=0)
+        out.append(table[table["seq_len"] == table["seq_len"].min()])
+    shortest = pd.concat(out) if out else pd.DataFrame()
+    if page.device(machine) == "cpu" or shortest.empty or set(shortest["word"]) != {"slower"}:
+        return ""
+    more = shortest["ms"] - shortest["ms_base"]
+    return (
+        f"At $n = {shortest['seq_len'].min()}$ a compiled forward pass takes {_range(more)} ms longer than a plain "
+        "one, with fewer launches: entering compiled code (guards, the wrapper for autograd) costs the host more than "
+        "the launch that it saves."
+    )
+
+
+def fastest(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """Who is the fastest at the longest sequence, by dtype and pass, as a Markdown list."""
+    rows = _ok(chapter, machine)
+    if rows["impl"].nunique() < 2:
+        return f"Which implementation is the fastest: {NOT_MEASURED}."
+    longest = rows["seq_len"].max()
+    noise = page.noise(chapter, machine)
+    out = []
+    for dtype, some in rows[rows["seq_len"] == longest].groupby("dtype", sort=False):
+        for part in PARTS:
+            limit = noise[part].get(longest, math.nan)
+            dims: dict[tuple[str, ...], list[int]] = {}
+            for d, those in some.groupby("head_dim"):
+                times = those.set_index("impl")[f"{part}_ms_p50"].astype(float)
+                best = times.min() * (1 + (0 if math.isnan(limit) else limit))
+                dims.setdefault(tuple(times.index[times <= best]), []).append(int(d))
+            words = [
+                f"{listed([figures.label(i) for i in impls])} at "
+                + ("every $d$" if len(dims) == 1 else f"$d$ = {', '.join(map(str, ds))}")
+                for impls, ds in dims.items()
+            ]
+            out.append(f"- {part}, {figures.label(str(dtype))}: {'; '.join(words)}.")
+    return f"At $n = {longest}$ the fastest is:\n\n" + "\n".join(out)
+
+
+def served(chapter: Chapter, machine: str) -> str:
+    """Which of our kernels ran."""
+    rows = _ok(chapter, machine, impl=OURS)
+    rows = rows[rows["backward_kernels"].notna()]
+    if rows.empty:
+        return f"Which of our kernels ran: {NOT_MEASURED}."
+    words = []
+    for part in PARTS:
+        hopper = rows[rows[f"{part}_kernels"] == "hopper"]
+        words += [
+            f"{part} in {figures.label(str(dtype))} ({_shapes(some, rows)})"
+            for dtype, some in hopper.groupby("dtype", sort=False)
+        ]
+    if not words:
+        return "All shapes ran our portable kernels."
+    return f"Our kernels for Hopper ran {listed(words)}. All other shapes ran our portable ones."
+
+
+def unexplained(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """How far ours stays from its floors at the longest sequence, and what of it can be told from the rows."""
+    found = page.shares(chapter, roofs, machine)
+    found = found[found["impl"] == OURS]
+    if found.empty:
+        return f"Ours against its floors: {NOT_MEASURED}."
+    found = found[found["seq_len"] == found["seq_len"].max()]
+    text = _exps(chapter, roofs, machine, found)
+    worst = found.loc[found["share"].idxmin()]
+    text += (
+        f"Ours is the furthest from its floor {worst['part']} in {figures.label(worst['dtype'])} at "
+        f"$d = {worst['head_dim']}$, where that is {percent(worst['share'])} of the median"
+    )
+    rows = _ok(chapter, machine, impl=OURS, seq_len=int(worst["seq_len"]), dtype=worst["dtype"])
+    kernels = rows[rows["head_dim"] == worst["head_dim"]]["backward_kernels"]
+    if worst["part"] == "backward" and (kernels == "portable").all():
+        text += (
+            ". The portable backward pass computes seven products where the floor counts five, so that "
+            f"{percent(5 / 7)} is the most that it could reach"
+        )
+        if worst["share"] < 5 / 7 / 2:
+            text += "; the larger part of what is missing has other reasons, which these rows do not show"
+    return text + "."
+
+
+def _exps(chapter: Chapter, roofs: Roofs, machine: str, found: pd.DataFrame) -> str:
+    """Where exponentials, which the floor leaves out, take longer than it; nothing where they do not."""
+    mhz = page.best_clock_mhz(chapter, machine)
+    if not roofs.sms or not mhz:
+        return ""
+    n = int(found["seq_len"].max())
+    words = []
+    for row in found.to_dict("records"):
+        exps = accounting.exps_ms(
+            accounting.attention_exps(chapter.experiment.BATCH, n, n, False, row["part"]), roofs.sms, mhz
+        )
+        shape = {f: row[f] for f in page.SHAPE}
+        ms = chapter.number(f"{row['part']}_ms_p50", **shape, impl=OURS, repeat=0)
+        if ms and exps > row["share"] * ms:
+            words.append(
+                f"{row['part']} in {figures.label(row['dtype'])} at $d = {row['head_dim']}$ ({percent(exps / ms)} of "
+                f"the median, the floor {percent(row['share'])})"
+            )
+            least = exps
+    if not words:
+        return ""
+    return (
+        "The floors leave out the exponentials. One for each score, 16 a clock and multiprocessor at the highest clock "
+        f"seen on this machine ({mhz:.0f} MHz), takes {fmt(least)} ms. That is longer than the floor {listed(words)}. "
+    )
+
+
+def price(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """The worst loss of ours against plain attention, and the memory that it saves there; nothing where ours wins."""
+    tables = [
+        page.speedups(chapter, roofs, OURS, part, machine=machine, cap_gib=0).assign(part=part)
+        for part in PARTS
+    ]
+    lost = pd.concat(tables)
+    lost = lost[(lost["word"] == "slower") & (lost["seq_len"] >= LONG)]
+    if lost.empty:
+        return ""
+    row = lost.loc[lost["ratio"].idxmin()]
+    shape = {f: row[f] for f in ("machine", "cap_gib", "dtype", "head_dim", "seq_len")}
+    peaks = {i: chapter.number("peak_gib", **shape, impl=i, repeat=0) for i in (PLAIN, OURS)}
+    text = (
+        f"The worst is {row['part']} in {figures.label(row['dtype'])} at $n = {row['seq_len']}$, "
+        f"$d = {row['head_dim']}$: ours takes {fmt(1 / row['ratio'])} times as long as plain attention"
+    )
+    if peaks[PLAIN] and peaks[OURS]:
+        text += f", and peaks at {fmt(peaks[OURS])} GiB instead of {fmt(peaks[PLAIN])}. There it saves memory, not time"
+    return text + "."
+
+
+# ------------------------------------------------------------------------------------------------ answers
+def answer(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """`torch_compile` (a) in one sentence: plain time over compiled time, from LONG on and below."""
+    words = []
+    for long in (True, False):
+        ranges = []
+        for part in PARTS:
+            table = page.speedups(chapter, roofs, COMPILED, part, machine=machine, cap_gib=0)
+            table = table[(table["seq_len"] >= LONG) == long]
+            if len(table):
+                ranges.append(f"{_range(table['ratio'])} {part}")
+        if ranges:
+            words.append(
+                f"{' and '.join(ranges)} {'from' if long else 'below'} {figures.short(LONG)} tokens"
+                + (" on" if long else "")
+            )
+    if not words:
+        return f"Plain time over compiled time: {NOT_MEASURED}."
+    return f"Over all dtypes and head dimensions plain time over compiled time is {'; '.join(words)}."
