@@ -44,6 +44,8 @@ class Forward:
     def __post_init__(self) -> None:
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
+        if self.block_n < GROUP:  # a row that sees no key of the one tile that is masked would divide by zero
+            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP} and more")
 
     @property
     def registers(self) -> int | None:
@@ -65,6 +67,8 @@ class Backward:
     def __post_init__(self) -> None:
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
+        if self.ahead and self.stages < 2:  # it would wait for a tile in a place that it has not left
+            raise ValueError(f"ahead=True with stages={self.stages}; allowed: 2 and more")
 
     def check(self, d: int) -> None:
         """ValueError where groups could not share the work of a padded head dimension d so."""
@@ -227,7 +231,6 @@ def launch_backward(
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
     settings = config or BACKWARD[d]
-    settings.check(d)
     device, dtype = q.device, q.dtype
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     if not one_number and not addressable(do):
@@ -258,6 +261,7 @@ def launch_backward(
         main.again(index, tuple(x.data_ptr() for x in described))
         finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
         return dq, dk, dv
+    settings.check(d)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
