@@ -63,8 +63,9 @@ class _Sizes:
 
     @property
     def query_sum(self) -> int:
-        """dQ in fp32, as the kernels for Hopper pad it."""
-        return self.batch_heads * self.num_queries * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
+        """dQ in fp32, in whole tiles of 64 rows, as the kernels for Hopper pad it."""
+        rows = -(-self.num_queries // 64) * 64
+        return self.batch_heads * rows * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
 
     @property
     def product_flops(self) -> int:
