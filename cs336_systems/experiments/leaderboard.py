@@ -152,11 +152,11 @@ def estimate_s(group: list[Case]) -> float:
     other shape by its forward pass.
     """
     first = group[0]
+    if first.kind == "counters":
+        return 12.0
     here = {case.impl for case in group}
     small = first.seq_len <= 4096
     compiled = {"flash_triton": 6.0, "fa4": 20.0, "flex_compiled": 10.0, "plain_triton": 4.0}
-    if first.kind == "counters":
-        return 12.0
     if first.kind == "ladder":
         once = sum(
             3.0 if "hopper" in case.impl else 1.5 if first.part == "backward" else 1.0 for case in group
@@ -236,8 +236,8 @@ class _Candidate:
         self.metrics["backend"] = impl.backend
         laid_out, grad_o = self._inputs(impl)
         self._hold_against(exact, impl, laid_out, grad_o)
-        data = [laid_out(x) for x in (self.q, self.k, self.v)]
         if case.kind == "harness":
+            data = [laid_out(x) for x in (self.q, self.k, self.v)]
             if case.leaves == "stacked":
                 stacked = torch.stack(data).requires_grad_()
                 q, k, v = stacked  # as the handout's code unpacks it: three views of one leaf
@@ -410,16 +410,14 @@ def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
 
 def _count(cases: list[Case]) -> list[dict[str, Any]]:
     """The counters of a group's cases, in a process under Nsight Compute."""
-    out: list[dict[str, Any]] = [{} for _ in cases]
     blocked: dict[str, Any] = {}
     with failure_is_a_row(blocked):
         arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
         target = f"{__name__}:counted_calls"
         statuses, parts = ncu.counted(target, arguments, timeout_s=60 + 10 * estimate_s(cases))
         remaining = iter(parts)
-        for metrics, status in zip(out, statuses, strict=True):
-            metrics |= {"status": status} if status else ncu.summed(next(remaining))
-    return [blocked or metrics for metrics in out]
+        return [{"status": status} if status else ncu.summed(next(remaining)) for status in statuses]
+    return [dict(blocked) for _ in cases]
 
 
 # ---------------------------------------------------------------------------------------------- a group

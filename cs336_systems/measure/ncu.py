@@ -35,7 +35,6 @@ COUNTERS = {
 OPTIONS = (
     "--csv", "--page=raw", "--print-units=base", "--profile-from-start=off",
     "--clock-control=none",  # as everything else in this book is measured
-    "--force-overwrite",
 )  # fmt: skip
 _MARK = "spin_kernel"  # what torch.cuda._sleep launches, and nothing else does
 

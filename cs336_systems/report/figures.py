@@ -110,6 +110,15 @@ def nothing(ax: Axes, text: str = "not measured") -> None:
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")
 
 
+def legend_below(figure: Figure, *axes: Axes) -> None:
+    """One legend for all panels, below them: that of the first one that has any lines."""
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
+            return
+
+
 def lines(
     ax: Axes,
     frame: pd.DataFrame,

@@ -9,7 +9,7 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -53,6 +53,13 @@ def si(value: float, unit: str) -> str:
 def percent(share: float | None, digits: int = 2) -> str:
     """A share with `digits` significant digits: 0.0234 → `"2.3 %"`; a missing one as a dash."""
     return EMPTY if pd.isna(share) else f"{fmt(100 * share, digits)} %"
+
+
+def span(values: Iterable[float], digits: int = 3, show: Callable[[float, int], str] = fmt) -> str:
+    """`"1.00 to 1.91"`, the least and the greatest of one or more values; one of them where they read the same."""
+    values = list(values)
+    low, high = show(min(values), digits), show(max(values), digits)
+    return low if low == high else f"{low} to {high}"
 
 
 def listed(words: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
     Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
     Pᵀ = exp2(c Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − D)     c = scale · log2(e)
-    dV += Pᵀ dO            dK += dSᵀ Q           Pᵀ and dSᵀ come from registers
-    dQ += dS K                                   dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
+    dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
+    dQ += dS K        dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
 All five products are made once, against seven in the two passes of `attention.triton_kernels`; in exchange programs
 add to dQ in any order, so that its last bits differ from run to run. A small kernel before this one makes the

@@ -345,19 +345,17 @@ def noise(chapter: Chapter, machine: str) -> pd.DataFrame:
     return again[again["machine"] == machine].groupby("seq_len")[list(PARTS)].max()
 
 
-def speedups(
-    chapter: Chapter, roofs: Roofs, impl: str, part: str, base: str = PLAIN, **where: Any
-) -> pd.DataFrame:
-    """Median time of `base`, by default plain attention, over that of `impl`, where both ran in the same run.
+def speedups(chapter: Chapter, roofs: Roofs, impl: str, part: str, **where: Any) -> pd.DataFrame:
+    """Median time of plain attention over that of `impl`, where both ran in the same run.
 
-    SHAPE columns, `ratio`, `predicted` (the ratio of their floors), `share` and `share_base` (their floors over their
-    times), `ms` and `ms_base`, `noise` (see there) and `word`: `faster`, `even` or `slower`.
+    SHAPE columns, `ratio`, `predicted` (the ratio of their floors), `ms`, `share` (the floor over it), both of plain
+    attention as well (`ms_base`, `share_base`), `noise` (see there) and `word`: `faster`, `even` or `slower`.
     """
     metric, floor = f"{part}_ms_p50", f"{part}_floor_ms"
     rows = with_predictions(chapter, roofs, **where)
     rows = rows[rows["status"] == "ok"]
     both = rows[rows["impl"] == impl].merge(
-        rows[rows["impl"] == base], on=[*SHAPE, "run"], suffixes=("", "_base")
+        rows[rows["impl"] == PLAIN], on=[*SHAPE, "run"], suffixes=("", "_base")
     )
     for end in ("", "_base"):
         both[f"ms{end}"] = both[f"{metric}{end}"].astype(float)

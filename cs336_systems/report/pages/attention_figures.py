@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,7 +29,7 @@ def time_figure(chapter: Chapter, roofs: Roofs, dtypes: tuple[str, ...], **where
                 _powers_of_ten(ax)
             ax.set(title=f"{part}, {figures.label(dtype)}", xlabel="sequence length")
         line[0].set_ylabel("ms")
-    _legend_below(figure, axes)
+    figures.legend_below(figure, *axes.flat)
     return figure
 
 
@@ -51,7 +50,7 @@ def memory_figure(chapter: Chapter, roofs: Roofs, **where: Any) -> Figure:
                 figures.roof(ax, cap, f"{cap} GiB")
         ax.set(title=title, xlabel="sequence length")
     axes[0, 0].set_ylabel("GiB")
-    _legend_below(figure, axes)
+    figures.legend_below(figure, *axes.flat)
     return figure
 
 
@@ -102,12 +101,3 @@ def speedup_figure(
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
     return figure
-
-
-def _legend_below(figure: Figure, axes: np.ndarray) -> None:
-    """One legend for all panels, from the first one that has any lines."""
-    for ax in axes.flat:
-        handles, labels = ax.get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
-            return

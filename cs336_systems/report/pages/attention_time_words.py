@@ -5,7 +5,6 @@ Each says "not measured" where the rows for it are missing; none claims a differ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -17,25 +16,10 @@ from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages.attention import COMPILED, OURS, PARTS, PLAIN
 from cs336_systems.report.pages.attention_words import LONG
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, listed, percent
+from cs336_systems.report.tables import fmt, listed, percent, span
 
 FEW_SLOW = 0.05  # a mean that lies above its median by this share has a few slow steps in it
 BEYOND = 1.1  # a gain is more than the floors allow from this multiple of their ratio on
-
-
-def _lengths(lengths: Iterable[int]) -> str:
-    return ", ".join(figures.short(n) for n in sorted(lengths))
-
-
-def _range(numbers: Iterable[float], digits: int = 3) -> str:
-    numbers = list(numbers)
-    low, high = fmt(min(numbers), digits), fmt(max(numbers), digits)
-    return low if low == high else f"{low} to {high}"
-
-
-def _percents(shares: pd.Series) -> str:
-    low, high = percent(shares.min()), percent(shares.max())
-    return low if low == high else f"{low} to {high}"
 
 
 def _ok(chapter: Chapter, machine: str, **where: Any) -> pd.DataFrame:
@@ -88,7 +72,7 @@ def growth(chapter: Chapter, roofs: Roofs, machine: str) -> str:
         work = (lengths[1] / lengths[0]) ** 2
         text += (
             f"From $n = {lengths[0]}$ to {lengths[1]} the work grows {work:.0f}-fold, the medians by factors "
-            f"of {_range(few['factor'], 2)}. "
+            f"of {span(few['factor'], 2)}. "
         )
         if page.device(machine) == "cuda" and few["factor"].max() < work / 4:
             text += f"So at $n = {lengths[0]}$ most of the time is the host's. " + _launches(
@@ -96,7 +80,7 @@ def growth(chapter: Chapter, roofs: Roofs, machine: str) -> str:
             )
     last = _factors(rows, *lengths[-2:])
     by_impl = [
-        f"{_range(part['factor'])} ({figures.label(str(impl))})"
+        f"{span(part['factor'])} ({figures.label(str(impl))})"
         for impl, part in last.groupby("impl", sort=False)
     ]
     work = (lengths[-1] / lengths[-2]) ** 2
@@ -134,7 +118,7 @@ def _launches(chapter: Chapter, roofs: Roofs, rows: pd.DataFrame) -> str:
     launches = count * roofs.launch_us / 1e3
     times = plain["forward_ms_p50"].astype(float)
     text = (
-        f"A plain forward pass takes {_range(times)} ms at $n = {row['seq_len']}$; its {count} launches, at "
+        f"A plain forward pass takes {span(times)} ms at $n = {row['seq_len']}$; its {count} launches, at "
         f"{fmt(roofs.launch_us)} µs each, would be {fmt(launches)} ms"
     )
     if times.min() > 2 * launches:
@@ -155,7 +139,7 @@ def floors(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     words = []
     for impl, part in long.groupby("impl", sort=False):
         by_dtype = [
-            f"{_percents(some['share'])} in {figures.label(str(dtype))}"
+            f"{span(some['share'], 2, percent)} in {figures.label(str(dtype))}"
             for dtype, some in part.groupby("dtype", sort=False)
         ]
         words.append(f"{figures.label(str(impl))} {' and '.join(by_dtype)}")
@@ -211,7 +195,7 @@ def _shapes(some: pd.DataFrame, of: pd.DataFrame) -> str:
         at = (
             "every n"
             if set(lengths) == set(of["seq_len"]) and len(lengths) > 1
-            else f"n = {_lengths(lengths)}"
+            else f"n = {', '.join(map(figures.short, lengths))}"
         )
         words.append(f"{at} at " + ("every d" if every else f"d = {', '.join(map(str, ds))}"))
     return "; ".join(words)
@@ -226,8 +210,8 @@ def at_length(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
             table = table[table["seq_len"] == table["seq_len"].max()].dropna(subset="predicted")
             if len(table):
                 words.append(
-                    f"{part} in {figures.label(dtype)} {_range(table['ratio'])} "
-                    f"(predicted {_range(table['predicted'])})"
+                    f"{part} in {figures.label(dtype)} {span(table['ratio'])} "
+                    f"(predicted {span(table['predicted'])})"
                 )
                 apart += list((table["ratio"] / table["predicted"] - 1).abs())
                 longest = table["seq_len"].max()
@@ -253,7 +237,7 @@ def beyond(chapter: Chapter, roofs: Roofs, machine: str) -> str:
                     continue
                 out.append(
                     f"{part} in {figures.label(dtype)} at $n = {n}$ plain time over compiled is "
-                    f"{_range(some['ratio'])}, more than the floors' {_range(some['predicted'])}."
+                    f"{span(some['ratio'])}, more than the floors' {span(some['predicted'])}."
                     + _why_beyond(n, some, longest)
                 )
     return " ".join(text[0].upper() + text[1:] for text in out)
@@ -263,11 +247,11 @@ def _why_beyond(n: int, some: pd.DataFrame, longest: pd.DataFrame) -> str:
     if n == longest["seq_len"].max() or some["share_base"].max() >= longest["share_base"].min():
         return ""
     return (
-        f" There the floor explains {_percents(some['share_base'])} of plain attention's time, at "
-        f"$n = {longest['seq_len'].max()}$ {_percents(longest['share_base'])}; of compiled attention's time "
-        f"{_percents(some['share'])} and {_percents(longest['share'])}. The products are the same in both, so what is "
-        "slow lies between them. (PyTorch chooses the kernel of its softmax by the length of a row; that this is the "
-        "reason is a guess, since the rows time passes, not kernels.)"
+        f" There the floor explains {span(some['share_base'], 2, percent)} of plain attention's time, at "
+        f"$n = {longest['seq_len'].max()}$ {span(longest['share_base'], 2, percent)}; of compiled attention's time "
+        f"{span(some['share'], 2, percent)} and {span(longest['share'], 2, percent)}. The products are the same in "
+        "both, so what is slow lies between them. (PyTorch chooses the kernel of its softmax by the length of a row; "
+        "that this is the reason is a guess, since the rows time passes, not kernels.)"
     )
 
 
@@ -282,7 +266,7 @@ def surplus(chapter: Chapter, roofs: Roofs, machine: str) -> str:
         return ""
     more = shortest["ms"] - shortest["ms_base"]
     return (
-        f"At $n = {shortest['seq_len'].min()}$ a compiled forward pass takes {_range(more)} ms longer than a plain "
+        f"At $n = {shortest['seq_len'].min()}$ a compiled forward pass takes {span(more)} ms longer than a plain "
         "one, with fewer launches: entering compiled code (guards, the wrapper for autograd) costs the host more than "
         "the launch that it saves."
     )
@@ -415,7 +399,7 @@ def answer(chapter: Chapter, roofs: Roofs, machine: str) -> str:
             table = page.speedups(chapter, roofs, COMPILED, part, machine=machine, cap_gib=0)
             table = table[(table["seq_len"] >= LONG) == long]
             if len(table):
-                ranges.append(f"{_range(table['ratio'])} {part}")
+                ranges.append(f"{span(table['ratio'])} {part}")
         if ranges:
             words.append(
                 f"{' and '.join(ranges)} {'from' if long else 'below'} {figures.short(LONG)} tokens"

@@ -339,7 +339,7 @@ def speed_figure(chapter: Chapter, roofs: Roofs, what: str, **where: Any) -> Fig
         ax.set_title(title)
         ax.set_xlabel("sequence length")
     axes[0, 0].set_ylabel("ms" if what == "ms" else "TFLOP/s")
-    _legend_below(figure, axes[0, 0])
+    figures.legend_below(figure, axes[0, 0])
     return figure
 
 
@@ -372,11 +372,5 @@ def memory_figure(chapter: Chapter, **where: Any) -> Figure:
     figures.lines(ax, chapter.measured(**where, repeat=0), "seq_len", "peak_gib", "impl", log_y=True)
     ax.set_xlabel("sequence length")
     ax.set_ylabel("peak, GiB")
-    _legend_below(figure, ax)
+    figures.legend_below(figure, ax)
     return figure
-
-
-def _legend_below(figure: Figure, ax: Any) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 from cs336_systems import accounting
@@ -28,7 +27,7 @@ from cs336_systems.report.pages.profiling import (
     shapes,
     together,
 )  # fmt: skip
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, span
 from cs336_systems.sizes import size
 
 IDLE = 0.05  # a GPU that is idle for less than this part of the time sets the pace
@@ -39,12 +38,6 @@ _TOOLS = {
     "nsys": "Nsight Systems", "torch": "torch's profiler", "torch-cpu": "torch's profiler (operators of the CPU)",
 }  # fmt: skip
 Shape = dict[str, Any]
-
-
-def _range(numbers: Iterable[float], digits: int = 3) -> str:
-    """`"1.00 to 1.91"`; one number where they read the same."""
-    texts = list(dict.fromkeys(fmt(n, digits) for n in sorted(numbers)))
-    return f"{texts[0]} to {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
 def _name(shape: Shape) -> str:
@@ -124,7 +117,7 @@ def timer_words(chapter: Chapter) -> str:
         ratios = [row["host_ms"] / row["python_ms"] for _, row in found if (_idle(row) < IDLE) == busy]
         if ratios:
             parts.append(
-                f"{_range(ratios)} times as long where the GPU is idle for {words} ({_shapes(len(ratios))})"
+                f"{span(ratios)} times as long where the GPU is idle for {words} ({_shapes(len(ratios))})"
             )
     return f"{said} Beside the pass without recording, the range `forward` takes {', and '.join(parts)}."
 
@@ -145,8 +138,8 @@ def benchmark_words(chapter: Chapter) -> str:
         if part:
             ratios = [[row[column] / before for row, before in part] for column in ("host_ms", "python_ms")]
             said.append(
-                f"where the GPU is idle for {words} ({_shapes(len(part))}), the range takes {_range(ratios[0])} times"
-                f" as long as there, and the pass without recording {_range(ratios[1])} times"
+                f"where the GPU is idle for {words} ({_shapes(len(part))}), the range takes {span(ratios[0])} times"
+                f" as long as there, and the pass without recording {span(ratios[1])} times"
             )
     return (
         "[The chapter on benchmarking](benchmarking.ipynb) timed the same passes in other processes:"
@@ -280,7 +273,7 @@ def change_words(chapter: Chapter) -> str:
             f"- {dtype}: the share of products falls in {_of(len(part) - len(rises), len(part))} shapes"
             + (f"; it rises in {where}" if rises else "")
             + f". Backward has a larger share of products than forward in {_of(backward, len(part))}, and AdamW takes"
-            f" {_range(adamw, 2)} % of the step."
+            f" {span(adamw, 2)} % of the step."
         )
     return "\n".join(said) or f"From inference to a whole step: {NOT_MEASURED}."
 
@@ -301,11 +294,11 @@ def adamw_words(chapter: Chapter) -> str:
         by_size = part.astype({"kernel_ms": float}).groupby("size")["kernel_ms"]
         spread = (by_size.max() / by_size.min() - 1).max()
         roof = roofs[machine].tb_per_s if machine in roofs else None
-        of_roof = f", {_range([100 * r / roof for r in rate], 2)} % of its best copy" if roof else ""
+        of_roof = f", {span([100 * r / roof for r in rate], 2)} % of its best copy" if roof else ""
         said.append(
-            f"On `{machine}` AdamW's kernels move {_range(rate)} TB/s by this count{of_roof}, whatever the size; at one"
+            f"On `{machine}` AdamW's kernels move {span(rate)} TB/s by this count{of_roof}, whatever the size; at one"
             f" size their times at all contexts and dtypes lie within {fmt(100 * spread, 2)} %. The range `optimizer`"
-            f" takes {_range([row['host_ms'] / row['kernel_ms'] for row in records])} times as long as its kernels."
+            f" takes {span([row['host_ms'] / row['kernel_ms'] for row in records])} times as long as its kernels."
         )
     return " ".join(said) or f"The rate of AdamW: {NOT_MEASURED}."
 
@@ -344,9 +337,9 @@ def softmax_words(chapter: Chapter) -> str:
             SCORE_BYTES * attention_flops(row)[1] / SOFTMAX_FLOPS / times[1] / 1e9 for _, row, times in here
         ]
         roof = roofs[machine].tb_per_s if machine in roofs else None
-        of_roof = f", {_range([100 * r / roof for r in rate], 2)} % of the best copy" if roof else ""
+        of_roof = f", {span([100 * r / roof for r in rate], 2)} % of the best copy" if roof else ""
         said.append(
-            f"On `{machine}` at context {primary(chapter)} softmax moves {_range(rate)} TB/s, {SCORE_BYTES} bytes for"
+            f"On `{machine}` at context {primary(chapter)} softmax moves {span(rate)} TB/s, {SCORE_BYTES} bytes for"
             f" each score{of_roof}."
         )
         times_of = {(shape["size"], shape["dtype"]): times for shape, _, times in here}
@@ -356,7 +349,7 @@ def softmax_words(chapter: Chapter) -> str:
             if dtype == "fp32" and (name, "bf16") in times_of
         ]
         if pairs:
-            faster = [_range(a[i] / b[i] for a, b in pairs) for i in range(3)]
+            faster = [span(a[i] / b[i] for a, b in pairs) for i in range(3)]
             said.append(
                 f"In bf16 the products are {faster[0]} times as fast as in fp32, softmax {faster[1]} times, and the"
                 f" other kernels together {faster[2]} times."
