@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.common import WG, exp2, place, rounded, widened
+from cs336_systems.attention.triton_kernels import LOG2_E
 
 # a tile of dQ, 64 x 64 numbers in fp32 in the order of `_store_dq`, as TMA sees it: in shared memory and in its sum
 DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @builtin
@@ -409,9 +409,8 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]
     dq = tl.load(sum_ptr + (index * padded_queries + tile * 64) * D + tl.arange(0, 64 * D))
-    dq = dq.reshape(
-        D // 64, 8, 4, 8, 4, 2, 2
-    )  # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    dq = dq.reshape(D // 64, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)
     dq = dq.reshape(64, D) * scale
     dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]
