@@ -1,6 +1,7 @@
 """Timing: how often functions are called, and in what order; never how long they took."""
 
 import time
+import weakref
 
 import pytest
 
@@ -174,4 +175,10 @@ def test_on_a_gpu():
     torch.cuda.synchronize()
     assert result.item() == 3 + 5  # before capture, and in the replay
     assert host_us(square, calls=5) > 0
+    kept = torch.ones(4096, 4096, device="cuda")
+    replay, known = captured(lambda x=kept: x.add_(1), calls=1), weakref.ref(kept)
+    del kept
+    assert known() is not None  # the graph reads it
+    del replay
+    assert known() is None
     assert peak_gib(square) >= 2 * 512 * 512 * 4 / 2**30

@@ -63,7 +63,7 @@ def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
 
     Where they do, they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
-    and with queries and keys enough (`hopper.launch`: `reason_against`, `worthwhile`). `CS336_HOPPER=0` in the
+    and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`). `CS336_HOPPER=0` in the
     environment, set before the first call, turns them off. ValueError for another value than 0 or 1.
     """
     asked = os.environ.get("CS336_HOPPER", "1")

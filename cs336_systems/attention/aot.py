@@ -120,12 +120,11 @@ def compile_hopper_kernel(
         constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
     else:
         function = backward_keys_kernel
-        rows, keys = descriptor(1, 1, config.block_m, head_dim), descriptor(1, 1, KEYS, head_dim)
+        rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (config.block_m, KEYS, GROUP))
         signature = dict(
-            q_desc=rows, k_desc=keys, v_desc=keys, do_desc=rows,
+            q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
             dq_desc=descriptor(1, DQ_ROWS.value, DQ_COLUMNS.value, of="fp32", swizzled=False),
-            stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), dk_ptr=f"*{dtype}",
-            dv_ptr=f"*{dtype}", c="fp32", scale="fp32",
+            stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
         )  # fmt: skip
         constants |= dict(
             BLOCK_M=config.block_m, DO_STEP=1, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
@@ -138,7 +137,10 @@ def compile_hopper_kernel(
     source = GluonASTSource(
         function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4}
+    if kernel == "forward" and config.registers:
+        options["maxnreg"] = config.registers
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, spills, serialized = ptxas_report(compiled.asm["ptx"], 90)
     threads = 32 * compiled.metadata.num_warps
     return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)

@@ -36,36 +36,34 @@ def _hopper(device_index: int) -> ModuleType | None:
     return launch
 
 
-def _for_hopper(
-    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
-) -> ModuleType | None:
+def _for_hopper(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType | None:
     """The Hopper kernels' launchers, if `part` of the attention of tensors (batch, heads, n, d) on a GPU is theirs."""
     hopper = _hopper(q.get_device())
-    if hopper is None or not hopper.serves(part, q, k, v, is_causal):
+    if hopper is None or not hopper.serves(q, k, v):
         return None
     if part == "backward" and torch.are_deterministic_algorithms_enabled():
         return None  # theirs adds up dQ in the order of arrival
     return hopper
 
 
-def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> dict[str, str]:
+def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, str]:
     """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"` or `"portable"`,
     for `"forward"` and `"backward"`."""
     four = [to_four_axes(x) for x in (q, k, v)]
     return {
-        part: "hopper" if q.is_cuda and _for_hopper(part, *four, is_causal) else "portable"
+        part: "hopper" if q.is_cuda and _for_hopper(part, *four) else "portable"
         for part in ("forward", "backward")
     }
 
 
 def _launch_forward_on_gpu(q, k, v, is_causal):
-    if hopper := _for_hopper("forward", q, k, v, is_causal):
+    if hopper := _for_hopper("forward", q, k, v):
         return hopper.launch_forward(q, k, v, is_causal)
     return launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    if hopper := _for_hopper("backward", q, k, v, is_causal):
+    if hopper := _for_hopper("backward", q, k, v):
         return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
     return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 

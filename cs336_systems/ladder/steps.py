@@ -132,6 +132,12 @@ _FORWARD += [
          "beside the other group's products by design.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
+    Step("f_hopper_1", "forward", "f_hopper_2", "Gluon: programs of one group, two on a multiprocessor",
+         "As many groups as before, now of programs of their own with keys and values of their own: half of the "
+         "queries for each tile read, but programs end and begin independently, and small ones fill a GPU sooner. "
+         "Two programs at 128 registers a thread; no overlap inside a group.",
+         f"{HOPPER}launch_forward", ("Forward", {"groups": 1, "block_n": 128, "stages": 2, "overlap": False}),
+         dataclasses.replace(_BEST_FORWARD, tiles=_T(64, 128, 8, 2)), Traits(2, "design")),
     Step("f_hopper_3", "forward", "f_hopper_2", "Gluon: three groups, no overlap inside a group",
          "A third group to fill the units while two wait. In exchange each has 160 registers a thread, too few "
          "to hold two tiles of scores: overlap inside a group goes.",
@@ -182,13 +188,13 @@ _BACKWARD += [
          "The same switches, with boundaries and strides of any kind.",
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
-         "Five products, and the sums of dQ leave through TMA: no computing warp waits for them.",
+         "Five products, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
          dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
          Traits(1, "design")),
-    Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ",
+    Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ, tiles of 64 queries",
          "The product for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
-         "product and the waiting off them.",
+         "product and the waiting off them. Three groups have registers for half as many queries.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last products of the tile before",

@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.common import WG, exp2, place, rounded, widened
+from cs336_systems.attention.triton_kernels import LOG2_E
 
 # a tile of dQ, 64 x 64 numbers in fp32 in the order of `_store_dq`, as TMA sees it: in shared memory and in its sum
 DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @builtin
@@ -56,7 +56,10 @@ def _backward_producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barri
     first_key = tile * 2 * WG
     mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
     tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
-    tma.async_copy_global_to_shared(v_desc, [b, h, first_key, 0], kv_full.index(0), v_smem.index(0))
+    for g in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            v_desc, [b, h, first_key + g * WG, 0], kv_full.index(0), v_smem.index(g)
+        )
     first = 0
     if IS_CAUSAL:
         first = first_key // BLOCK_M
@@ -206,10 +209,9 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
 
 
 @gluon.jit
-def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles, barriers,
-                    heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c, scale,
-                    IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                    STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
+def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles, query_tiles,
+                    num_keys, c, scale, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
+                    D: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
                     K_REGISTERS: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
@@ -222,7 +224,7 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
     dv = gl.zeros([WG, D], gl.float32, d_layout)
     mbarrier.wait(kv_full.index(0), 0)
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
-    v = v_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
+    v = v_smem.index(G).reshape([WG, D])
     if K_REGISTERS:  # shared memory has enough to do
         k = k.load(gl.DotOperandLayout(0, s_layout, 2))
     first = 0
@@ -246,16 +248,17 @@ def _backward_group(dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch
     for i in range(masked, query_tiles):
         p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
                                    dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
-    rows = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, d_layout))
-    columns = gl.arange(0, D, gl.SliceLayout(0, d_layout))
-    inside = (rows < num_keys)[:, None] & (columns < head_dim)[None, :]
-    b, h = (head // heads).to(gl.int64), (head % heads).to(gl.int64)
-    dk_at = dk_ptr + b * dk_batch + h * dk_head + rows.to(gl.int64)[:, None] * dk_row + columns[None, :]
-    dv_at = dv_ptr + b * dv_batch + h * dv_head + rows.to(gl.int64)[:, None] * dv_row + columns[None, :]
-    gl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
-    gl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
-    if not DQ_GROUP:
-        tma.store_wait(0)
+    # no product needs this group's rows of V any more: the results leave through them
+    at = [head // heads, head % heads, first_key + G * WG, 0]
+    v.store(dv.to(v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, at, v_smem.index(G))
+    dk16 = (dk * scale).to(v.dtype)
+    tma.store_wait(0)
+    v.store(dk16)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, at, v_smem.index(G))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -287,20 +290,18 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys", "head_dim"]
-)
-def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, dk_ptr, dv_ptr, dk_batch, dk_head,
-                         dk_row, dv_batch, dv_head, dv_row, heads, batch_heads, section, key_tiles, query_tiles,
-                         num_keys, head_dim, c, scale, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
-                         D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr, DQ_GROUP: gl.constexpr,
-                         AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
+def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
+                         section, key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
+                         BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr,
+                         DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
+                         num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * WG, D], v_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, WG, D], v_desc.layout)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 2 * WG, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, DQ_ROWS, DQ_COLUMNS], dq_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BLOCK_M], stats_desc.layout)
@@ -326,12 +327,12 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, d
     barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
     if DQ_GROUP:
         gl.warp_specialize([
-            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
-            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
+            (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
+                               query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
+                               K_REGISTERS)),
+            (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
+                               query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
+                               K_REGISTERS)),
             (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL,
                                   BLOCK_M, D)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
@@ -339,12 +340,12 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, stats_desc, d
         ], [4, 4, 1], [192, 104, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
-            (_backward_group, (dq_desc, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, tiles,
-                               barriers, heads, batch_heads, section, key_tiles, query_tiles, num_keys, head_dim, c,
-                               scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD, K_REGISTERS)),
+            (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
+                               query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
+                               K_REGISTERS)),
+            (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
+                               query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
+                               K_REGISTERS)),
             (_backward_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
                                   section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP, AHEAD)),
         ], [4, 1], [240, 24])  # fmt: skip
@@ -408,9 +409,8 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]
     dq = tl.load(sum_ptr + (index * padded_queries + tile * 64) * D + tl.arange(0, 64 * D))
-    dq = dq.reshape(
-        D // 64, 8, 4, 8, 4, 2, 2
-    )  # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    dq = dq.reshape(D // 64, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)
     dq = dq.reshape(64, D) * scale
     dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]

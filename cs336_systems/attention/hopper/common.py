@@ -1,4 +1,4 @@
-"""What the kernels of both passes share."""
+"""What kernels are made of: exponentials, rounding, the order of programs."""
 
 from __future__ import annotations
 

@@ -194,6 +194,14 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    elif GROUPS == 1:
+        # two programs share a multiprocessor, if a thread has no more than 128 registers on average
+        gl.warp_specialize([
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
+        ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,

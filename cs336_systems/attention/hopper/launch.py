@@ -24,8 +24,9 @@ LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a group of warps
 KEYS = 128  # keys of a program of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
-# queries and keys from which on these kernels take less time than the portable ones on an H100 (see `worthwhile`)
-MIN_FORWARD, MIN_BACKWARD, MIN_BACKWARD_WIDE = 256, 1024, 2048
+# queries and keys from which on these kernels take less GPU time than the portable ones on an H100: shorter sequences
+# do not repay larger tiles, nor the backward pass its third kernel
+MIN_LENGTH = 256
 _ROWS = 64  # of a program of the two small kernels
 _DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 numbers, as TMA sees them
 _L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
@@ -42,8 +43,15 @@ class Forward:
     overlap: bool
 
     def __post_init__(self) -> None:
-        if self.groups not in (2, 3):
-            raise ValueError(f"groups={self.groups}; allowed: 2, 3")
+        if self.groups not in (1, 2, 3):
+            raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
+        if self.block_n < GROUP:  # a row that sees no key of the one tile that is masked would divide by zero
+            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP} and more")
+
+    @property
+    def registers(self) -> int | None:
+        """Registers of a thread on average, where several programs are to share a multiprocessor."""
+        return 128 if self.groups == 1 else None
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Backward:
     def __post_init__(self) -> None:
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
+        if self.ahead and self.stages < 2:  # it would wait for a tile in a place that it has not left
+            raise ValueError(f"ahead=True with stages={self.stages}; allowed: 2 and more")
 
     def check(self, d: int) -> None:
         """ValueError where groups could not share the work of a padded head dimension d so."""
@@ -71,10 +81,11 @@ class Backward:
             )
 
 
-# by padded head dimension
-FORWARD = {64: Forward(2, 128, 2, True), 128: Forward(2, 128, 2, True)}
-# of several programs on each multiprocessor
-FORWARD_OF_MANY = {64: Forward(3, 128, 2, False), 128: FORWARD[128]}
+# by padded head dimension: where each program has a multiprocessor to itself; of many; and of many with long rows
+FORWARD = {64: Forward(1, 128, 2, True), 128: Forward(1, 64, 2, True)}
+FORWARD_OF_MANY = {64: Forward(1, 128, 2, False), 128: Forward(2, 128, 2, True)}
+FORWARD_OF_LONG = {64: Forward(3, 128, 2, False), 128: FORWARD_OF_MANY[128]}
+LONG = 4096  # keys
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
 
@@ -115,48 +126,28 @@ def _multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def forward_config(batch_heads: int, num_queries: int, head_dim: int, multiprocessors: int) -> Forward:
-    """Larger programs where there are two of them and more for each multiprocessor."""
-    many = FORWARD_OF_MANY[padded(head_dim)]
-    programs = batch_heads * triton.cdiv(num_queries, many.groups * GROUP)
-    return many if programs >= 2 * multiprocessors else FORWARD[padded(head_dim)]
+def forward_config(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, multiprocessors: int
+) -> Forward:
+    """Small programs, two of which share a multiprocessor, while there are few of them or their rows are short; larger
+    ones, which read keys and values less often, for long rows. A rule made from an H100's times."""
+    d = padded(head_dim)
+    if batch_heads * triton.cdiv(num_queries, FORWARD[d].groups * GROUP) <= multiprocessors:
+        return FORWARD[d]
+    large = FORWARD_OF_LONG[d]
+    programs = batch_heads * triton.cdiv(num_queries, large.groups * GROUP)
+    return large if num_keys >= LONG and programs >= 2 * multiprocessors else FORWARD_OF_MANY[d]
 
 
-def worthwhile(
-    part: str, batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
-) -> bool:  # fmt: skip
-    """Whether these kernels take less GPU time than the portable ones: a rule made from an H100's times in bf16.
-
-    Backward is three kernels instead of two, which short sequences do not repay; and its tiles are larger, which wastes
-    part of the last round of programs. `part`: "forward" or "backward".
-    """
-    shorter = min(num_queries, num_keys)
-    if part == "forward":
-        return shorter >= MIN_FORWARD
-    if not is_causal:
-        return shorter >= (MIN_BACKWARD_WIDE if padded(head_dim) == 128 else MIN_BACKWARD // 2)
-    one_round = batch_heads * triton.cdiv(num_keys, KEYS) <= multiprocessors
-    return shorter >= (MIN_BACKWARD // 2 if one_round else MIN_BACKWARD)
-
-
-def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> bool:
-    """Whether `part` of the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
-    if q.dtype == torch.float32:
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
+    if q.dtype == torch.float32 or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
         return False
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    shape, device_index = q.shape, q.get_device()
-    key = (
-        "serves", part, is_causal, q.dtype, device_index, aligned, shape, k.shape, q.stride(), k.stride(), v.stride()
-    )  # fmt: skip
+    key = ("serves", q.dtype, q.get_device(), aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
     decided = remembered(key)
     if decided is None:
-        batch, heads, num_queries, head_dim = shape
-        decided = [
-            reason_against(q, k, v) is None
-            and worthwhile(
-                part, batch * heads, num_queries, k.shape[2], head_dim, is_causal, _multiprocessors(device_index)
-            )
-        ]  # fmt: skip
+        decided = [reason_against(q, k, v) is None]
         remember(key, decided)
     return decided[0]
 
@@ -186,7 +177,9 @@ def launch_forward(
     batch, heads, num_queries, head_dim = shape
     num_keys, d = k.shape[2], padded(head_dim)
     if config is None:
-        config = forward_config(batch * heads, num_queries, head_dim, _multiprocessors(q.get_device()))
+        config = forward_config(
+            batch * heads, num_queries, num_keys, head_dim, _multiprocessors(q.get_device())
+        )
     row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
@@ -198,7 +191,10 @@ def launch_forward(
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
     )  # fmt: skip
-    plan = first_launch(forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments)
+    options = {} if config.registers is None else {"maxnreg": config.registers}
+    plan = first_launch(
+        forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments, **options
+    )
     remember(key, [plan])
     return o, logsumexp
 
@@ -219,7 +215,6 @@ def launch_backward(
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
     settings = config or BACKWARD[d]
-    settings.check(d)
     device, dtype = q.device, q.dtype
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     if not one_number and not addressable(do):
@@ -246,10 +241,11 @@ def launch_backward(
         prepare.again(
             index, (), o_at, do_at, l_at, stats.data_ptr(), dq_sum.data_ptr(), do_tile.data_ptr()
         )  # fmt: skip
-        described = (q, k, v, do_tile, dq_sum, stats)
-        main.again(index, tuple(x.data_ptr() for x in described), dk.data_ptr(), dv.data_ptr())
+        described = (q, k, v, do_tile, dk, dv, dq_sum, stats)
+        main.again(index, tuple(x.data_ptr() for x in described))
         finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
         return dq, dk, dv
+    settings.check(d)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -263,22 +259,20 @@ def launch_backward(
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
-        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, KEYS, d),
-        descriptor(do_tile, 1, 1, block_m, d), descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
+        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, GROUP, d),
+        descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
+        descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
-    arguments = dict(dk_ptr=dk, dv_ptr=dv)
-    arguments |= dict(zip(("dk_batch", "dk_head", "dk_row"), dk.stride(), strict=False))
-    arguments |= dict(zip(("dv_batch", "dv_head", "dv_row"), dv.stride(), strict=False))
-    arguments |= dict(
+    arguments = dict(
         heads=heads, batch_heads=batch_heads, section=_section(batch_heads, 8 * num_queries * d),
-        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys, head_dim=head_dim,
+        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
         c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, num_warps=4,
     )  # fmt: skip
     plans.append(
-        first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 2, arguments)
+        first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments)
     )
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))

@@ -139,16 +139,18 @@ def _launcher_below(run: Any) -> Any:
 
 def first_launch(
     kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
-    arguments: dict[str, Any],
+    arguments: dict[str, Any], **options: int,
 ) -> Plan:  # fmt: skip
     """Compiles a kernel where needed, launches it, and returns how to do so again.
 
     `arguments` are all of the kernel's after its descriptors, in their order; the first `pointers` of them are tensors.
+    `options` are the compiler's.
     """
     names = kernel.arg_names[len(descriptors) :]
     assert tuple(arguments) == tuple(names), "a remembered kernel takes arguments by position"
-    num_warps = {"num_warps": 4} if "num_warps" not in arguments else {}
-    compiled = kernel[grid](*descriptors, **arguments, **num_warps)
+    if "num_warps" not in arguments:
+        options["num_warps"] = 4
+    compiled = kernel[grid](*descriptors, **arguments, **options)
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     launch = (compiled.run, grid, fixed, tuple(arguments.values())[pointers:])
     if not descriptors:

@@ -1,0 +1,49 @@
+"""Runs each attention kernel once on small shapes with ragged ends, for a tool that watches memory accesses.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/attention_once.py hopper
+
+Without the caching allocator, tensors are allocations of their own, so that a step past the end of one is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from cs336_systems.attention import triton_launch
+from cs336_systems.attention.reference import exact_attention
+
+SHAPES = ((1, 2, 200, 130), (1, 1, 70, 70), (1, 1, 33, 300))  # batch, heads, queries, keys
+OF = {  # head dimensions and dtypes
+    "portable": ((16, 64, 128), (torch.bfloat16, torch.float32)),
+    "hopper": ((40, 64, 128), (torch.bfloat16, torch.float16)),
+}
+
+
+def main(kernels: str) -> None:
+    launcher = triton_launch
+    if kernels == "hopper":
+        from cs336_systems.attention.hopper import launch as launcher
+    dims, dtypes = OF[kernels]
+    for d, dtype, shape, is_causal, whole in itertools.product(
+        dims, dtypes, SHAPES, (False, True), (True, False)
+    ):
+        batch, heads, num_queries, num_keys = shape
+        q, k, v, grad_o = (
+            torch.randn(batch, heads, n, d, device="cuda", dtype=dtype)
+            for n in (num_queries, num_keys, num_keys, num_queries)
+        )
+        if not whole:  # the gradient of a sum: one number, with strides of zero
+            grad_o = grad_o[..., :1, :1].expand(q.shape)
+        o, logsumexp = launcher.launch_forward(q, k, v, is_causal)
+        found = o, *launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+        for x, true in zip(found, exact_attention(q, k, v, grad_o, is_causal), strict=True):
+            assert (x.double() - true).norm() < 0.02 * true.norm() + 0.02, (d, dtype, shape, is_causal, whole)
+    torch.cuda.synchronize()
+    print(f"{kernels}: all as in fp64")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
