@@ -56,13 +56,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from cs336_systems.experiments import gpu_tests
     from cs336_systems.measure import machine, rows
+    from cs336_systems.measure.code import code_digest
 
     provenance = {
         "status": "ok",
         "run": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-test",
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "env": machine.environment_digest(),
-        "code": rows.code_digest(gpu_tests),
+        "code": code_digest(gpu_tests),
     }
     found = [
         {"file": file, "seconds": _SECONDS[file]}

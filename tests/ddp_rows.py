@@ -7,6 +7,7 @@ import random
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments import ddp
 from cs336_systems.measure import ranks, rows, trace_overlap
+from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.sizes import size
 
@@ -49,10 +50,10 @@ def step(case):
     return {"forward": forward, "backward": backward, "synchronization": sent, "optimizer": optimizer}
 
 
-def metrics(case):
-    """A plausible result of a case; `skipped` where two GPUs are not enough."""
-    if case.world_size > 2:
-        return {"status": f"skipped: needs {case.world_size} GPUs; there are 2"}
+def metrics(case, gpus=2):
+    """A plausible result of a case; `skipped` where there are not enough GPUs."""
+    if case.world_size > gpus:
+        return {"status": f"skipped: needs {case.world_size} GPUs; there are {gpus}"}
     if case.kind == "trace":
         [one] = [traced(case)]
         return {
@@ -103,22 +104,20 @@ def traced(case):
     )  # fmt: skip
 
 
-def write(root, cases=None):
+def write(root, cases=None, machine=MACHINE, gpus=2):
     """Writes made-up rows of these cases (all of the full grid), their traces, and the machine's description."""
     cases = ddp.grid("full") if cases is None else cases
-    provenance = {"time_utc": "2026-01-01T00:00:00Z", "env": "0" * 8, "code": rows.code_digest(ddp)}
+    provenance = {"time_utc": "2026-01-01T00:00:00Z", "env": "0" * 8, "code": code_digest(ddp)}
     found = []
     for case in cases:
         group = "-".join(str(getattr(case, field)) for field in ddp.GROUP)
         found.append(
-            dataclasses.asdict(case) | {"status": "ok"} | metrics(case) | provenance | {"run": group}
+            dataclasses.asdict(case) | {"status": "ok"} | metrics(case, gpus) | provenance | {"run": group}
         )
         if case.kind == "trace":
-            path = ddp.overlap_path(case, MACHINE, root)
+            path = ddp.overlap_path(case, machine, root)
             path.parent.mkdir(parents=True, exist_ok=True)
             trace_overlap.to_json([traced(case)] * case.world_size, path)
-    rows.write(ddp, MACHINE, found, root)
-    machine = {
-        "0" * 8: {"gpu": "NVIDIA H200", "gpus": 2, "torch": "2.11.0", "triton": "3.6.0", "driver": "580"}
-    }
-    (root / MACHINE / "machine.json").write_text(json.dumps(machine))
+    rows.write(ddp, machine, found, root)
+    about = {"gpu": "NVIDIA H200", "gpus": gpus, "torch": "2.11.0", "triton": "3.6.0", "driver": "580"}
+    (root / machine / "machine.json").write_text(json.dumps({"0" * 8: about}))

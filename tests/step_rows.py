@@ -6,6 +6,7 @@ import random
 from cs336_systems import accounting
 from cs336_systems.experiments import steps
 from cs336_systems.measure import rows
+from cs336_systems.measure.code import code_digests
 from cs336_systems.measure.phases import Series
 from cs336_systems.sizes import size
 
@@ -45,12 +46,15 @@ def metrics(case, seed=0):
 
 def write(experiment, cases, root, machine="h100-x1", make=metrics):
     """Writes made-up rows of the cases into `<root>/<machine>/`; each group is a run."""
+    code = code_digests(experiment)
     for number, group in enumerate(rows.groups(experiment, cases)):
         provenance = {
-            "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "00000000",
-            "code": rows.code_digest(experiment),
-        }  # fmt: skip
+            "run": f"run-{number}",
+            "time_utc": "2026-01-01T00:00:00Z",
+            "env": "00000000",
+            "status": "ok",
+        }
         rows.write(
             experiment, machine,
-            [dataclasses.asdict(case) | {"status": "ok"} | make(case) | provenance for case in group], root,
+            [dataclasses.asdict(case) | provenance | {"code": code(case)} | make(case) for case in group], root,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """Chapter allreduce: its grid, what its rows hold, what is refused and skipped, its page; alone and under torchrun."""
 
+import functools
 import json
 import math
 import os
@@ -222,9 +223,9 @@ LATENCY_S = {"gloo": 100e-6, "nccl": 6e-6}  # a step
 LINK = {"gloo": 2e9, "nccl": 350e9}
 
 
-def metrics(case):
+def metrics(case, gpus=2):
     """A ring's time; two GPUs."""
-    if case.backend == "nccl" and case.world_size > 2:
+    if case.backend == "nccl" and case.world_size > gpus:
         return {"status": f"skipped: needs {case.world_size} GPUs"}
     latency, link = LATENCY_S[case.backend], LINK[case.backend]
     ms = 1e3 * accounting.ring_all_reduce_s(case.num_bytes, case.world_size, link, latency)
@@ -280,6 +281,16 @@ def test_page_of_made_up_rows(made_up):
     assert words.correct_words(made_up).endswith(
         "The sums are exact, the means deviate by at most 1.0e−8 of the largest element."
     )
+
+
+def test_machines_with_the_same_gpu_are_one_series(made_up, results_root):
+    four = [c for c in allreduce.grid("full") if (c.backend, c.world_size) == ("nccl", 4)]
+    step_rows.write(allreduce, four, results_root, "h200-x4", functools.partial(metrics, gpus=4))
+    rows.write_environment("h200-x4", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": 4}})
+    both = Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4")
+    said = words.process_words(both)
+    assert "- `h200-x2` and `h200-x4`, NCCL: the time grows from 2 to 4 processes, 1.51 times at 1 GB" in said
+    assert said.count("NCCL") == 1
 
 
 def test_words_of_rows_that_are_not_as_predicted(results_root):

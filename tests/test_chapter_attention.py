@@ -15,6 +15,7 @@ from notebook_checks import shown_by
 from cs336_systems import accounting, experiments, report
 from cs336_systems.experiments import attention as experiment
 from cs336_systems.measure import rows as store
+from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages import attention_figures as drawn
 from cs336_systems.report.pages import attention_time_words as times
@@ -368,18 +369,18 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True, change=lambda ca
     """A whole machine of made-up rows, with roofs and a data sheet; `change` makes other metrics of a case's."""
     on_a_cpu = machine.startswith("cpu-")
     preset, metrics = ("smoke", metrics_on_a_cpu) if on_a_cpu else ("full", metrics_of)
-    origin = {"time_utc": "2025-03-04T05:06:07Z", "env": "abcd", "code": store.code_digest(experiment)}
+    origin, code = {"time_utc": "2025-03-04T05:06:07Z", "env": "abcd"}, code_digests(experiment)
     rows = [
         dataclasses.asdict(c)
         | change(c, metrics(c))
-        | {"run": f"{c.cap_gib}-{c.dtype}-{c.head_dim}-{c.seq_len}"}
+        | {"run": f"{c.cap_gib}-{c.dtype}-{c.head_dim}-{c.seq_len}", "code": code(c)}
         | origin
         for c in experiment.grid(preset)
         if keep(c)
     ]
     store.write(experiment, machine, rows, root)
     hardware = experiments.load("hardware")
-    origin["code"] = store.code_digest(hardware)
+    origin["code"] = code_digest(hardware)
     rows = [
         dataclasses.asdict(c)
         | {

@@ -251,6 +251,25 @@ def test_page_of_made_up_rows(made_up):
         )
 
 
+def test_two_machines_of_one_kind(made_up, results_root):
+    """What one of them has measured is no gap of the other's; their numbers of ranks stand side by side."""
+    many = [c for c in ddp.grid("full") if c.world_size == 4]
+    ddp_rows.write(results_root, many, "h200-x4", gpus=4)
+    both = Chapter("ddp", measure="no", machine="h200-x2,h200-x4", preset="full")
+    rows = both.rows()
+    assert len(rows) == len(ddp.grid("full")) and set(rows[rows["world_size"] == 4]["machine"]) == {"h200-x4"}
+    assert set(rows[rows["machine"] == "h200-x2"]["status"]) == {"ok", "skipped: needs 8 GPUs; there are 2"}
+    assert page.teams(both) == [("h200-x2", 2), ("h200-x4", 4)] and page.teams(made_up) == [("h200-x2", 2)]
+    assert "On 4 ranks of `h200-x4`" in ddp_predictions.time_words(both)
+    said = ddp_words.more_ranks_words(both)
+    assert said.count("`h200-x4`, context") == 3 and "1.50 times the bytes through each link" in said
+    assert ddp_words.more_ranks_words(made_up) == ""
+    assert ddp_words.scaling_words(both).count("4 ranks") == 3
+    for ax in ddp_figures.scaling_figure(both).axes:
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["2 ranks", "4 ranks"]
+        assert {len(line.get_xdata()) for line in ax.lines[:5]} == {2}
+
+
 def test_the_fit_recovers_what_the_rows_were_made_of(made_up):
     found = page.sweep(made_up, ddp_rows.MACHINE, 512)
     fit = page.fit(made_up, found, constant=True)

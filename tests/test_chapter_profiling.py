@@ -11,6 +11,7 @@ from cs336_systems import experiments
 from cs336_systems.experiments import profiling
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, Case
 from cs336_systems.measure import kernels, nsys, rows
+from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.trace import Kernel, Range, Trace
 from cs336_systems.report.chapter import Chapter
@@ -246,7 +247,7 @@ def made_up(under_nsys, results_root, monkeypatch):
             found = [m | {"source": "torch", "tool_version": "2.11"} for m in found]
         provenance = {
             "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "0",
-            "code": rows.code_digest(profiling),
+            "code": code_digest(profiling),
         }  # fmt: skip
         rows.write(
             profiling, "h100-x1",

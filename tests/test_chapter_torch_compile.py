@@ -9,6 +9,7 @@ from cs336_systems import experiments
 from cs336_systems.experiments import torch_compile
 from cs336_systems.experiments.torch_compile import Case
 from cs336_systems.measure import rows
+from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.machine import cpp_compiler
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import torch_compile as page
@@ -81,7 +82,8 @@ def test_page_of_made_up_rows(made_up):
     assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}
     assert "OOM" in set(speed[speed["attention"] == "plain"]["step, ms"])
     assert "above the aim of 1.1" in page.target_words(made_up)
-    assert page.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 4
+    assert page.target_words(made_up).count("ours compiled, CUDA graphs") == 2
+    assert page.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 6
     assert "Dynamo made 1 graph," in page.graphs_words(made_up)
     assert "compiling gains between" in page.sizes_words(made_up)
     for figure in (page.sizes_figure, page.speed_figure):
@@ -94,11 +96,13 @@ def test_ratios_stay_within_a_run(results_root):
     for number, part in enumerate((one, other)):
         provenance = {
             "status": "ok", "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "0",
-            "code": rows.code_digest(torch_compile),
         }  # fmt: skip
         rows.write(
             torch_compile, "h100-x1",
-            [dataclasses.asdict(c) | step_rows.metrics(c) | provenance for c in part], results_root,
+            [
+                dataclasses.asdict(c) | step_rows.metrics(c) | provenance
+                | {"code": code_digest(torch_compile, c)} for c in part
+            ], results_root,
         )  # fmt: skip
     chapter = Chapter("torch_compile", measure="no", machine="h100-x1", preset="full")
     assert page.sizes_table(chapter)["gain"].isna().all()

@@ -320,6 +320,17 @@ def chapter_of_steps(root, monkeypatch, scale=None, **step_ms):
     return Chapter("zero", measure="no", machine=MACHINE, preset="full")
 
 
+def test_more_ranks_on_another_machine(made_up, results_root):
+    assert times.more_ranks(made_up) == ""
+    zero_rows.write([c for c in zero.grid("full") if c.world_size == 4], results_root, "h200-x4", gpus=4)
+    both = Chapter("zero", measure="no", machine=f"{MACHINE},h200-x4", preset="full")
+    [said] = times.more_ranks(both).splitlines()
+    assert said.startswith(
+        "- `h200-x4`, 4 ranks: after a step sharding has saved 11.3 GiB (closed form: 11.2 GiB)"
+    )
+    assert "212 ms, 1.06 times one of *plain*, 0.904 times torch's, sharded; *overlapped* 195 ms, 0.975" in said
+
+
 def test_a_slower_step_is_called_slower(results_root, monkeypatch):
     chapter = chapter_of_steps(results_root, monkeypatch, sharded=200.0)
     assert "is met in memory (contexts 128 and 512) and missed in time (context 1024)." in times.peer(chapter)

@@ -111,13 +111,13 @@ def test_everything_imports_without_torch_and_triton():
         f"for name in {['cs336_systems', 'cs336_systems.attention', *modules]}:\n"
         "    importlib.import_module(name)\n"
         "from cs336_systems import attention, doctor, experiments\n"
-        "from cs336_systems.measure import machine, rows\n"
+        "from cs336_systems.measure import code, machine\n"
         "assert machine.machine_name().startswith('cpu-')\n"
         "assert all(reason for reason in attention.availability().values())\n"
         "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"
         "for chapter in experiments.CHAPTERS:\n"
         "    experiment = experiments.load(chapter)\n"
-        "    assert experiments.cases(experiment, 'full') and rows.code_digest(experiment)\n"
+        "    assert all(map(code.code_digests(experiment), experiments.cases(experiment, 'full')))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent

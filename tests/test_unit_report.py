@@ -13,6 +13,7 @@ import pytest
 
 from cs336_systems import experiments, report
 from cs336_systems.measure import rows as store
+from cs336_systems.measure.code import code_digest
 from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.pages import hardware
 from cs336_systems.report.roofs import Roofs, roofs
@@ -22,7 +23,7 @@ EXPERIMENT = experiments.load("hardware")
 
 def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics=None):
     """Rows of the smoke preset: 0.5 TFLOP/s, 0.02 TB/s, 2 µs a launch."""
-    code = store.code_digest(EXPERIMENT) if code is None else code
+    code = code_digest(EXPERIMENT) if code is None else code
     numbers = {"tflops": 0.5, "tb_per_s": 0.02, "us_per_launch": 2.0, "ms_p50": 4.0}
     rows = [
         dataclasses.asdict(case)

@@ -9,6 +9,7 @@ import pytest
 
 from cs336_systems import experiments
 from cs336_systems.measure import rows as store
+from cs336_systems.measure.code import code_digest
 from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext
 from cs336_systems.report.coverage import project_root as find_root
 
@@ -104,7 +105,7 @@ def test_what_the_gpu_tests_said(results_root):
     assert gpu_tests.sentence() == "Tests of the kernels on a GPU: not measured."
     experiment = experiments.load("gpu_tests")
     now = {"status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e"}
-    now["code"] = store.code_digest(experiment)
+    now["code"] = code_digest(experiment)
     first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0} | now
     second = {"file": "test_b.py", "passed": 4, "failed": 0, "skipped": 0, "seconds": 1.0} | now
     store.write(experiment, "h100-x1", [first, second], results_root)

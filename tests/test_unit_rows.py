@@ -179,7 +179,7 @@ def test_refresh(fake, root, monkeypatch):
     measure(fake, root)
     assert measure(fake, root, refresh="stale")[0] == 0
     assert measure(fake, root, refresh="all")[0] == 3
-    monkeypatch.setattr(rows, "code_digest", lambda experiment: "newcode0")
+    monkeypatch.setattr(rows, "code_digests", lambda experiment: lambda case: "newcode0")
     assert measure(fake, root)[0] == 0
     assert measure(fake, root, refresh="stale")[0] == 3
     monkeypatch.setattr(rows, "environment_digest", lambda: "env00002")
@@ -424,23 +424,76 @@ def test_bare_source():
     assert code.bare_source("x = 1\f# c\ny = 2\n") == "x = 1\ny = 2"  # a form feed ends no line
 
 
+WHOLE = """
+'''A module about other and unused.'''
+import os, sys
+from pathlib import Path
+if TYPE_CHECKING:
+    import torch
+print(always)
+always = 1
+A, B = 1, 2
+C: int = A
+def unused():
+    return Path(B)
+def decorator(function):
+    return function
+def target():
+    'Not other.'
+@decorator
+def helper(x):
+    return C + os.getpid()
+def other(): ...
+def run_group(cases):
+    return launch("module:target") + helper(cases)
+"""
+
+
+def test_what_run_group_reaches():
+    kept = code.reached(WHOLE, ("run_group",))
+    left_out = [line for line in WHOLE.splitlines() if line.strip() and line not in kept.splitlines()]
+    assert left_out == [
+        "'''A module about other and unused.'''", "from pathlib import Path", "if TYPE_CHECKING:",
+        "    import torch", "def unused():", "    return Path(B)", "def other(): ...",
+    ]  # fmt: skip
+    assert code.reached(kept, ("run_group",)) == kept
+    assert "def other" in code.reached(WHOLE.replace("C + os", "other() + os"), ("run_group",))
+
+
+def test_cases_may_depend_on_more(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "_PACKAGE", tmp_path / "pack")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "fast.py").write_text("x = 1")
+    monkeypatch.setattr(fake, "MEASURES", ())
+    monkeypatch.setattr(
+        fake, "also_measures", lambda case: ("pack.fast",) if case.impl == "a" else (), raising=False
+    )
+    fast, slow = fake.Case(1, "a", True), fake.Case(1, "b", True)
+    before = [code.code_digest(fake, case) for case in (fast, slow)]
+    (tmp_path / "pack" / "fast.py").write_text("x = 2")
+    after = [code.code_digest(fake, case) for case in (fast, slow)]
+    assert before[0] != after[0] and before[1] == after[1] != before[0]
+
+
 def test_code_digest_covers_the_measured_modules_and_the_experiment(fake, tmp_path, monkeypatch):
-    digests = [rows.code_digest(fake)]
+    digests = [code.code_digest(fake)]
     package = tmp_path / "project" / "pack"
     package.mkdir(parents=True)
     monkeypatch.setattr(code, "_PACKAGE", package)
     monkeypatch.setattr(fake, "MEASURES", ("pack",))
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "y = 1")):
         (package / name).write_text(text)
-        digests.append(rows.code_digest(fake))
-    Path(fake.__file__).write_text(FAKE + "\nTILE = 64\n")
-    digests.append(rows.code_digest(fake))
+        digests.append(code.code_digest(fake))
+    Path(fake.__file__).write_text(FAKE.replace("def run_group", "print()\ndef run_group"))
+    digests.append(code.code_digest(fake))
     assert len(set(digests)) == 5 and all(len(d) == 8 for d in digests)
+    Path(fake.__file__).write_text(Path(fake.__file__).read_text() + "\nTILE = 64\n")
+    assert code.code_digest(fake) == digests[-1]  # nothing asks for it
     (package / "b.py").write_text("# why\ny = 1  # one\n")
-    assert rows.code_digest(fake) == digests[-1]
+    assert code.code_digest(fake) == digests[-1]
     monkeypatch.setattr(fake, "MEASURES", ("pack.c",))
     with pytest.raises(FileNotFoundError, match=r"no source for module 'pack.c'"):
-        rows.code_digest(fake)
+        code.code_digest(fake)
 
 
 def test_groups_keep_their_order(fake):

@@ -8,6 +8,7 @@ from cs336_systems import accounting
 from cs336_systems.accounting.zero import zero_step_bytes
 from cs336_systems.experiments import zero
 from cs336_systems.measure import ranks, rows
+from cs336_systems.measure.code import code_digest
 from cs336_systems.sizes import size
 
 STEP_MS = {
@@ -72,7 +73,7 @@ def write(cases, root, machine="h200-x2", gpus=2):
     for number, group in enumerate(rows.groups(zero, cases)):
         provenance = {
             "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "00000000",
-            "code": rows.code_digest(zero),
+            "code": code_digest(zero),
         }  # fmt: skip
         found = []
         for case in group:

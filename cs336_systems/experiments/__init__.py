@@ -11,7 +11,10 @@ What an experiment module offers (none of it needs torch before `run_group` is c
 `GROUP`
     The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
 `MEASURES`
-    The modules whose code the numbers depend on: changing them makes rows "measured with earlier code".
+    The modules whose code the numbers depend on, beside what `run_group` needs of this one: changing them makes rows
+    "measured with earlier code".
+`also_measures(case) -> tuple[str, ...]` (optional)
+    More of them, on which the numbers of a case depend.
 `grid(preset) -> list[Case]`
     Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
 `run_group(cases) -> Iterable[dict]`

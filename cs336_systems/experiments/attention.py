@@ -28,7 +28,9 @@ from cs336_systems.measure.rows import Skip, failure_is_a_row, oom_is_a_row
 if TYPE_CHECKING:
     import torch
 
-MEASURES = ("cs336_systems.attention", "cs336_systems.measure.phases")
+MEASURES = (
+    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.phases",
+)  # fmt: skip
 GROUP = ("cap_gib", "dtype", "head_dim", "seq_len")
 PARTS = ("forward", "backward")
 METRICS = (
@@ -85,6 +87,10 @@ def grid(preset: str) -> list[Case]:
         for seq_len in (SEQ_LENS[-2:] if cap_gib else SEQ_LENS)  # shorter ones fit everywhere
         for impl, repeat in _with_a_pair()
     ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    return ("cs336_systems.attention",) if case.impl == "flash_triton" else ()
 
 
 def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:

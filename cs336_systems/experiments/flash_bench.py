@@ -26,7 +26,10 @@ from cs336_systems.measure.rows import Skip, failure_is_a_row
 if TYPE_CHECKING:
     import torch
 
-MEASURES = ("cs336_systems.attention", "cs336_systems.measure.timing", "cs336_systems.accounting.operations")
+MEASURES = (
+    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.timing",
+    "cs336_systems.accounting.operations",
+)  # fmt: skip
 GROUP = ("heads", "seq_len", "head_dim", "dtype")
 PARTS = ("forward", "backward", "end_to_end")
 METRICS = (
@@ -92,6 +95,10 @@ def grid(preset: str) -> list[Case]:
         for *shape, impls in shapes
         for impl, repeat in _twice(impls, "flash_triton")
     ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    return ("cs336_systems.attention",) if case.impl in ("flash_triton", "flash_torch") else ()
 
 
 def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:

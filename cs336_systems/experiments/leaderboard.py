@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
 MEASURES = (
-    "cs336_systems.attention", "cs336_systems.ladder", "cs336_systems.experiments.attention_peers",
+    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
     "cs336_systems.measure.timing", "cs336_systems.measure.ncu", "cs336_systems.accounting.operations",
 )  # fmt: skip
 GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
@@ -120,6 +120,11 @@ def grid(preset: str) -> list[Case]:
         again = next(name for name in names if name.endswith("production"))
         out += _twice("ladder", names, part, WORK, "separate", "matrix", KERNEL_MS, again=again)
     return out
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    theirs = case.impl in PEERS and case.impl != "flash_torch"
+    return () if theirs else ("cs336_systems.attention", "cs336_systems.ladder")
 
 
 def _twice(

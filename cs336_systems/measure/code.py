@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
+import re
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def bare_source(text: str) -> str:
@@ -21,7 +26,7 @@ def bare_source(text: str) -> str:
             row, left = token.start[0], len(lines[token.start[0] - 1][: token.start[1]].encode())
             drop.append((row, left, row, left + len(token.string.encode())))
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, _DOCUMENTED):
             continue
         for doc in node.body[:1]:
             value = doc.value if isinstance(doc, ast.Expr) else None
@@ -44,10 +49,84 @@ def module_files(module: str) -> list[Path]:
     return files
 
 
-def code_digest(experiment: ModuleType) -> str:
-    """Eight hexadecimal digits of the sources that the experiment's numbers depend on, itself included."""
-    files = {file for module in experiment.MEASURES for file in module_files(module)}
-    digest = hashlib.sha256()
-    for file in sorted(files | {Path(experiment.__file__).resolve()}):
-        digest.update(bare_source(file.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()[:8]
+def reached(text: str, roots: tuple[str, ...]) -> str:
+    """The top-level statements of Python source that definitions named in `roots` need, in their order.
+
+    A definition or an import is needed where its name stands in a needed statement, in a string too (of a function that
+    another process calls); other statements always are. More than what runs, never less.
+    """
+    lines, needs, statements = text.split("\n"), set(roots), []
+    for node in ast.parse(text).body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        statements.append((node, "\n".join(lines[first - 1 : node.end_lineno])))
+    left, kept = list(range(len(statements))), set()
+    while found := [i for i in left if (names := _bound(statements[i][0])) is None or names & needs]:
+        for i in found:
+            needs |= _mentioned(statements[i][0])
+        kept.update(found)
+        left = [i for i in left if i not in kept]
+    return "\n".join(statements[i][1] for i in sorted(kept))
+
+
+def _bound(node: ast.stmt) -> set[str] | None:
+    """The names that a statement defines; None for one that does more than that."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if all(
+            isinstance(x, ast.Name | ast.Tuple | ast.Load | ast.Store) for t in targets for x in ast.walk(t)
+        ):
+            return {x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)}
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return set()
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the module's docstring
+        return set()
+    return None
+
+
+def _mentioned(node: ast.stmt) -> set[str]:
+    """Every name that stands in a statement: variables, attributes, words of strings that are no docstrings."""
+    docstrings = {
+        x.body[0].value
+        for x in ast.walk(node)
+        if isinstance(x, _DOCUMENTED)
+        and isinstance(x.body[0], ast.Expr)
+        and isinstance(x.body[0].value, ast.Constant)
+    }
+    found: set[str] = set()
+    for x in ast.walk(node):
+        if x in docstrings:
+            continue
+        if isinstance(x, ast.Name):
+            found.add(x.id)
+        elif isinstance(x, ast.Attribute):
+            found.add(x.attr)
+        elif isinstance(x, ast.Constant) and isinstance(x.value, str):
+            found.update(re.findall(r"\w+", x.value))
+    return found
+
+
+def code_digest(experiment: ModuleType, case: Any = None) -> str:
+    """Eight hexadecimal digits of the sources that the numbers of a case depend on: the modules that the experiment
+    names for it, and of its own what `run_group` needs. Which cases there are makes no difference; which one it is does
+    where the experiment has `also_measures`."""
+    return code_digests(experiment)(case)
+
+
+def code_digests(experiment: ModuleType) -> Callable[[Any], str]:
+    """`code_digest` of an experiment's cases, its sources read once."""
+    own = bare_source(reached(Path(experiment.__file__).read_text(encoding="utf-8"), ("run_group", "GROUP")))
+
+    @functools.cache
+    def of_modules(modules: tuple[str, ...]) -> str:
+        files = {file for module in modules for file in module_files(module)}
+        digest = hashlib.sha256(own.encode())
+        for file in sorted(files - {Path(experiment.__file__).resolve()}):
+            digest.update(bare_source(file.read_text(encoding="utf-8")).encode())
+        return digest.hexdigest()[:8]
+
+    more = getattr(experiment, "also_measures", lambda case: ())
+    return lambda case: of_modules((*experiment.MEASURES, *more(case)))

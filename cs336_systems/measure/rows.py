@@ -6,7 +6,7 @@ One CSV a chapter and machine. A row is a case, its metrics, a status, and where
     run       one id for all rows of a group: measured in one process, interleaved; ratios stay within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
-    code      digest of the sources that the experiment declares in `MEASURES`
+    code      digest of the sources that the number depends on (`measure.code`)
 
 A file is replaced whole after every group: a killed run loses one group, and the next goes on from there.
 """
@@ -31,7 +31,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.measure.code import code_digest
+from cs336_systems.measure.code import code_digests
 from cs336_systems.measure.machine import environment, environment_digest, machine_name
 
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
@@ -293,7 +293,13 @@ def _failed_before(experiment: ModuleType, group: list[Any], known: dict[tuple, 
     return any(row is not None and row["status"].startswith("error") for row in rows)
 
 
-def _due(experiment: ModuleType, group: list[Any], known: dict[tuple, dict], refresh: str, code: str) -> bool:
+def _due(
+    experiment: ModuleType,
+    group: list[Any],
+    known: dict[tuple, dict],
+    refresh: str,
+    code: Callable[[Any], str],
+) -> bool:
     for case in group:
         row = known.get(_key(experiment, case))
         if refresh == "all" or row is None or row["status"].startswith("error"):
@@ -302,7 +308,7 @@ def _due(experiment: ModuleType, group: list[Any], known: dict[tuple, dict], ref
         # what was skipped may have become possible: a GPU, triton, a compiler
         if elsewhere and (row["status"].startswith("skipped") or refresh == "stale"):
             return True
-        if refresh == "stale" and row["code"] != code:
+        if refresh == "stale" and row["code"] != code(case):
             return True
     return False
 
@@ -328,7 +334,7 @@ def measure(
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
-    machine, chapter, code = machine_name(), chapter_name(experiment), code_digest(experiment)
+    machine, chapter, code = machine_name(), chapter_name(experiment), code_digests(experiment)
     path = csv_path(chapter, machine, root)
     known = {_key(experiment, row): row for row in _load(experiment, path)}
     due = [g for g in groups(experiment, cases) if _due(experiment, g, known, refresh, code)]
@@ -346,9 +352,9 @@ def measure(
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         results, context_lost = _run(experiment, group)
         stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        provenance = {"run": run, "time_utc": stamp, "env": environment_digest(), "code": code}
+        provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
         rows = [
-            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance
+            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": code(case)}
             for case, metrics in zip(group, results, strict=True)
         ]
         write(experiment, machine, rows, root)

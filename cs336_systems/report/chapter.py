@@ -8,7 +8,7 @@ import ast
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import pandas as pd
 
 from cs336_systems import experiments
 from cs336_systems.measure import rows as store
+from cs336_systems.measure.code import code_digests
 from cs336_systems.report.tables import fmt, show
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
 NOT_MEASURED = "not measured"
+_TOO_FEW_GPUS = r"skipped: needs \d+ GPUs.*"
 MEASURE = ("auto", "yes", "no")
 _COMMON = ("measure", "preset", "machine", "refresh")
 
@@ -152,14 +154,14 @@ class Chapter:
     def rows(self, **where: Any) -> pd.DataFrame:
         """One row for each machine and chosen case, with the chapter's columns, `machine` first.
 
-        A case without a row has the status `not measured` and empty metrics. `where` keeps the rows whose
-        fields (of the case, or `machine`, `status`, ...) equal a value, or are in a list of values; an
-        unknown field is a ValueError.
+        A case without a row has the status `not measured` and empty metrics. Of several machines, one that has not
+        measured a case, or has too few GPUs for it, is left out where another one has. `where` keeps the rows whose
+        fields (of the case, or `machine`, `status`, ...) equal a value, or are in a list of values; an unknown field
+        is a ValueError.
         """
         if self._frame is None:
-            self._frame = pd.concat(
-                [self._read(machine) for machine in self.machines or [""]], ignore_index=True
-            )
+            frame = pd.concat([self._read(machine) for machine in self.machines or [""]], ignore_index=True)
+            self._frame = self._without_gaps_filled_elsewhere(frame)
         frame = self._frame
         for field, value in where.items():
             if field not in frame:
@@ -171,6 +173,12 @@ class Chapter:
     def measured(self, **where: Any) -> pd.DataFrame:
         """The rows whose status is `ok`."""
         return self.rows(**where, status="ok")
+
+    def _without_gaps_filled_elsewhere(self, frame: pd.DataFrame) -> pd.DataFrame:
+        gap = (frame["status"] == NOT_MEASURED) | frame["status"].str.fullmatch(_TOO_FEW_GPUS)
+        key = [frame[field] for field in store.case_fields(self.experiment)]
+        first = ~frame.assign(gap=gap).duplicated([*store.case_fields(self.experiment), "gap"])
+        return frame[~gap | (first & gap.groupby(key).transform("all"))]
 
     def _read(self, machine: str) -> pd.DataFrame:
         fields = store.case_fields(self.experiment)
@@ -230,11 +238,13 @@ class Chapter:
     def stale(self) -> pd.DataFrame:
         """The rows that were measured with other code than this checkout's."""
         frame = self.rows()
-        return frame[(frame["status"] != NOT_MEASURED) & (frame["code"] != self._code)]
+        cases = frame[store.case_fields(self.experiment)].itertuples(index=False)
+        now = [self._code(self.experiment.Case(*case)) for case in cases]
+        return frame[(frame["status"] != NOT_MEASURED) & (frame["code"] != now)]
 
     @functools.cached_property
-    def _code(self) -> str:
-        return store.code_digest(self.experiment)
+    def _code(self) -> Callable[[Any], str]:
+        return code_digests(self.experiment)
 
     def environments(self, machine: str) -> dict[str, dict[str, Any]]:
         """What `machine.json` says about the environments that the machine's rows name."""

@@ -8,6 +8,7 @@ import pandas as pd
 
 from cs336_systems import experiments
 from cs336_systems.measure import rows as store
+from cs336_systems.measure.code import code_digest
 from cs336_systems.report.chapter import NOT_MEASURED, reference_machines
 
 
@@ -20,7 +21,7 @@ def machines(root: Path | None = None) -> list[str]:
 def sentence(root: Path | None = None) -> str:
     """On each machine how many tests of the kernels passed, and of which code, as Markdown."""
     experiment = experiments.load("gpu_tests")
-    code = store.code_digest(experiment)
+    code = code_digest(experiment)
     found = [_of_machine(m, store.read(experiment, m, root), code) for m in machines(root)]
     return " ".join(filter(None, found)) or f"Tests of the kernels on a GPU: {NOT_MEASURED}."
 

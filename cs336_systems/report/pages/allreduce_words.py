@@ -17,6 +17,7 @@ from cs336_systems.report.pages.allreduce import (
     pairs,
     percent,
 )
+from cs336_systems.report.roofs import machine_environment
 from cs336_systems.report.tables import fmt
 
 PROMISE = 0.03  # a bucket's all-reduce alone is to be this close to `dist.all_reduce` of as many bytes
@@ -104,17 +105,27 @@ def sheet_words(chapter: Chapter) -> str:
 def process_words(chapter: Chapter) -> str:
     """From the fewest processes to each larger number: what the ring predicts for bytes and for steps, what was seen.
 
-    Where only one number of processes was measured: what the ring predicts for the others of the grid.
+    Where only one number of processes was measured: what the ring predicts for the others of the grid. NCCL on machines
+    with the same GPU counts as one series.
     """
-    by_backend: dict[tuple[str, str], list[Ranks]] = {}
+    by_backend: dict[tuple[str, str], dict[int, Ranks]] = {}
     for ranks in measured(chapter):
         if ranks.world_size > 1:
-            by_backend.setdefault((ranks.machine, ranks.backend), []).append(ranks)
+            gpu = (
+                machine_environment(ranks.machine, chapter.root).get("gpu")
+                if ranks.backend == "nccl"
+                else None
+            )
+            by_backend.setdefault((gpu or ranks.machine, ranks.backend), {}).setdefault(
+                ranks.world_size, ranks
+            )
     said = []
-    for (machine, backend), sets in by_backend.items():
+    for (_, backend), by_number in by_backend.items():
+        sets = [by_number[n] for n in sorted(by_number)]
         first = sets[0]
         common = sorted(set.intersection(*(set(ranks.rows["num_bytes"]) for ranks in sets)))
-        where = f"- `{machine}`, {NAMES[backend]}"
+        machines = dict.fromkeys(f"`{ranks.machine}`" for ranks in sets)
+        where = f"- {' and '.join(machines)}, {NAMES[backend]}"
         if len(sets) < 2 or not common:
             words = f"{where}: measured with {first.world_size} processes only"
             said.append(f"{words}{_predicted(chapter, first)}.")

@@ -53,6 +53,17 @@ def timed(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> list[
     return [r for r in rows.to_dict("records") if not wrappers or r["wrapper"] in wrappers]
 
 
+def teams(chapter: Chapter) -> list[tuple[str, int]]:
+    """Machines and numbers of ranks, two and more, of the steps in the main tables' precision that were measured; those
+    of the main tables where none was."""
+    main = settings(chapter)
+    rows = chapter.measured(kind="time", dtype=main["dtype"])
+    found = rows[rows["world_size"] > 1][["machine", "world_size"]].drop_duplicates()
+    return [(m, int(n)) for m, n in found.itertuples(index=False)] or [
+        (m, main["world_size"]) for m in chapter.machines
+    ]
+
+
 def ok(row: Mapping[str, Any] | None) -> bool:
     """Whether a row was measured."""
     return row is not None and row["status"] == "ok"

@@ -14,10 +14,11 @@ from cs336_systems.experiments.ddp import PHASES
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages.ddp import NAMES, contexts, fit, ok, recorded, sweep, timed, way
+from cs336_systems.report.pages.ddp import NAMES, contexts, efficiency, fit, ok, recorded, sweep, timed, way
 from cs336_systems.report.tables import fmt
 
 COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "synchronization": "#D55E00", "optimizer": "#8c6d31"}
+_SCALING = ("none", "in_place", "bucketed", "torch", "naive")
 _OTHER, _VISIBLE = "#9aa5b1", 0.005
 
 
@@ -59,6 +60,37 @@ def phase_figure(chapter: Chapter, machine: str) -> Figure:
     axes[0, 0].set_ylim(len(ways) - 0.4, -0.6)
     patches = [Patch(color=color, label=phase) for phase, color in COLORS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
+
+
+def scaling_figure(chapter: Chapter) -> Figure:
+    """Weak scaling by the number of ranks: ours with its best bucket, and the others; a panel for each context."""
+    rows = [r for r in timed(chapter, _SCALING, world_size="all") if r["world_size"] > 1]
+    lengths = contexts(rows) or [512]
+    figure, axes = figures.panels(columns=len(lengths), height=2.6, sharey=True)
+    numbers = sorted({int(r["world_size"]) for r in rows if ok(r)})
+    for ax, context in zip(axes[0], lengths, strict=True):
+        found: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["context_length"] == context and (share := efficiency(chapter, row)) is not None:
+                of_way, n = found.setdefault(row["wrapper"], {}), int(row["world_size"])
+                of_way[n] = max(share, of_way.get(n, 0.0))
+        ax.set(title=f"context {context}")
+        if not found:
+            figures.nothing(ax)
+            continue
+        for place, wrapper in enumerate(_SCALING):
+            _, color, marker = figures.look(wrapper, place)
+            there = sorted(found.get(wrapper, {}))
+            shares = [100 * found[wrapper][n] for n in there]
+            ax.plot(
+                [numbers.index(n) for n in there], shares, marker=marker, color=color, label=NAMES[wrapper]
+            )
+        ax.axhline(100, color=figures.ROOF, lw=0.8)
+        ax.set_xticks(range(len(numbers)), [f"{n} ranks" for n in numbers])
+        ax.set_xlim(-0.4, len(numbers) - 0.6)
+    axes[0, 0].set_ylabel("of perfect scaling, %")
+    figures.legend_below(figure, *axes[0])
     return figure
 
 

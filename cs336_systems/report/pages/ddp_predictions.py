@@ -22,7 +22,8 @@ _SOURCE = "measured in the [chapter on all-reduce](allreduce.ipynb)"
 def _all_reduces(chapter: Chapter, machine: str, ranks: int) -> pd.DataFrame:
     """The rows of chapter `allreduce` for this chapter's backend and number of ranks, smallest tensors first."""
     path = store.csv_path("allreduce", machine, chapter.root)
-    backends = {r["backend"] for r in page.timed(chapter, machine=machine) if page.ok(r)}
+    timed = page.timed(chapter, machine=machine, world_size=ranks)
+    backends = {r["backend"] for r in timed if page.ok(r)}
     if not path.is_file() or len(backends) != 1:
         return pd.DataFrame()
     rows = pd.read_csv(path)
@@ -112,13 +113,12 @@ def size_words(chapter: Chapter) -> str:
 
 
 def time_words(chapter: Chapter) -> str:
-    """How long sending should take, all together and apart."""
+    """How long sending should take, all together and apart, on each number of ranks that was measured."""
     config, batch = page.model_of(chapter)
     said = page.settings(chapter)
-    ranks = said["world_size"]
     sizes = closed.bucket_bytes(config, 0)
     lines = []
-    for machine in chapter.machines:
+    for machine, ranks in page.teams(chapter):
         known = bandwidth(chapter, machine, ranks)
         if known is None:
             continue
@@ -127,7 +127,7 @@ def time_words(chapter: Chapter) -> str:
         together = closed.all_reduce_ms([sum(sizes)], ranks, rate, call)
         apart = closed.all_reduce_ms(sizes, ranks, rate, call)
         text = (
-            f"On `{machine}`, at {fmt(rate / 1e9)} GB/s in each direction{calls} ({source}),"
+            f"On {ranks} ranks of `{machine}`, at {fmt(rate / 1e9)} GB/s in each direction{calls} ({source}),"
             f" one all-reduce of everything takes {fmt(together)} ms, and one a parameter {fmt(apart)} ms."
         )
         if len(_all_reduces(chapter, machine, ranks)):

@@ -218,7 +218,7 @@ def best_words(chapter: Chapter) -> str:
 
 
 def scaling_words(chapter: Chapter) -> str:
-    """Weak scaling of ours and of torch's, at every number of ranks, and what two steps side by side leave of it."""
+    """Weak scaling of our fastest and of torch's, at every number of ranks, and what steps side by side leave of it."""
     lines = []
     main = page.settings(chapter)["dtype"]
     for place in places(chapter, "all"):
@@ -227,7 +227,8 @@ def scaling_words(chapter: Chapter) -> str:
         found = [
             (share, r)
             for r in place.rows
-            if r["wrapper"] not in ("alone", "none") and (share := page.efficiency(chapter, r)) is not None
+            if r["wrapper"] not in ("alone", "none", "torch", "torch_view")
+            and (share := page.efficiency(chapter, r)) is not None
         ]
         if not found:
             continue
@@ -239,6 +240,47 @@ def scaling_words(chapter: Chapter) -> str:
             text += f", *{page.NAMES[wrapper]}* {percent(share, 3)}" if share is not None else ""
         lines.append(f"{text}.")
     return "\n".join(lines) or f"Weak scaling: {NOT_MEASURED}."
+
+
+def more_ranks_words(chapter: Chapter) -> str:
+    """What averaging takes on other numbers of ranks than the main tables', where steps are even, and what was due."""
+    lines = []
+    main = page.settings(chapter)
+    for place in places(chapter, "all"):
+        naive = place.one("naive")
+        if (
+            place.world_size in (1, main["world_size"])
+            or place.dtype != main["dtype"]
+            or not place.even
+            or not naive
+        ):
+            continue
+        sent = naive["synchronization_ms_p50"]
+        text = f"{place.head}, {place.world_size} ranks: *naive* averages for {fmt(sent)} ms after the backward pass"
+        due = predictions.after_ms(chapter, place.machine, place.world_size, "naive", 0.0)
+        if due is not None:
+            text += f"; predicted, from all-reduces of as many ranks, were {fmt(due)} ms"
+        before = [
+            two["synchronization_ms_p50"] for p in places(chapter)
+            if (p.context, p.dtype) == (place.context, place.dtype) and p.even and (two := p.one("naive"))
+        ]  # fmt: skip
+        if before:
+            sizes = [closed.sent_bytes(1.0, n) for n in (place.world_size, main["world_size"])]
+            text += (
+                f". That is {fmt(sent / before[0])} times as long as on {main['world_size']} ranks"
+                f" ({fmt(before[0])} ms), for {fmt(sizes[0] / sizes[1])} times the bytes through each link"
+            )
+        over = [
+            (row, ms)
+            for row in place.rows
+            if row["wrapper"] in OURS and (ms := page.exposed_ms(chapter, row))
+        ]
+        if over:
+            best, ms = min(over, key=lambda pair: pair[1])
+            text += f". Of *naive*'s {fmt(page.exposed_ms(chapter, naive))} ms over the step without communication"
+            text += f" {in_italics(best)} leaves {fmt(ms)} ms"
+        lines.append(f"{text}.")
+    return "\n\n".join(lines)
 
 
 def precision_words(chapter: Chapter) -> str:

@@ -316,6 +316,60 @@ def containers(chapter: Chapter) -> str:
     return f"Without sharding, a step of *plain* over one of *torch* is {listed(said)}."
 
 
+# ------------------------------------------------------------------------------------------------ more ranks
+def more_ranks(chapter: Chapter) -> str:
+    """Memory and time of every larger number of ranks than the main tables': what sharding saves, what a step takes."""
+    said = []
+    timed = chapter.measured(moment=TIMED, repeat=0, context_length=speed.decisive(chapter))
+    for (machine, ranks), rows in timed.groupby(["machine", "world_size"]):
+        if ranks <= page.world_size(chapter):
+            continue
+        by = {row["variant"]: row for row in rows.to_dict("records")}
+        text = [_saved(chapter, machine, int(ranks))]
+        if {"plain", "sharded"} <= set(by):
+            text.append(
+                f"at context {speed.decisive(chapter)} a step of *sharded* takes"
+                f" {fmt(by['sharded']['step_ms_p50'])} ms, {_ratio(by['sharded'], by['plain'])} one of *plain*"
+                + (
+                    f", {_ratio(by['sharded'], by['torch_zero'])} torch's, sharded"
+                    if "torch_zero" in by
+                    else ""
+                )
+                + (
+                    f"; *overlapped* {fmt(by['overlapped']['step_ms_p50'])} ms, {_ratio(by['overlapped'], by['plain'])}"
+                    " one of *plain*"
+                    if "overlapped" in by
+                    else ""
+                )
+            )
+        said.append(f"- `{machine}`, {ranks} ranks: {'; '.join(filter(None, text))}.")
+    return "\n".join(said)
+
+
+def _ratio(row: Row, base: Row) -> str:
+    return f"{fmt(row['step_ms_p50'] / base['step_ms_p50'])} times"
+
+
+def _saved(chapter: Chapter, machine: str, ranks: int) -> str:
+    """What sharding takes off what is alive after a later step, beside the closed form, at the longest context."""
+    where = {"machine": machine, "world_size": ranks, "moment": "later_after"}
+    context = max(page.contexts(chapter, **where), default=0)
+    pair = [page.one(chapter, variant=v, context_length=context, **where) for v in ("plain", "sharded")]
+    if None in pair:
+        return ""
+    saved, due = (
+        sum(of(chapter, pair[0]).values()) - sum(of(chapter, pair[1]).values())
+        for of in (page.measured, page.predicted)
+    )
+    text = f"after a step sharding has saved {amount(saved)} (closed form: {amount(due)})"
+    peaks = [page.peak(chapter, row) for row in pair]
+    if None not in peaks:
+        text += (
+            f", and the peak is {amount(peaks[1][0])} instead of {amount(peaks[0][0])} (context {context})"
+        )
+    return text
+
+
 def averaging(chapter: Chapter) -> str:
     """What averaging adds to the backward pass, and broadcasts to the optimizer's phase."""
     context = speed.decisive(chapter)
