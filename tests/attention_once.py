@@ -2,7 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/attention_once.py hopper
 
-Without the caching allocator, tensors are allocations of their own, so that a step past the end of one is seen.
+A number after the name says how many of the shapes are run. Without the caching allocator, tensors are allocations of
+their own, so that a step past the end of one is seen.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ OF = {  # head dimensions and dtypes
 }
 
 
-def main(kernels: str) -> None:
+def main(kernels: str, shapes: int = len(SHAPES)) -> None:
     launcher = triton_launch
     if kernels == "hopper":
         from cs336_systems.attention.hopper import launch as launcher
     dims, dtypes = OF[kernels]
     for d, dtype, shape, is_causal, whole in itertools.product(
-        dims, dtypes, SHAPES, (False, True), (True, False)
+        dims, dtypes, SHAPES[:shapes], (False, True), (True, False)
     ):
         batch, heads, num_queries, num_keys = shape
         q, k, v, grad_o = (
@@ -46,4 +47,4 @@ def main(kernels: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

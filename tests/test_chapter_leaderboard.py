@@ -12,10 +12,10 @@ import pytest
 from notebook_checks import shown_by
 
 from cs336_systems import accounting, experiments
-from cs336_systems.experiments import leaderboard
+from cs336_systems.experiments import attention_peers, leaderboard, leaderboard_candidate
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS, WORK, Case
 from cs336_systems.ladder import steps
-from cs336_systems.measure import ncu
+from cs336_systems.measure import ncu, process
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import Chapter
@@ -44,7 +44,7 @@ def test_every_case_is_there_once_and_every_short_group_has_one_pair(preset):
 
 def test_the_budget():
     groups = {p: store.groups(leaderboard, leaderboard.grid(p)) for p in experiments.PRESETS}
-    assert sum(map(leaderboard.estimate_s, groups["full"])) < 340
+    assert sum(map(leaderboard.estimate_s, groups["full"])) < 410
     assert sum(map(leaderboard.estimate_s, groups["smoke"])) < 20
 
 
@@ -107,7 +107,7 @@ def test_the_harness_is_the_handouts(leaves):
     """A sum's gradient, checked against fp64; gradients pile up in one leaf, or are dropped from three."""
     [case] = small("harness", ("reference",), "end_to_end", leaves=leaves, grad_o="number")
     data = list(torch.randn(4, 2, 128, 32, dtype=torch.bfloat16))
-    candidate = leaderboard._Candidate(case, data, "cpu")
+    candidate = leaderboard.Candidate(case, data, "cpu")
 
     def exact():
         from cs336_systems.attention.reference import exact_attention
@@ -175,14 +175,14 @@ def test_what_a_cpu_cannot_run_says_what_it_needs():
 
 @without_gpu
 def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
-    chosen = leaderboard._implementation
+    chosen = leaderboard_candidate.implementation
 
     def implementation(case, device):
         if case.impl == "reference":
             raise RuntimeError("broken")
         return chosen(case, device)
 
-    monkeypatch.setattr(leaderboard, "_implementation", implementation)
+    monkeypatch.setattr(leaderboard_candidate, "implementation", implementation)
     broken, fine = leaderboard.run_group(small())
     assert broken["status"] == "error: RuntimeError: broken"
     assert "status" not in fine and fine["ms_p50"] > 0
@@ -196,7 +196,7 @@ def test_groups_on_a_gpu(kind, part, monkeypatch):
     """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
     monkeypatch.setattr(leaderboard, "TURNS", 2)
     wrong_part = {"ladder": part == "end_to_end", "harness": part != "end_to_end", "kernel": False}
-    if (wrong_part | {"counters": True})[kind]:
+    if (wrong_part | {"counters": True, "first": True})[kind]:
         pytest.skip("there is no such group")
     impls = ("flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4")
     if kind == "ladder":
@@ -236,6 +236,45 @@ def test_counters_on_a_gpu(part):
             page.instructions_a_pair(metrics | dataclasses.asdict(cases[0]))
             > page.work_of_a_pair(part).instructions
         )
+
+
+@pytest.mark.gpu
+def test_first_calls_on_a_gpu():
+    """As many kernels are compiled as are launched, by both kinds of ours."""
+    for metrics in leaderboard.run_group(small("first", leaderboard.OURS, "end_to_end", seq_len=1024)):
+        assert "status" not in metrics
+        assert metrics["compiled"] == len(metrics["kernels"].split()) and metrics["compiled_later"] >= 0
+        assert 1e3 * metrics["first_call_s"] > metrics["second_call_ms"]
+
+
+@without_gpu
+def test_first_calls_in_processes_of_their_own(monkeypatch):
+    calls = []
+
+    def call(function, arguments, *, timeout_s, environment):
+        assert function == "cs336_systems.experiments.attention_peers:first_call"
+        calls.append(environment["TRITON_CACHE_DIR"])
+        if arguments["impl"] == "reference":
+            raise process.ChildError("killed")
+        return attention_peers.first_call(**arguments)
+
+    monkeypatch.setattr(process, "call", call)
+    impls = ("flash_triton", "reference", "flash_torch")
+    skipped, failed, fine = leaderboard.run_group(small("first", impls, "end_to_end"))
+    assert skipped == {"status": "skipped: needs a CUDA device"}
+    assert failed == {"status": "error: ChildError: killed"}
+    assert fine["first_call_s"] > 0 and fine["second_call_ms"] > 0 and "status" not in fine
+    assert set(fine) <= set(leaderboard.METRICS) and len(set(calls)) == 3
+
+
+def test_what_is_said_of_first_calls(chapter):
+    text = words.first_calls(chapter, "h100-x1")
+    assert "ours, Triton takes 6.50 s (and 7.50 s in another process) for its first call and 4.25 ms" in text
+    assert "it launches 4 kernels, as many as it compiles: no configuration is tried out" in text
+    assert "it launches 4 kernels, of 7 compiled" in text
+    table = page.first_table(chapter, "h100-x1").set_index("implementation")
+    assert list(table["compiled"]) == ["4", "7", "3", "–", "–"]
+    assert list(table["for other lengths"]) == ["9", "8", "–", "–", "–"]
 
 
 @without_gpu
@@ -299,7 +338,7 @@ def test_a_peer_that_cannot_be_captured_is_timed_with_events(monkeypatch, capsys
 
     monkeypatch.setattr(timing, "captured", refuses)
     data = list(torch.zeros(4, 1, 16, 16))
-    fa4, ours = (leaderboard._Candidate(case, data, "cuda") for case in small(impls=("fa4", "flash_triton")))
+    fa4, ours = (leaderboard.Candidate(case, data, "cuda") for case in small(impls=("fa4", "flash_triton")))
     fa4.call = ours.call = lambda: None
     fa4._capture()
     assert fa4.metrics["timed"] == "events" and "capturing" in capsys.readouterr().err
@@ -321,6 +360,12 @@ def metrics_of(case):
         shares = {"tensor_pct": 63.0, "exp_pct": 31.0, "issue_pct": 24.0, "shared_pct": 75.0, "l2_pct": 50.0}
         pairs = accounting.attention_exps(case.heads, case.seq_len, case.seq_len, True, case.part)
         return shares | {"conflict_pct": 0.5, "instructions": 9.5 * pairs / 32, "kernels": "some_kernel"}
+    if case.kind == "first":
+        ours = case.impl in leaderboard.OURS
+        names = "forward_kernel prepare_kernel backward_keys_kernel finish_kernel" if ours else None
+        compiled = {"flash_triton": (4, 9), "plain_triton": (7, 8), "flex_compiled": (3, None)}
+        counts = dict(zip(("compiled", "compiled_later"), compiled.get(case.impl, (None, None)), strict=True))
+        return {"first_call_s": 6.5 + case.repeat, "second_call_ms": 4.25, "kernels": names} | counts
     parts = accounting.attention_flops(
         case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pandas
 import pytest
 import step_rows
 
@@ -82,7 +83,8 @@ def test_page_of_made_up_rows(made_up):
     assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}
     assert "OOM" in set(speed[speed["attention"] == "plain"]["step, ms"])
     assert "above the aim of 1.1" in page.target_words(made_up)
-    assert page.target_words(made_up).count("ours compiled, CUDA graphs") == 2
+    said = page.target_words(made_up)
+    assert said.count("ours compiled, CUDA graphs") == 2 and page.MERE_NOISE not in said
     assert page.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 6
     assert "Dynamo made 1 graph," in page.graphs_words(made_up)
     assert "compiling gains between" in page.sizes_words(made_up)
@@ -129,3 +131,12 @@ def test_on_a_gpu():
         assert "status" not in found, case
         if case.compile == "reduce-overhead":
             assert found["cuda_graph_skips"] == 0
+
+
+def test_what_a_pair_says_of_noise():
+    rows = [
+        {"attention": a, "compile": "off", "repeat": r, "status": "ok", "run": "1", "step_ms_p50": ms}
+        for a, r, ms in (("reference", 0, 100.0), ("sdpa", 0, 50.0), ("reference", 1, 93.0))
+    ]
+    assert page._apart(pandas.DataFrame(rows)) == pytest.approx(0.07)
+    assert page._apart(pandas.DataFrame(rows[:2])) == 0.0

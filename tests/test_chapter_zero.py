@@ -328,7 +328,9 @@ def test_more_ranks_on_another_machine(made_up, results_root):
     assert said.startswith(
         "- `h200-x4`, 4 ranks: after a step sharding has saved 11.3 GiB (closed form: 11.2 GiB)"
     )
-    assert "212 ms, 1.06 times one of *plain*, 0.904 times torch's, sharded; *overlapped* 195 ms, 0.975" in said
+    assert (
+        "212 ms, 1.06 times one of *plain*, 0.904 times torch's, sharded; *overlapped* 195 ms, 0.975" in said
+    )
 
 
 def test_a_slower_step_is_called_slower(results_root, monkeypatch):

@@ -1,6 +1,7 @@
 """The measured chapters. A module here has the name of its notebook in `book/` and its CSV in `results/`.
 
-`steps` is no chapter: it is what the chapters about whole models share. Neither is `attention_peers`.
+`steps` is no chapter: it is what the chapters about whole models share. Neither are `attention_peers`,
+`leaderboard_candidate` and `zero_ranks`: parts of chapters.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 

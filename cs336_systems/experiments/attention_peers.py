@@ -1,14 +1,18 @@
-"""No chapter: the implementations of attention that chapter `leaderboard` times, ours and others', alike."""
+"""No chapter: the implementations of attention that chapter `leaderboard` times, ours and others', alike; and what the
+first call of one of them costs."""
 
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cs336_systems.ladder import steps
-from cs336_systems.measure.rows import Skip
+from cs336_systems.measure.rows import Skip, failure_is_a_row
 
 OURS = ("flash_triton", "plain_triton")
 PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference", "flash_torch")
@@ -105,3 +109,65 @@ def _fa4(is_causal: bool) -> Implementation:
     return Implementation(
         forward, f"flash_attn.cute {getattr(fa4, '__version__', '')}".strip(), tokens_first=True
     )
+
+
+# ------------------------------------------------------------------------------------------------ what is launched
+def own_kernels(call: Callable[[], Any]) -> list[str]:
+    """The kernels of this package that a call launches, as `module.name`."""
+    from cs336_systems.ladder.resources import of_call
+
+    return [r.kernel for r in of_call(call) if r.kernel.split(".")[0] in ("triton_kernels", "hopper")]
+
+
+OTHER_LENGTHS = (64, 200, 256, 777, 1024, 4096, 5000)  # of sequences, in calls after the first two
+
+
+def first_call(
+    impl: str, heads: int, seq_len: int, head_dim: int, is_causal: bool, dtype: str
+) -> dict[str, Any]:
+    """Both passes for the first time in this process, and again: seconds, milliseconds, and how many kernels Triton has
+    compiled for the first call (`compiled`), and in calls with OTHER_LENGTHS (`compiled_later`, ours only).
+
+    For a fresh process with empty caches, where `TRITON_CACHE_DIR` says.
+    """
+    import torch
+
+    metrics: dict[str, Any] = {}
+    with failure_is_a_row(metrics):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        implementation = build(impl, is_causal, device, seq_len, False)
+        x = torch.ones(64, 64, device=device)
+        (x @ x).sum().item()  # the context and cuBLAS are not the implementation's to start
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+        def both(n: int) -> None:
+            shape = (n, heads, head_dim) if implementation.tokens_first else (heads, n, head_dim)
+            q, k, v, grad_o = (torch.randn(shape, device=device, dtype=kind) for _ in range(4))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            torch.autograd.grad(implementation.apply(*leaves), leaves, grad_o)
+
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            both(seq_len)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        metrics |= {
+            "first_call_s": seconds[0],
+            "second_call_ms": 1e3 * seconds[1],
+            "backend": implementation.backend,
+        }
+        if device == "cuda" and impl in (*OURS, "flex_compiled"):
+            metrics["compiled"] = _compiled_kernels()
+        if device == "cuda" and impl in OURS:
+            for n in OTHER_LENGTHS:
+                both(n)
+            metrics["compiled_later"] = _compiled_kernels() - metrics["compiled"]
+            metrics["kernels"] = " ".join(own_kernels(lambda: both(seq_len)))
+    return metrics
+
+
+def _compiled_kernels() -> int:
+    """How many binaries of kernels there are in Triton's cache."""
+    return len({path.parent.name for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")})

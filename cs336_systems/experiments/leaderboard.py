@@ -4,7 +4,7 @@ ladder to it.
     papermill book/leaderboard.ipynb out.ipynb
     cs336 run leaderboard
 
-Four kinds of rows, one case in each group twice (A/A). The first three are measured in turns with what they are
+Five kinds of rows, one case in each group twice (A/A). The first three are measured in turns with what they are
 compared with, five turns each:
 
     harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
@@ -13,6 +13,7 @@ compared with, five turns each:
     ladder    the steps of `cs336_systems.ladder`, launched without autograd, from CUDA graphs as well; their registers,
               spills and shared memory, and what was predicted for them
     counters  what Nsight Compute counts while the kernels run: how busy each unit of the GPU is
+    first     the first call in a fresh process with empty caches, and how many kernels it compiles
 
 The handout's code unpacks q, k and v from one tensor with gradients (`leaves`: "stacked"), so autograd stacks the three
 gradients and adds them to the one of the call before. "separate" has three leaves, whose gradients are dropped before
@@ -24,25 +25,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import sys
-import traceback
-from collections.abc import Callable
+import tempfile
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.accounting import attention_flops
 from cs336_systems.experiments import attention_peers as peers
+from cs336_systems.experiments.leaderboard_candidate import Candidate, data_of
 from cs336_systems.ladder import steps
-from cs336_systems.measure import ncu
+from cs336_systems.measure import ncu, process
 from cs336_systems.measure.nsys import capture
-from cs336_systems.measure.rows import Skip, failure_is_a_row
+from cs336_systems.measure.rows import failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
 MEASURES = (
     "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
-    "cs336_systems.measure.timing", "cs336_systems.measure.ncu", "cs336_systems.accounting.operations",
+    "cs336_systems.experiments.leaderboard_candidate", "cs336_systems.measure.timing", "cs336_systems.measure.ncu",
+    "cs336_systems.accounting.operations",
 )  # fmt: skip
 GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
 METRICS = (
@@ -51,14 +50,16 @@ METRICS = (
     "tflops", "peak_gib", "error_out", "error_grads", "backend", "timed", "sm_mhz", "power_w",
     "kernels", "registers", "spill_bytes", "shared_kib", "predicted_ms",
     "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions",  # counters
+    "first_call_s", "second_call_ms", "compiled", "compiled_later",  # seconds of both passes; Triton's kernels
 )  # fmt: skip
-KINDS = ("harness", "kernel", "ladder", "counters")
+KINDS = ("harness", "kernel", "ladder", "counters", "first")
 PARTS = ("forward", "backward", "end_to_end")
 DTYPES = ("bf16", "fp16")
 LEAVES = ("stacked", "separate")
 GRAD_O = ("number", "matrix")
 OURS, PEERS = peers.OURS, peers.PEERS
 COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
+FIRST_CALLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cudnn")
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
@@ -90,7 +91,8 @@ def grid(preset: str) -> list[Case]:
         out = _twice("harness", few, "end_to_end", (2, 256, 64), "stacked", "number", 20, again="reference")
         for part in ("forward", "backward"):
             out += _twice("kernel", few, part, (2, 256, 64), "separate", "matrix", 10, again="reference")
-        return out
+        few, again = ("flash_torch",), "flash_torch"
+        return out + _twice("first", few, "end_to_end", (2, 256, 64), "separate", "matrix", 0, again=again)
     ours_and_peers = (*OURS, *PEERS[:-1])
     quick = ("flash_triton", "plain_triton", "fa4", "sdpa_cudnn")
     # the A/A row is in the short run
@@ -115,6 +117,7 @@ def grid(preset: str) -> list[Case]:
         for part in ("forward", "backward"):
             shape = (*WORK[:2], head_dim)
             out += _twice("counters", COUNTED, part, shape, "separate", "matrix", 0)
+    out += _twice("first", FIRST_CALLS, "end_to_end", WORK, "separate", "matrix", 0)
     for part in steps.PARTS:
         names = tuple(step.name for step in steps.of_part(part))
         again = next(name for name in names if name.endswith("production"))
@@ -159,6 +162,8 @@ def estimate_s(group: list[Case]) -> float:
     first = group[0]
     if first.kind == "counters":
         return 20.0  # a process of its own, and each kernel some ten times
+    if first.kind == "first":
+        return sum(25.0 if case.impl == "fa4" else 9.0 if first.seq_len > 4096 else 3.0 for case in group)
     here = {case.impl for case in group}
     small = first.seq_len <= 4096
     compiled = {"flash_triton": 6.0, "fa4": 20.0, "flex_compiled": 10.0, "plain_triton": 4.0}
@@ -178,219 +183,6 @@ def estimate_s(group: list[Case]) -> float:
     return 1 + once + slow + sum(turns(case) * turn_s for case in group)
 
 
-def _implementation(case: Case, device: str) -> peers.Implementation:
-    """Raises `Skip` where this machine cannot run it. What is compiled is compiled once in a process."""
-    return peers.build(case.impl, case.is_causal, device, case.seq_len, case.kind == "harness")
-
-
-# ---------------------------------------------------------------------------------------------- one case
-class _Candidate:
-    """One case while it is measured. `call` is what is timed, `grads` the tensors whose gradients are dropped
-    before."""
-
-    def __init__(self, case: Case, data: list[torch.Tensor], device: str) -> None:
-        self.case, self.device = case, device
-        self.q, self.k, self.v, self.grad_o = data  # each (heads, n, d)
-        self.metrics: dict[str, Any] = {}
-        self.grads: list[torch.Tensor] = []
-        self.turns: list[tuple[tuple[float, ...], float | None, float | None]] = []  # samples, MHz, W
-
-    @property
-    def ok(self) -> bool:
-        return "status" not in self.metrics
-
-    @property
-    def name(self) -> str:
-        return f"{self.case.impl}/{self.case.repeat}"
-
-    def prepare(self, exact: Callable[[], list[torch.Tensor]]) -> None:
-        """Compiles, holds the results against fp64, reads the peak, and makes `call`."""
-        with failure_is_a_row(self.metrics):
-            if self.case.kind == "ladder":
-                self._prepare_step(exact)
-            else:
-                self._prepare_implementation(exact)
-            if self.device == "cpu":
-                self.metrics["timed"] = "clock"
-            elif self.case.kind != "harness":
-                self._capture()
-            else:
-                self.metrics["timed"] = "events"
-        for tensor in self.grads:
-            tensor.grad = None
-
-    def _capture(self) -> None:
-        """Replaces `call` by the replay of a CUDA graph; a peer whose calls cannot be captured is timed as it is."""
-        from cs336_systems.measure.timing import captured
-
-        try:
-            self.call, self.metrics["timed"] = captured(self.call, 1), "graph"
-        except Exception:
-            if self.case.impl not in PEERS:
-                raise
-            traceback.print_exc(file=sys.stderr)
-            self.metrics["timed"] = "events"
-
-    # ------------------------------------------------------------------------------------ autograd
-    def _prepare_implementation(self, exact: Callable[[], list[torch.Tensor]]) -> None:
-        import torch
-
-        from cs336_systems.measure.timing import peak_gib
-
-        case, impl = self.case, _implementation(self.case, self.device)
-        self.metrics["backend"] = impl.backend
-        laid_out, grad_o = self._inputs(impl)
-        self._hold_against(exact, impl, laid_out, grad_o)
-        if case.kind == "harness":
-            data = [laid_out(x) for x in (self.q, self.k, self.v)]
-            if case.leaves == "stacked":
-                stacked = torch.stack(data).requires_grad_()
-                q, k, v = stacked  # as the handout's code unpacks it: three views of one leaf
-            else:
-                q, k, v = self.grads = [x.requires_grad_() for x in data]
-
-            def step():
-                o = impl.apply(q, k, v)
-                loss = o.sum()
-                loss.backward()
-
-            step()
-            self.metrics["peak_gib"] = peak_gib(step)
-            self.call = step
-            return
-        self.prepare_call()
-
-    def _inputs(self, impl: peers.Implementation) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
-        """What makes a tensor of (heads, n, d) one as this implementation wants it, and its dO."""
-        import torch
-
-        def laid_out(x):  # (heads, n, d) or (n, heads, d), contiguous
-            return (x.transpose(0, 1) if impl.tokens_first else x).contiguous()
-
-        grad_o = laid_out(self.grad_o)
-        if self.case.grad_o == "number":
-            grad_o = torch.ones((), device=self.device, dtype=self.q.dtype).expand(grad_o.shape)
-        return laid_out, grad_o
-
-    def prepare_call(self) -> None:
-        """Makes `call` one pass of the implementation, or both."""
-        import torch
-
-        case, impl = self.case, _implementation(self.case, self.device)
-        laid_out, grad_o = self._inputs(impl)
-        data = [laid_out(x) for x in (self.q, self.k, self.v)]
-        made: list[Any] = []  # they belong to the stream of the first call, which a graph captures
-
-        def leaves_and_output():
-            if not made:
-                leaves = [x.clone().requires_grad_() for x in data]
-                made.extend([leaves, impl.apply(*leaves) if case.part == "backward" else None])
-            return made
-
-        def call():
-            leaves, output = leaves_and_output()
-            if case.part == "forward":
-                return impl.apply(*leaves)
-            if output is not None:
-                return torch.autograd.grad(output, leaves, grad_o, retain_graph=True)
-            return torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
-
-        self.call = call
-
-    def _hold_against(
-        self, exact: Any, impl: peers.Implementation, laid_out: Any, grad_o: torch.Tensor
-    ) -> None:
-        """Errors of one call on leaves of its own; compiles both passes, too."""
-        import torch
-
-        leaves = [laid_out(x).requires_grad_() for x in (self.q.detach(), self.k.detach(), self.v.detach())]
-        o = impl.apply(*leaves)
-        found = [o.detach(), *torch.autograd.grad(o, leaves, grad_o)]
-        if impl.tokens_first:
-            found = [x.transpose(0, 1) for x in found]
-        if self.case.impl in OURS and self.device != "cpu":
-            self.metrics["kernels"] = " ".join(self._own_kernels(impl, leaves, grad_o))
-        errors = _errors(found, exact())
-        self.metrics |= {"error_out": errors[0], "error_grads": max(errors[1:])}
-
-    def _own_kernels(
-        self, impl: peers.Implementation, leaves: list[torch.Tensor], grad_o: torch.Tensor
-    ) -> list[str]:
-        """The kernels of this package that both passes launch."""
-        import torch
-
-        from cs336_systems.ladder.resources import of_call
-
-        used = of_call(lambda: torch.autograd.grad(impl.apply(*leaves), leaves, grad_o))
-        return [r.kernel for r in used if r.kernel.split(".")[0] in ("triton_kernels", "hopper")]
-
-    # ------------------------------------------------------------------------------------ the ladder
-    def _prepare_step(self, exact: Callable[[], list[torch.Tensor]]) -> None:
-        from cs336_systems.ladder import launch
-
-        step = steps.STEPS[self.case.impl]
-        self.metrics["predicted_ms"] = steps.predicted_ms(step)
-        if self.device == "cpu":
-            raise Skip("needs a CUDA device")
-        if reason := launch.missing(step):
-            raise Skip(f"needs {reason}")
-        from cs336_systems.ladder import resources
-
-        q, k, v, grad_o = (x[None] for x in (self.q, self.k, self.v, self.grad_o))
-        tensors: tuple[torch.Tensor, ...] = (q, k, v)
-        if step.part == "backward":
-            o, logsumexp = launch.launcher(steps.STEPS["f_production"])(q, k, v, True)
-            tensors = (q, k, v, o, logsumexp, grad_o)
-        run = launch.launcher(step)
-        found = run(*tensors, True)
-        if step.part == "forward":
-            self.metrics["error_out"] = _errors([found[0][0]], exact()[:1])[0]
-        else:
-            self.metrics["error_grads"] = max(_errors([x[0] for x in found], exact()[1:]))
-        self.call = lambda: run(*tensors, True)
-        used = resources.of_call(self.call)
-        self.metrics |= {
-            "kernels": " ".join(r.kernel for r in used),
-            "registers": max((r.registers for r in used), default=None),
-            "spill_bytes": max((r.spill_bytes for r in used), default=None),
-            "shared_kib": max((r.shared_bytes / 1024 for r in used), default=None),
-        }
-
-    # ------------------------------------------------------------------------------------ what comes of it
-    def summarize(self) -> None:
-        from cs336_systems.measure.timing import Timing
-
-        case = self.case
-        samples = sorted(ms for turn, _, _ in self.turns for ms in turn)
-        timing = Timing(tuple(samples))
-        flops = attention_flops(
-            case.heads, case.seq_len, case.seq_len, case.head_dim, case.is_causal, case.part
-        )
-        self.metrics |= timing.metrics() | {
-            "ms_mean": statistics.fmean(samples), "ms_min": samples[0], "ms_max": samples[-1],
-            "turns_ms": _numbers(statistics.median(turn) for turn, _, _ in self.turns),
-            "turns_mhz": _numbers(mhz for _, mhz, _ in self.turns),
-            "turns_w": _numbers(watts for _, _, watts in self.turns),
-            "tflops": flops / timing.p50 / 1e9,
-            "sm_mhz": _median(mhz for _, mhz, _ in self.turns), "power_w": _median(w for _, _, w in self.turns),
-        }  # fmt: skip
-
-
-def _numbers(values: Any) -> str:
-    """Numbers in one cell, `;` between them; what is not known is left empty."""
-    return ";".join("" if value is None else f"{value:.6g}" for value in values)
-
-
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
-    """‖x − exact‖ / ‖exact‖ of each."""
-    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
-
-
 # ---------------------------------------------------------------------------------------------- counters
 def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
     """Runs one call of each case for `measure.ncu` to count; a status for each that cannot run, "" for the others."""
@@ -400,7 +192,7 @@ def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
     for case in (Case(**fields) for fields in cases):
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
-            candidate = _Candidate(case, _data(case, "cuda"), "cuda")
+            candidate = Candidate(case, data_of(case, "cuda"), "cuda")
             candidate.prepare_call()
             candidate.call()
             calls.append(candidate.call)
@@ -425,17 +217,20 @@ def _count(cases: list[Case]) -> list[dict[str, Any]]:
     return [dict(blocked) for _ in cases]
 
 
+# ---------------------------------------------------------------------------------------------- first calls
+def _first_call(case: Case) -> dict[str, Any]:
+    """A case in a process of its own, whose compilers find nothing that others have compiled."""
+    metrics: dict[str, Any] = {}
+    fields = ("impl", "heads", "seq_len", "head_dim", "is_causal", "dtype")
+    with failure_is_a_row(metrics), tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        metrics |= process.call(
+            f"{peers.__name__}:first_call", {field: getattr(case, field) for field in fields}, timeout_s=300,
+            environment={"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
+        )  # fmt: skip
+    return metrics
+
+
 # ---------------------------------------------------------------------------------------------- a group
-def _data(case: Case, device: str) -> list[torch.Tensor]:
-    """q, k, v and dO of a case: (heads, n, d) each, the same for all that are compared."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
-    generator = torch.Generator(device).manual_seed(case.seq_len + case.head_dim)
-    shape = (4, case.heads, case.seq_len, case.head_dim)
-    return list(torch.randn(shape, generator=generator, device=device, dtype=dtype))
-
-
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one group in turns; see the package's docstring for the contract."""
     import torch
@@ -447,7 +242,9 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if first.kind == "counters":
         return _count(cases)
-    data = _data(first, device)
+    if first.kind == "first":
+        return [_first_call(case) for case in cases]
+    data = data_of(first, device)
 
     @functools.cache
     def exact() -> list[torch.Tensor]:
@@ -458,7 +255,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 
     # the timed backward passes keep their graphs, which donated buffers do not allow
     with torch._functorch.config.patch(donated_buffer=first.kind == "harness"):
-        candidates = [_Candidate(case, data, device) for case in cases]
+        candidates = [Candidate(case, data, device) for case in cases]
         for candidate in candidates:
             candidate.prepare(exact)
         exact.cache_clear()
@@ -472,7 +269,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     return [candidate.metrics for candidate in candidates]
 
 
-def _turn(ready: list[_Candidate], device: str) -> None:
+def _turn(ready: list[Candidate], device: str) -> None:
     """Each candidate's turn, with a watch of its own."""
     from cs336_systems.measure.timing import Watch, interleaved
 

@@ -270,6 +270,28 @@ def instructions_a_pair(row: Any) -> float:
     return 32 * float(row["instructions"]) / pairs
 
 
+# ------------------------------------------------------------------------------------------------ first calls
+def first_table(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """What the first call of both passes takes in a fresh process, the second, and the kernels compiled for them."""
+    out = []
+    for row in chapter.rows(machine=machine, kind="first", repeat=0).to_dict("records"):
+        ok = row["status"] == "ok"
+        launched = len(str(row["kernels"]).split()) if ok and not pd.isna(row["kernels"]) else None
+        out.append({
+            "implementation": figures.label(row["impl"]),
+            "first call, s": fmt(row["first_call_s"]) if ok else _short(row["status"]),
+            "second, ms": fmt(row["second_call_ms"]) if ok else EMPTY,
+            "kernels launched": _count(launched),
+            "compiled": _count(row["compiled"] if ok else None),
+            "for other lengths": _count(row["compiled_later"] if ok else None),
+        })  # fmt: skip
+    return pd.DataFrame(out)
+
+
+def _count(number: Any) -> str:
+    return EMPTY if number is None or pd.isna(number) else str(int(number))
+
+
 # ------------------------------------------------------------------------------------------------ the ladder
 def ladder(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     """The steps of one pass in their order with their rows: `name`, `base`, `title`, `predicted_ms`, `ms`, `tflops`,

@@ -256,6 +256,28 @@ def _busiest(row: dict[str, Any]) -> str:
     )
 
 
+def first_calls(chapter: Chapter, machine: str) -> str:
+    """Whether more kernels are compiled than launched, and what the first call takes."""
+    text = []
+    for name in page.OURS:
+        row = page.one(chapter, machine, kind="first", impl=name)
+        if row is None or pd.isna(row["compiled"]):
+            continue
+        launched, compiled = len(str(row["kernels"]).split()), int(row["compiled"])
+        said = (
+            "as many as it compiles: no configuration is tried out"
+            if launched == compiled
+            else f"of {compiled} compiled"
+        )
+        again = chapter.measured(machine=machine, kind="first", impl=name, repeat=1)
+        twice = "" if again.empty else f" (and {fmt(again.iloc[0]['first_call_s'])} s in another process)"
+        text.append(
+            f"{figures.label(name)} takes {fmt(row['first_call_s'])} s{twice} for its first call and"
+            f" {fmt(row['second_call_ms'])} ms for the second; it launches {launched} kernels, {said}"
+        )
+    return ". ".join(text) + "." if text else f"The first call: {NOT_MEASURED}."
+
+
 def harness_cost(roofs: Roofs) -> str:
     """What the handout's way to make q, k and v costs."""
     moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=True)
