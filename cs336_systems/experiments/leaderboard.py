@@ -29,7 +29,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments.leaderboard_candidate import Candidate, data_of
+from cs336_systems.experiments.leaderboard_candidate import Candidate, Case, data_of
 from cs336_systems.ladder import steps
 from cs336_systems.measure import ncu, process
 from cs336_systems.measure.nsys import capture
@@ -63,25 +63,6 @@ FIRST_CALLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cud
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One thing timed on `heads` × (seq_len, head_dim), batch 1. `impl`: one of OURS or PEERS, for a ladder the name
-    of a step; `rep_ms`: repetitions of a turn; `repeat` 1 measures the same thing again."""
-
-    kind: str
-    impl: str
-    part: str
-    heads: int
-    seq_len: int
-    head_dim: int
-    is_causal: bool
-    dtype: str
-    leaves: str
-    grad_o: str
-    rep_ms: int
-    repeat: int = 0
 
 
 def grid(preset: str) -> list[Case]:

@@ -1,4 +1,4 @@
-"""No chapter: one case of chapter `leaderboard` while it is measured, from its call to its row."""
+"""No chapter: a case of chapter `leaderboard`, and what becomes of it, from its call to its row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
@@ -16,7 +17,24 @@ from cs336_systems.measure.rows import Skip, failure_is_a_row
 if TYPE_CHECKING:
     import torch
 
-    from cs336_systems.experiments.leaderboard import Case
+
+@dataclass(frozen=True)
+class Case:
+    """One thing timed on `heads` × (seq_len, head_dim), batch 1. `impl`: one of OURS or PEERS, for a ladder the name
+    of a step; `rep_ms`: repetitions of a turn; `repeat` 1 measures the same thing again."""
+
+    kind: str
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    leaves: str
+    grad_o: str
+    rep_ms: int
+    repeat: int = 0
 
 
 def implementation(case: Case, device: str) -> peers.Implementation:
