@@ -87,6 +87,15 @@ def test_a_group_fills_its_columns(quick, dtype):
 
 
 @without_gpu
+def test_the_kernels_behind_ours_are_named(monkeypatch):
+    pytest.importorskip("triton")
+    chosen = experiment._function
+    monkeypatch.setattr(experiment, "_function", lambda impl, device: chosen("reference", device))
+    [found] = experiment.run_group([experiment.Case(16, 64, "fp32", 0, "flash_triton")])
+    assert (found["forward_kernels"], found["backward_kernels"]) == ("portable", "portable")
+
+
+@without_gpu
 def test_one_graph_for_each_shape_however_many_there_are(quick):
     """Dynamo gives a function up after eight shapes, and would run it in eager mode."""
     for seq_len in range(16, 28):

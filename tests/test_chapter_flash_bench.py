@@ -110,6 +110,17 @@ def test_a_group_fills_its_columns_and_is_right(quick, dtype, bound):
 
 
 @without_gpu
+def test_the_kernels_behind_ours_are_named(monkeypatch):
+    pytest.importorskip("triton")
+    chosen = flash_bench._forward
+    monkeypatch.setattr(
+        flash_bench, "_forward", lambda impl, case, device: chosen("flash_torch", case, device)
+    )
+    [found] = flash_bench.run_group([flash_bench.Case(1, 128, 32, "fp32", "flash_triton")])
+    assert found["backend"] == "portable kernels"
+
+
+@without_gpu
 def test_what_a_cpu_cannot_run_says_what_it_needs():
     impls = ("flash_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")
     for metrics in flash_bench.run_group(group(impls=impls)):

@@ -536,7 +536,9 @@ def test_results(on_hopper, shape, dtype, is_causal):
         (64, hopper.Forward(1, 128, 2, False), hopper.Backward(128, 2)),
         (64, hopper.Forward(3, 128, 2, False), hopper.Backward(64, 2, True)),
         (64, hopper.Forward(1, 64, 3, True), hopper.Backward(64, 3, True, True, True)),
+        (64, hopper.Forward(1, 128, 2, True), None),
         (128, hopper.Forward(1, 64, 2, True), None),
+        (128, hopper.Forward(2, 128, 2, True), None),
     ],
 )
 def test_other_configurations(on_hopper, d, forward, backward, is_causal):

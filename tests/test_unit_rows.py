@@ -502,3 +502,43 @@ def test_groups_keep_their_order(fake):
         [(2, "a"), (2, "b")],
         [(1, "a")],
     ]
+
+
+def test_what_other_measured_modules_take_of_an_experiment_counts(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "_PACKAGE", tmp_path / "pack")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "rank.py").write_text(f"from {fake.__name__} import STEPS\n")
+    monkeypatch.setattr(fake, "MEASURES", ("pack.rank",))
+    source = Path(fake.__file__)
+    digests = []
+    for more in ("", "STEPS = 3\n", "STEPS = 4\n", "STEPS = 4\nOTHER = 5\n"):
+        source.write_text(FAKE + more)
+        digests.append(code.code_digest(fake))
+    assert len(set(digests[:3])) == 3 and digests[3] == digests[2]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "@register\ndef unused(): ...",
+        "from somewhere import *",
+        "_ = configure(4)",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    x = 1",
+        "configure(4)",
+        "A.b = 1",
+    ],
+)
+def test_what_may_do_more_than_define_a_name_is_kept(statement):
+    assert code.reached(f"{statement}\ndef run_group(): ...", ("run_group",)).startswith(statement)
+
+
+def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
+    before = code.code_digest(fake)
+
+    def edits(cases):
+        Path(fake.__file__).write_text(FAKE + "\nprint()\n")
+        return [{"ms_p50": 1.0} for _ in cases]
+
+    monkeypatch.setattr(fake, "run_group", edits)
+    measure(fake, root)
+    assert set(rows.read(fake, rows.machine_name(), root)["code"]) == {before} != {code.code_digest(fake)}

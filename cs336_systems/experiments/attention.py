@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention import attention, availability
+from cs336_systems.experiments.attention_peers import sources
 from cs336_systems.measure.machine import cpp_compiler, has_module
 from cs336_systems.measure.rows import Skip, failure_is_a_row, oom_is_a_row
 
@@ -90,7 +91,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    return ("cs336_systems.attention",) if case.impl == "flash_triton" else ()
+    return sources(case.impl)
 
 
 def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:
@@ -232,9 +233,7 @@ class _Candidate:
         if self.case.impl == "flash_triton" and "status" not in self.metrics:
             from cs336_systems.attention.flash_triton import kernels_for
 
-            self.metrics |= {
-                f"{part}_kernels": name for part, name in kernels_for(*self.inputs, False).items()
-            }
+            self.metrics |= {f"{part}_kernels": name for part, name in kernels_for(*self.inputs).items()}
         if "status" in self.metrics:
             gc.collect()  # frames of the exception may still hold tensors
         if self.device != "cpu":

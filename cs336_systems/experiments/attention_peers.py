@@ -25,6 +25,14 @@ _SDPA = {
 _PAIRS = {"plain_triton": ("f_production", "b_production")}
 
 
+def sources(impl: str) -> tuple[str, ...]:
+    """The modules of this package that an implementation of attention depends on, beside `attention.reference` and
+    `attention.inputs`: for `also_measures`."""
+    if impl in ("reference", "reference_compiled", "flex_compiled", "fa4"):
+        return ()
+    return ("cs336_systems.attention.__init__",) if impl.startswith("sdpa") else ("cs336_systems.attention",)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """`apply`: (q, k, v) → o on three axes, (heads, tokens, d), or (tokens, heads, d) with `tokens_first`.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from cs336_systems.accounting import MODES
 from cs336_systems.experiments import steps
+from cs336_systems.experiments.attention_peers import sources
 from cs336_systems.experiments.steps import GROUP, MEASURES, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
 
@@ -21,6 +22,10 @@ CHOICES = steps.CHOICES
 CONTEXTS = (128, 256, 512, 1024)
 COLD_SIZES = ("small", "medium", "large")  # each of their cases costs a process of its own
 PRIMARY = 512  # the context length where the handout names none
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    return sources(case.attention)
 
 
 def grid(preset: str) -> list[Case]:

@@ -43,10 +43,9 @@ METRICS = (
     "tool_version",
 )  # fmt: skip
 MEASURES = (
-    "cs336_systems.experiments.ddp", "cs336_systems.training.parallel_step", "cs336_systems.training.step",
-    "cs336_systems.parallel.ddp", "cs336_systems.parallel.buckets", "cs336_systems.measure.ranks",
-    "cs336_systems.measure.trace_overlap", "cs336_systems.model", "cs336_systems.sizes",
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs",
+    "cs336_systems.training.parallel_step", "cs336_systems.training.step", "cs336_systems.parallel.ddp",
+    "cs336_systems.parallel.buckets", "cs336_systems.measure.ranks", "cs336_systems.measure.trace_overlap",
+    "cs336_systems.model", "cs336_systems.sizes", "cs336_systems.attention.reference", "cs336_systems.attention.inputs",
 )  # fmt: skip
 ALONE = "alone"
 CONTEXTS = (128, 512, 1024)  # at the shorter ones a fast GPU waits for the host

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.attention import availability
+from cs336_systems.experiments.attention_peers import sources
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    return ("cs336_systems.attention",) if case.impl in ("flash_triton", "flash_torch") else ()
+    return sources(case.impl)
 
 
 def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:
@@ -213,7 +214,7 @@ class _Candidate:
             if self.case.impl == "flash_triton":
                 from cs336_systems.attention.flash_triton import kernels_for
 
-                kernels = kernels_for(*self.inputs, True)
+                kernels = kernels_for(*self.inputs)
                 names = [f"{kernels['forward']} forward", f"{kernels['backward']} backward"]
                 backend = (
                     f"{kernels['forward']} kernels" if len(set(kernels.values())) == 1 else ", ".join(names)

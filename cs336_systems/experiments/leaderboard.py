@@ -107,8 +107,11 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    theirs = case.impl in PEERS and case.impl != "flash_torch"
-    return () if theirs else ("cs336_systems.attention", "cs336_systems.ladder")
+    return (
+        peers.sources(case.impl)
+        if case.impl in PEERS
+        else ("cs336_systems.attention", "cs336_systems.ladder")
+    )
 
 
 def _twice(

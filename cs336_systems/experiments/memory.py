@@ -58,7 +58,7 @@ METRICS = (  # bytes are whole, so that sums and differences are exact
 )
 GROUP = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")  # a process for each case
 MEASURES = (
-    "cs336_systems.experiments.memory", "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes",
+    "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes",
     "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.memory",
     "cs336_systems.measure.memory_trace", "cs336_systems.measure.memory_timeline",
 )  # fmt: skip

@@ -78,7 +78,7 @@ METRICS = (
     *steps.METRICS,
 )
 GROUP = ("kind", *steps.GROUP)
-MEASURES = ("cs336_systems.experiments.mixed_precision", *steps.MEASURES)
+MEASURES = steps.MEASURES
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(steps.Case))
 
 

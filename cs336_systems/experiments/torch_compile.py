@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cs336_systems.experiments import steps
+from cs336_systems.experiments.attention_peers import sources
 from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast
 from cs336_systems.measure import machine
 from cs336_systems.sizes import HANDOUT_SIZES
@@ -53,7 +54,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    return ("cs336_systems.attention",) if case.attention == "flash_triton" else ()
+    return sources(case.attention)
 
 
 def _sizes(size: str, context_length: int, dtype: str) -> list[Case]:

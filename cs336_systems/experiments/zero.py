@@ -61,8 +61,7 @@ METRICS = (
 )  # fmt: skip
 GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
 MEASURES = (
-    "cs336_systems.experiments.zero", "cs336_systems.experiments.zero_ranks",
-    "cs336_systems.training.parallel_step", "cs336_systems.training.step",
+    "cs336_systems.experiments.zero_ranks", "cs336_systems.training.parallel_step", "cs336_systems.training.step",
     "cs336_systems.parallel.ddp", "cs336_systems.parallel.buckets", "cs336_systems.parallel.zero",
     "cs336_systems.parallel.shares", "cs336_systems.parallel.readers",
     "cs336_systems.model", "cs336_systems.sizes", "cs336_systems.attention.reference",

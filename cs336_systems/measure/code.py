@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_WRAPPERS = {"dataclass", "contextmanager", "cache"}  # decorators that do nothing but wrap
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -53,7 +54,8 @@ def reached(text: str, roots: tuple[str, ...]) -> str:
     """The top-level statements of Python source that definitions named in `roots` need, in their order.
 
     A definition or an import is needed where its name stands in a needed statement, in a string too (of a function that
-    another process calls); other statements always are. More than what runs, never less.
+    another process calls); other statements always are. Two things are not seen: an import for its effect alone, and
+    names that are put together while running.
     """
     lines, needs, statements = text.split("\n"), set(roots), []
     for node in ast.parse(text).body:
@@ -69,18 +71,20 @@ def reached(text: str, roots: tuple[str, ...]) -> str:
 
 
 def _bound(node: ast.stmt) -> set[str] | None:
-    """The names that a statement defines; None for one that does more than that."""
+    """The names that a statement defines; None for one that may do more than that."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
+        wrapped = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
+        return {node.name} if {name.split(".")[-1] for name in wrapped} <= _WRAPPERS else None
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        return None if "*" in names else names
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if all(
             isinstance(x, ast.Name | ast.Tuple | ast.Load | ast.Store) for t in targets for x in ast.walk(t)
         ):
-            return {x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)}
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return {x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)} - {"_"} or None
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse:
         return set()
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the module's docstring
         return set()
@@ -109,6 +113,16 @@ def _mentioned(node: ast.stmt) -> set[str]:
     return found
 
 
+def _taken(text: str, module: str) -> set[str]:
+    """What Python source imports from a module."""
+    froms = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module == module
+    ]
+    return {alias.name for node in froms for alias in node.names}
+
+
 def code_digest(experiment: ModuleType, case: Any = None) -> str:
     """Eight hexadecimal digits of the sources that the numbers of a case depend on: the modules that the experiment
     names for it, and of its own what `run_group` needs. Which cases there are makes no difference; which one it is does
@@ -118,14 +132,16 @@ def code_digest(experiment: ModuleType, case: Any = None) -> str:
 
 def code_digests(experiment: ModuleType) -> Callable[[Any], str]:
     """`code_digest` of an experiment's cases, its sources read once."""
-    own = bare_source(reached(Path(experiment.__file__).read_text(encoding="utf-8"), ("run_group", "GROUP")))
+    own = Path(experiment.__file__).read_text(encoding="utf-8")
 
     @functools.cache
     def of_modules(modules: tuple[str, ...]) -> str:
-        files = {file for module in modules for file in module_files(module)}
-        digest = hashlib.sha256(own.encode())
-        for file in sorted(files - {Path(experiment.__file__).resolve()}):
-            digest.update(bare_source(file.read_text(encoding="utf-8")).encode())
+        files = sorted({file for module in modules for file in module_files(module)})
+        texts = [file.read_text(encoding="utf-8") for file in files]
+        taken = {name for text in texts for name in _taken(text, experiment.__name__)}
+        digest = hashlib.sha256(bare_source(reached(own, ("run_group", "GROUP", *taken))).encode())
+        for text in texts:
+            digest.update(bare_source(text).encode())
         return digest.hexdigest()[:8]
 
     more = getattr(experiment, "also_measures", lambda case: ())

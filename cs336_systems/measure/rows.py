@@ -344,6 +344,7 @@ def measure(
     if not due:
         log(f"{chapter} on {machine}: all {total} groups are measured")
         return 0
+    codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
     write_environment(machine, root)
     log(f"{chapter} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
     failed, begin = [], time.monotonic()
@@ -354,7 +355,7 @@ def measure(
         stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
         rows = [
-            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": code(case)}
+            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": codes[case]}
             for case, metrics in zip(group, results, strict=True)
         ]
         write(experiment, machine, rows, root)

@@ -150,14 +150,15 @@ class Chapter:
             store.measure(self.experiment, cases, refresh=self.refresh, root=self.root)
         finally:
             self._frame = None
+            self.__dict__.pop("_code", None)
 
     def rows(self, **where: Any) -> pd.DataFrame:
         """One row for each machine and chosen case, with the chapter's columns, `machine` first.
 
         A case without a row has the status `not measured` and empty metrics. Of several machines, one that has not
-        measured a case, or has too few GPUs for it, is left out where another one has. `where` keeps the rows whose
-        fields (of the case, or `machine`, `status`, ...) equal a value, or are in a list of values; an unknown field
-        is a ValueError.
+        measured a case, or has too few GPUs for it, is left out where another one has; where none has, the first one
+        stands for all. `where` keeps the rows whose fields (of the case, or `machine`, `status`, ...) equal a value, or
+        are in a list of values; an unknown field is a ValueError.
         """
         if self._frame is None:
             frame = pd.concat([self._read(machine) for machine in self.machines or [""]], ignore_index=True)
