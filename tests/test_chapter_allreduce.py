@@ -290,7 +290,20 @@ def test_machines_with_the_same_gpu_are_one_series(made_up, results_root):
     both = Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4")
     said = words.process_words(both)
     assert "- `h200-x2` and `h200-x4`, NCCL: the time grows from 2 to 4 processes, 1.51 times at 1 GB" in said
-    assert said.count("NCCL") == 1
+    assert said.count("NCCL") == 1 and "rises" not in said and "belong to none" not in said
+    for figure in (page.time_figure, page.residual_figure):
+        labels = [text.get_text() for text in figure(both, "h200-x2").legends[0].get_texts()]
+        assert labels[3:] == ["NCCL, 2 processes", "NCCL, 4 processes (h200-x4)"]
+
+    def faster(case):  # a step of 1 µs and a start of 10 µs; more of the link is used
+        found = metrics(case, gpus=4)
+        ms = 0.016 + 1e3 * accounting.ring_all_reduce_s(case.num_bytes, 4, 400e9)
+        return found | {"ms_p20": ms, "ms_p50": ms, "ms_p80": ms}
+
+    step_rows.write(allreduce, four, results_root, "h200-x4", faster)
+    said = words.process_words(Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4"))
+    assert "is 114 % of that with 2: it should not depend on their number, and rises" in said
+    assert "less than the steps: were these rings, a step would take 1.00 µs, and 10.0 µs of a call" in said
 
 
 def test_words_of_rows_that_are_not_as_predicted(results_root):

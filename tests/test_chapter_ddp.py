@@ -16,7 +16,14 @@ from cs336_systems.measure.trace import Range, Trace
 from cs336_systems.report import coverage
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import ddp as page
-from cs336_systems.report.pages import ddp_bucket_words, ddp_figures, ddp_pace, ddp_predictions, ddp_words
+from cs336_systems.report.pages import (
+    ddp_bucket_words,
+    ddp_figures,
+    ddp_pace,
+    ddp_predictions,
+    ddp_ranks_words,
+    ddp_words,
+)
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -26,7 +33,7 @@ SENTENCES = (
     ddp_predictions.time_words, ddp_predictions.optimum_words,
     ddp_pace.tokens_words, ddp_pace.host_words, ddp_pace.noise_words,
     ddp_words.naive_words, ddp_words.flat_words, ddp_words.longer_words, ddp_words.trace_words, ddp_words.best_words,
-    ddp_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.precision_words,
+    ddp_ranks_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.precision_words,
     ddp_bucket_words.bucket_words, ddp_bucket_words.buffer_words, ddp_bucket_words.fit_words,
     ddp_bucket_words.floor_words,
 )  # fmt: skip
@@ -223,7 +230,7 @@ def test_page_of_made_up_rows(made_up):
     assert "the others less than 0.5 %" in ddp_words.memory_words(made_up)
     assert "*bucketed, 100 MB*" in ddp_words.alone_words(made_up)
     assert "needs 8 GPUs; there are 2" in ddp_words.skipped_words(made_up)
-    assert ddp_words.scaling_words(made_up).count("*naive*") == 3
+    assert ddp_ranks_words.scaling_words(made_up).count("*naive*") == 3
     assert "3 cases were measured twice" in ddp_pace.noise_words(made_up)
     assert "Nsight Systems" in ddp_words.trace_words(made_up)
     assert "context 512" in ddp_pace.host_words(made_up)
@@ -260,14 +267,46 @@ def test_two_machines_of_one_kind(made_up, results_root):
     assert len(rows) == len(ddp.grid("full")) and set(rows[rows["world_size"] == 4]["machine"]) == {"h200-x4"}
     assert set(rows[rows["machine"] == "h200-x2"]["status"]) == {"ok", "skipped: needs 8 GPUs; there are 2"}
     assert page.teams(both) == [("h200-x2", 2), ("h200-x4", 4)] and page.teams(made_up) == [("h200-x2", 2)]
-    assert "On 4 ranks of `h200-x4`" in ddp_predictions.time_words(both)
-    said = ddp_words.more_ranks_words(both)
+    said = ddp_predictions.time_words(both)
+    assert "On 4 ranks of `h200-x4`" in said and said.count("*Flat*") == 1, "flat is not timed on four ranks"
+    assert "7.99 GB on 2 ranks and 12.0 GB on 4 ranks" in ddp_predictions.size_words(both)
+    assert "h200-x4" not in ddp_bucket_words.buffer_words(both)
+    said = ddp_pace.noise_words(both)
+    assert "Steps of 2 ranks are even" in said and "Steps of 4 ranks (`h200-x4`) are even" in said
+    assert said.endswith("No case was measured twice there.")
+    assert ("in_place", 100.0) in page.side_by_side(both, 512)
+    assert not {("in_place", 250.0), ("flat", 0.0)} & set(page.side_by_side(both, 512))
+    said = ddp_ranks_words.more_ranks_words(both)
+    assert said.count("on 2 ranks of `h200-x2`") == said.count("ms that *naive* exposes, *") == 3
+    assert "gets longer" not in said, "in these rows the backward pass is always the same"
     assert said.count("`h200-x4`, context") == 3 and "1.50 times the bytes through each link" in said
-    assert ddp_words.more_ranks_words(made_up) == ""
-    assert ddp_words.scaling_words(both).count("4 ranks") == 3
+    assert ddp_ranks_words.more_ranks_words(made_up) == ""
+    assert ddp_ranks_words.scaling_words(both).count("4 ranks") == 3
     for ax in ddp_figures.scaling_figure(both).axes:
         assert [label.get_text() for label in ax.get_xticklabels()] == ["2 ranks", "4 ranks"]
         assert {len(line.get_xdata()) for line in ax.lines[:5]} == {2}
+
+    # what the backward pass of two ranks takes longer; of four, 1.5 times
+    late = {"in_place": 10, "bucketed": 20}
+    for name in ("h200-x2", "h200-x4"):
+        path = results_root / name / "ddp.csv"
+        frame = pandas.read_csv(path, dtype={"env": str, "code": str})
+        more = frame["wrapper"].map(late).fillna(0) * (1.5 if name == "h200-x4" else 1)
+        frame["backward_ms_p50"] += more
+        frame["step_ms_p50"] += more
+        if name == "h200-x4":
+            for q, factor in (("p20", 0.8), ("p80", 1.2)):
+                frame.loc[frame["context_length"] == 128, f"step_ms_{q}"] *= factor
+        frame.to_csv(path, index=False)
+    both = Chapter("ddp", measure="no", machine="h200-x2,h200-x4", preset="full")
+    said = ddp_ranks_words.more_ranks_words(both)
+    assert said.count("`h200-x4`, context") == 2 and said.count("The backward pass gets longer by") == 2
+    assert "with *bucketed, 100 MB* and" in said and "torch DDP" not in said
+    said = ddp_ranks_words.scaling_words(both)
+    assert said.count("4 ranks") == 2 and "shares are rough there" in said
+    assert "Steps of 4 ranks (`h200-x4`) are even at" in ddp_pace.noise_words(both)
+    ax = ddp_figures.scaling_figure(both).axes[0]
+    assert (ax.get_title() or ax.get_title(loc="left")) == "context 128 (uneven)"
 
 
 def test_the_fit_recovers_what_the_rows_were_made_of(made_up):

@@ -17,6 +17,7 @@ from cs336_systems.measure.machine import machine_name
 from cs336_systems.parallel.launch import LaunchError
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import zero as page
+from cs336_systems.report.pages import zero_kernel_words as kernel_words
 from cs336_systems.report.pages import zero_speed as speed
 from cs336_systems.report.pages import zero_speed_words as times
 from cs336_systems.report.pages import zero_words as words
@@ -289,13 +290,17 @@ def test_sentences_of_made_up_rows(made_up):
 
 
 def test_sentences_about_times_of_made_up_rows(made_up):
-    assert "1.0, 1.0 and 1.0 % apart at contexts 128, 512 and 1024" in times.noise(made_up)
+    assert "on 2 ranks of `h200-x2` by 1.0, 1.0 and 1.0 % at contexts 128, 512 and 1024." in times.noise(
+        made_up
+    )
     assert "+10.0 ms, 1.06 ×)" in times.cost(made_up) and "156 ms (−4.00 ms" in times.cost(made_up)
-    assert "71 % of it lies beside broadcasts (all rounds but the first: 75 %)" in times.kernels(made_up)
-    assert "0.500 of that" in times.kernels(made_up)
-    assert times.recorded(made_up) == ""
-    assert "sharding in 4 rounds shortens the phase; in fact it lengthens it" in times.parts(made_up)
-    assert "leaves 0.0 to 7.0 ms" in times.parts(made_up)
+    assert "71 % of it lies beside broadcasts (all rounds but the first: 75 %)" in kernel_words.kernels(
+        made_up
+    )
+    assert "0.500 of that" in kernel_words.kernels(made_up)
+    assert kernel_words.recorded(made_up) == ""
+    assert "sharding in 4 rounds shortens the phase; in fact it lengthens it" in kernel_words.parts(made_up)
+    assert "leaves 0.0 to 7.0 ms" in kernel_words.parts(made_up)
     assert "optimizer −15.0 ms" in times.hidden(made_up)
     peer = times.peer(made_up)
     assert "no higher, is met in time (context 1024) and in memory (contexts 128 and 512)." in peer
@@ -323,14 +328,47 @@ def chapter_of_steps(root, monkeypatch, scale=None, **step_ms):
 def test_more_ranks_on_another_machine(made_up, results_root):
     assert times.more_ranks(made_up) == ""
     zero_rows.write([c for c in zero.grid("full") if c.world_size == 4], results_root, "h200-x4", gpus=4)
+    about = json.dumps({"00000000": {"gpu": "NVIDIA H200", "gpus": 4}})
+    (results_root / "h200-x4" / "machine.json").write_text(about)
     both = Chapter("zero", measure="no", machine=f"{MACHINE},h200-x4", preset="full")
     [said] = times.more_ranks(both).splitlines()
     assert said.startswith(
         "- `h200-x4`, 4 ranks: after a step sharding has saved 11.3 GiB (closed form: 11.2 GiB)"
     )
     assert (
-        "212 ms, 1.06 times one of *plain*, 0.904 times torch's, sharded; *overlapped* 195 ms, 0.975" in said
+        "takes 200 ms without and 212 ms with sharding (+12.5 ms, 1.06 ×), 0.904 × that of *torch, shar"
+        in said
     )
+    assert "optimizer −15.0 ms" in said and "the step by −17.5 ms, 0.918 ×." in said
+    assert speed.teams(both) == [(MACHINE, 2), ("h200-x4", 4)]
+    assert ", on 4 ranks of `h200-x4` by 1.0, 1.0 and 1.0 %" in times.noise(both)
+    phases = speed.phases_table(both).set_index(["ranks", "variant"])
+    assert len(phases) == 9 and phases.loc[(4, "sharded"), "closed form, least"] == "14.1"
+    # an update of 3.5 ms and broadcasts of 18, one after the other
+    assert phases.loc[(4, "torch, sharded"), "closed form, rates of the kernels"] == "21.5"
+    assert (
+        "On 4 ranks of `h200-x4` *sharded* updates in 0.500 of the time of *plain*"
+        in kernel_words.kernels(both)
+    )
+    parts = kernel_words.parts(both)
+    assert (
+        "On 4 ranks of `h200-x4` the closed form leaves 0.0 to 3.5 ms, but 10.5 ms of *torch, sharded*"
+        in parts
+    )
+    assert parts.endswith("By the rates of the machine sharding in 4 rounds lengthens the phase; so it does.")
+    assert "12.5 KiB on 2 ranks and 4.30 MiB on 4 ranks" in words.spread(both)
+    assert (
+        "has sent 1.515 · 4Ψ bytes by the counter, where a ring sends 1.50 · 4Ψ: nothing was"
+        in words.counted(both)
+    )
+
+    frame = both.rows()
+    four = (frame["world_size"] == 4) & (frame["moment"] == zero.TIMED)
+    frame.loc[four & (frame["variant"] == "plain"), "link_sent_bytes"] *= 0.7
+    frame.loc[four & (frame["variant"] == "overlapped"), "step_ms_p80"] = 230.0
+    both._frame = frame
+    assert "NCCL has reduced inside the switch" in words.counted(both)
+    assert "0.918 × (ranges overlap), so these rows show no gain from it." in times.more_ranks(both)
 
 
 def test_a_slower_step_is_called_slower(results_root, monkeypatch):
@@ -368,8 +406,8 @@ def test_what_the_profiler_stretches_is_told(made_up):
     rows = made_up.rows()
     rows.loc[(rows["variant"] == "sharded") & (rows["context_length"] == 128), "whole_ms"] = 38.5
     made_up._frame = rows
-    assert "*sharded* spans 38.5 ms" in times.recorded(made_up)
-    assert "torch" not in times.recorded(made_up)
+    assert "*sharded* spans 38.5 ms" in kernel_words.recorded(made_up)
+    assert "torch" not in kernel_words.recorded(made_up)
 
 
 def test_figure(made_up):
@@ -400,11 +438,11 @@ def test_page_without_rows():
     assert speed.times_figure(chapter, 128).axes
     for sentence in (
         words.first_step, words.saved, words.accuracy, words.spread, words.counted, words.source,
-        times.noise, times.cost, times.kernels, times.parts, times.hidden, times.peer, times.containers,
+        times.noise, times.cost, kernel_words.kernels, kernel_words.parts, times.hidden, times.peer, times.containers,
         times.averaging,
     ):  # fmt: skip
         assert "not measured" in sentence(chapter), sentence
-    for sentence in (words.rounding, words.crossover, words.on_device, times.pace, times.recorded):
+    for sentence in (words.rounding, words.crossover, words.on_device, times.pace, kernel_words.recorded):
         assert sentence(chapter) == "", sentence
     assert "neither is known" in words.break_even_words(chapter) and words.skipped(chapter) == ""
     assert set(page.moments_table(chapter, 128)["alive, GiB"]) == {"not measured"}

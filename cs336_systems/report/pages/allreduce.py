@@ -15,7 +15,7 @@ from cs336_systems.accounting import Line
 from cs336_systems.experiments.allreduce import HANDOUT, MB
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter, status_words
-from cs336_systems.report.roofs import roofs
+from cs336_systems.report.roofs import machine_environment, roofs
 from cs336_systems.report.tables import EMPTY, fmt
 from cs336_systems.sizes import size
 
@@ -76,6 +76,24 @@ def measured(chapter: Chapter, machine: str | None = None) -> list[Ranks]:
     rows = rows if machine is None else rows[rows["machine"] == machine]
     groups = rows.sort_values("num_bytes").groupby(["machine", "backend", "world_size"], sort=True)
     return [Ranks(str(m), str(b), int(n), part) for (m, b, n), part in groups]
+
+
+def place_of(chapter: Chapter, ranks: Ranks) -> str:
+    """What a set of processes runs on: for NCCL the GPU, where it is known, for Gloo the machine."""
+    gpu = machine_environment(ranks.machine, chapter.root).get("gpu") if ranks.backend == "nccl" else None
+    return gpu or ranks.machine
+
+
+def drawn(chapter: Chapter, machine: str) -> list[Ranks]:
+    """What the figures show: a machine's sets of processes, and others of NCCL on more of the same GPUs elsewhere."""
+    own = measured(chapter, machine)
+    found = {(place_of(chapter, r), r.backend, r.world_size): r for r in own}
+    places = {place for place, *_ in found}
+    for ranks in measured(chapter):
+        place = place_of(chapter, ranks)
+        if ranks.backend == "nccl" and place in places:
+            found.setdefault((place, ranks.backend, ranks.world_size), ranks)
+    return list(found.values())
 
 
 def bytes_words(num_bytes: float) -> str:
@@ -251,7 +269,7 @@ def bucket_size_table(chapter: Chapter, model: str = "xl") -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ figures
 def time_figure(chapter: Chapter, machine: str) -> Figure:
     """Time over size with the fitted lines (left), and bus bandwidth over size below the data sheet's (right)."""
-    sets = measured(chapter, machine)
+    sets = drawn(chapter, machine)
     figure, axes = figures.panels(columns=2, height=3.4)
     left, right = axes[0]
     for ax, title, unit in ((left, "time of an all-reduce", "ms"), (right, "bus bandwidth", "GB/s")):
@@ -260,7 +278,8 @@ def time_figure(chapter: Chapter, machine: str) -> Figure:
             figures.nothing(ax)
     for ranks, (color, marker) in zip(sets, _looks(sets), strict=True):
         xs = ranks.rows["num_bytes"].to_numpy(float)
-        left.plot(xs, ranks.rows["ms_p50"].to_numpy(float), marker, color=color, label=ranks.label, zorder=3)
+        name = _name(ranks, machine)
+        left.plot(xs, ranks.rows["ms_p50"].to_numpy(float), marker, color=color, label=name, zorder=3)
         low, high = (ranks.rows[f"ms_{q}"].to_numpy(float) for q in ("p20", "p80"))
         left.vlines(xs, low, high, color=color, lw=1, zorder=2)
         if ranks.line is not None:
@@ -275,28 +294,32 @@ def time_figure(chapter: Chapter, machine: str) -> Figure:
         figures.roof(right, links[0] if links else None, "data sheet, one direction")
         right.set_ylim(top=3 * right.get_ylim()[1])  # room for the words
         handles, names = left.get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)))
+        figure.legend(handles, names, loc="outside lower center", ncols=min(3, len(names)))
     return figure
 
 
 def residual_figure(chapter: Chapter, machine: str) -> Figure:
     """By how much the line misses each point."""
-    sets = [ranks for ranks in measured(chapter, machine) if ranks.line is not None]
+    sets = [ranks for ranks in drawn(chapter, machine) if ranks.line is not None]
     figure, axes = figures.panels(height=2.8)
     ax = axes[0, 0]
     ax.set(xlabel="bytes of the tensor", ylabel="line over measured − 1, %")
     for ranks, (color, marker) in zip(sets, _looks(sets), strict=True):
         residuals = 100 * np.array(ranks.line.residuals)
-        ax.plot(
-            ranks.rows["num_bytes"].to_numpy(float), residuals, color=color, marker=marker, label=ranks.label
-        )
+        xs, name = ranks.rows["num_bytes"].to_numpy(float), _name(ranks, machine)
+        ax.plot(xs, residuals, color=color, marker=marker, label=name)
     if sets:
         ax.axhline(0, color="#6b6b6b", lw=0.8)
         _log_axes(ax, sets, both=False)
-        figure.legend(loc="outside lower center", ncols=min(4, len(sets)))
+        figure.legend(loc="outside lower center", ncols=min(3, len(sets)))
     else:
         figures.nothing(ax)
     return figure
+
+
+def _name(ranks: Ranks, machine: str) -> str:
+    """A set of processes in a legend; the machine, where it is another one than the figure's."""
+    return ranks.label if ranks.machine == machine else f"{ranks.label} ({ranks.machine})"
 
 
 def _looks(sets: list[Ranks]) -> list[tuple[str, str]]:

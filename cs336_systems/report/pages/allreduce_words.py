@@ -16,12 +16,13 @@ from cs336_systems.report.pages.allreduce import (
     measured,
     pairs,
     percent,
+    place_of,
 )
-from cs336_systems.report.roofs import machine_environment
 from cs336_systems.report.tables import fmt
 
 PROMISE = 0.03  # a bucket's all-reduce alone is to be this close to `dist.all_reduce` of as many bytes
 NEAR = 0.1  # what is closer than this to a prediction counts as having met it
+RISES = 0.05  # bus bandwidth with more processes above that with fewer: from here on it is told
 
 
 def size_words(chapter: Chapter) -> str:
@@ -111,14 +112,8 @@ def process_words(chapter: Chapter) -> str:
     by_backend: dict[tuple[str, str], dict[int, Ranks]] = {}
     for ranks in measured(chapter):
         if ranks.world_size > 1:
-            gpu = (
-                machine_environment(ranks.machine, chapter.root).get("gpu")
-                if ranks.backend == "nccl"
-                else None
-            )
-            by_backend.setdefault((gpu or ranks.machine, ranks.backend), {}).setdefault(
-                ranks.world_size, ranks
-            )
+            key = place_of(chapter, ranks), ranks.backend
+            by_backend.setdefault(key, {}).setdefault(ranks.world_size, ranks)
     said = []
     for (_, backend), by_number in by_backend.items():
         sets = [by_number[n] for n in sorted(by_number)]
@@ -145,17 +140,48 @@ def process_words(chapter: Chapter) -> str:
             )
         text = f"{where}: the time grows {'; '.join(grown)}."
         if large >= 10 * MB:
-            bus = [float(r.rows[r.rows["num_bytes"] == large].iloc[0]["bus_gb_per_s"]) for r in sets]
-            shares = [b / bus[0] for b in bus[1:]]
-            rated = "hardly take" if min(shares) > 1 - NEAR else "take"
-            numbers = " and ".join(str(r.world_size) for r in sets[1:])
-            text += (
-                f" At {bytes_words(large)} the bus bandwidth with {numbers} processes is"
-                f" {' and '.join(f'{100 * share:.0f} %' for share in shares)} of that with {first.world_size}: they"
-                f" {rated} bandwidth from one another."
-            )
-        said.append(text)
+            text += _bus_words(sets, [s for s in common if s >= 10 * MB], len(machines))
+        said.append(text + _latency_words(first, sets[-1], small))
     return "\n".join(said) or f"How the time grows with the number of processes: {NOT_MEASURED}."
+
+
+def _bus_words(sets: list[Ranks], sizes: list[int], num_machines: int) -> str:
+    """The bus bandwidth of the largest tensors with more processes over that with the fewest, which should be 1."""
+    first, *more = sets
+
+    def share(ranks: Ranks, num_bytes: int) -> float:
+        factor = accounting.bus_factor(ranks.world_size) / accounting.bus_factor(first.world_size)
+        return factor * first.ms(num_bytes) / ranks.ms(num_bytes)
+
+    shares = [share(ranks, sizes[-1]) for ranks in more]
+    text = (
+        f" At {bytes_words(sizes[-1])} the bus bandwidth with {' and '.join(str(r.world_size) for r in more)} processes"
+        f" is {' and '.join(f'{100 * s:.0f} %' for s in shares)} of that with {first.world_size}"
+    )
+    if min(shares) > 1 + RISES:
+        most, at = max((share(ranks, s), s) for ranks in more for s in sizes)
+        at_most = "" if at == sizes[-1] else f", and {100 * most:.0f} % at {bytes_words(at)}"
+        machines = ", nor how much of it is the machines' difference" if num_machines > 1 else ""
+        text += f"{at_most}: it should not depend on their number, and rises"
+        return f"{text}; why, these rows do not tell{machines}."
+    rated = "hardly take" if min(shares) > 1 - NEAR else "take"
+    return f"{text}: they {rated} bandwidth from one another."
+
+
+def _latency_words(few: Ranks, many: Ranks, num_bytes: int) -> str:
+    """Where the smallest tensor's time grows less than a ring's steps: what a step takes, and what is in none."""
+    steps = [accounting.all_reduce_steps(ranks.world_size) for ranks in (few, many)]
+    us = [1e3 * ranks.ms(num_bytes) for ranks in (few, many)]
+    if us[1] / us[0] > (1 - NEAR) * steps[1] / steps[0]:
+        return ""
+    text = f" At {bytes_words(num_bytes)} the time grows less than the steps"
+    step = (us[1] - us[0]) / (steps[1] - steps[0])
+    if step <= 0:
+        return f"{text}."
+    return (
+        f"{text}: were these rings, a step would take {fmt(step)} µs, and {fmt(us[0] - steps[0] * step)} µs of a call"
+        " would belong to none."
+    )
 
 
 def _predicted(chapter: Chapter, ranks: Ranks) -> str:

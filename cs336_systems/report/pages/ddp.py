@@ -92,6 +92,15 @@ def efficiency(chapter: Chapter, row: Mapping[str, Any]) -> float | None:
     return None if alone is None else closed.scaling_efficiency(alone["step_ms_p50"], row["step_ms_p50"])
 
 
+def side_by_side(chapter: Chapter, context: int) -> list[tuple[str, float]]:
+    """The ways, with the size of their buckets, that were measured at a context on every number of ranks above one."""
+    ways: dict[int, set[tuple[str, float]]] = {}
+    for row in timed(chapter, world_size="all", context_length=context):
+        if row["world_size"] > 1 and ok(row):
+            ways.setdefault(int(row["world_size"]), set()).add((row["wrapper"], row["bucket_mb"]))
+    return sorted(set.intersection(*ways.values())) if ways else []
+
+
 def contexts(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """The context lengths of rows, in their order."""
     return list(dict.fromkeys(int(row["context_length"]) for row in rows))

@@ -92,7 +92,7 @@ def buffer_words(chapter: Chapter) -> str:
                         f" {fmt(small['step_ms_p20'])}–{fmt(small['step_ms_p80'])} ms)."
                     )
             lines.append(text)
-    pairs, near = [], 0
+    pairs, near, machines = [], 0, []
     for place in leading(chapter):
         sides = [(r, place.one("bucketed", r["bucket_mb"])) for r in _sweep(place, "in_place")]
         sides.append((place.one("torch_view"), place.one("torch")))
@@ -104,8 +104,9 @@ def buffer_words(chapter: Chapter) -> str:
                 continue
             less = beside["step_ms_p50"] - without["step_ms_p50"]
             pairs.append(f"{in_italics(without)} {fmt(less)} ms ({place.name})")
+            machines.append(place.machine)
     if pairs:
-        least = {m: predictions.copy_ms(chapter, m) for m in chapter.machines}
+        least = {m: predictions.copy_ms(chapter, m) for m in machines}
         due = [f"{fmt(found[0])} ms on `{m}`" for m, found in least.items() if found is not None]
         lines.append(
             f"What a step takes less without the copy into a buffer: {', '.join(pairs)}"

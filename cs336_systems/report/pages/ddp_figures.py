@@ -14,7 +14,20 @@ from cs336_systems.experiments.ddp import PHASES
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages.ddp import NAMES, contexts, efficiency, fit, ok, recorded, sweep, timed, way
+from cs336_systems.report.pages.ddp import (
+    NAMES,
+    contexts,
+    efficiency,
+    fit,
+    ok,
+    recorded,
+    settings,
+    side_by_side,
+    sweep,
+    timed,
+    way,
+)
+from cs336_systems.report.pages.ddp_pace import places
 from cs336_systems.report.tables import fmt
 
 COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "synchronization": "#D55E00", "optimizer": "#8c6d31"}
@@ -64,28 +77,46 @@ def phase_figure(chapter: Chapter, machine: str) -> Figure:
 
 
 def scaling_figure(chapter: Chapter) -> Figure:
-    """Weak scaling by the number of ranks: ours with its best bucket, and the others; a panel for each context."""
+    """Weak scaling by the number of ranks, with the p20–p80 ranges of steps; a panel for each context.
+
+    Of each way the best size of buckets that was measured with every number of ranks.
+    """
     rows = [r for r in timed(chapter, _SCALING, world_size="all") if r["world_size"] > 1]
     lengths = contexts(rows) or [512]
     figure, axes = figures.panels(columns=len(lengths), height=2.6, sharey=True)
     numbers = sorted({int(r["world_size"]) for r in rows if ok(r)})
+    dtype = settings(chapter)["dtype"]
+    uneven = {
+        p.context for p in places(chapter, "all") if p.dtype == dtype and p.world_size > 1 and not p.even
+    }
     for ax, context in zip(axes[0], lengths, strict=True):
-        found: dict[str, dict[int, float]] = {}
+        common = side_by_side(chapter, context)
+        found: dict[str, dict[int, tuple[float, dict[str, Any]]]] = {}
         for row in rows:
-            if row["context_length"] == context and (share := efficiency(chapter, row)) is not None:
-                of_way, n = found.setdefault(row["wrapper"], {}), int(row["world_size"])
-                of_way[n] = max(share, of_way.get(n, 0.0))
-        ax.set(title=f"context {context}")
+            share = efficiency(chapter, row)
+            if (
+                row["context_length"] != context
+                or share is None
+                or (row["wrapper"], row["bucket_mb"]) not in common
+            ):
+                continue
+            of_way, n = found.setdefault(row["wrapper"], {}), int(row["world_size"])
+            of_way[n] = max(of_way.get(n, (0.0, row)), (share, row), key=lambda pair: pair[0])
+        ax.set(title=f"context {context}{' (uneven)' if context in uneven else ''}")
         if not found:
             figures.nothing(ax)
             continue
         for place, wrapper in enumerate(_SCALING):
             _, color, marker = figures.look(wrapper, place)
-            there = sorted(found.get(wrapper, {}))
-            shares = [100 * found[wrapper][n] for n in there]
-            ax.plot(
-                [numbers.index(n) for n in there], shares, marker=marker, color=color, label=NAMES[wrapper]
-            )
+            there = found.get(wrapper, {})
+            xs = [numbers.index(n) + 0.07 * (place - 2) for n in sorted(there)]
+            shares, steps = zip(*(there[n] for n in sorted(there)), strict=True) if there else ((), ())
+            ax.plot(xs, [100 * s for s in shares], marker=marker, color=color, label=NAMES[wrapper])
+            ends = [
+                [100 * s * r["step_ms_p50"] / r[f"step_ms_{q}"] for s, r in zip(shares, steps, strict=True)]
+                for q in ("p80", "p20")
+            ]
+            ax.vlines(xs, *ends, color=color, lw=0.9)
         ax.axhline(100, color=figures.ROOF, lw=0.8)
         ax.set_xticks(range(len(numbers)), [f"{n} ranks" for n in numbers])
         ax.set_xlim(-0.4, len(numbers) - 0.6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,12 @@ class Place:
         if base is None or not others:
             return None
         return max(abs(_passes(row) / _passes(base) - 1) for row in others)
+
+    @property
+    def same_work_ms(self) -> float | None:
+        """`same_work` in ms."""
+        share, base = self.same_work, self.one("none")
+        return None if share is None or base is None else share * _passes(base)
 
 
 def _passes(row: Row) -> float:
@@ -245,21 +251,29 @@ def host_words(chapter: Chapter) -> str:
     return "\n\n".join(lines) or f"Who sets the pace: {NOT_MEASURED}."
 
 
+def _evenness(found: Sequence[Place]) -> list[tuple[bool, str, str]]:
+    """Of the even and of the uneven places, if there are any: which, where, and how far the same work lies apart."""
+    out = []
+    for even in (True, False):
+        part = [place for place in found if place.even == even]
+        alike = max((share for place in part if (share := place.same_work) is not None), default=None)
+        apart = "" if alike is None else f", where the same work lies up to {percent(alike)} apart"
+        if part:
+            out.append((even, listed([place.name for place in part]), apart))
+    return out
+
+
 def noise_words(chapter: Chapter) -> str:
     """Where differences mean something, and how far the same thing measured twice lies apart."""
     found = places(chapter)
     if not found:
         return f"How even steps are: {NOT_MEASURED}."
     said = []
-    for even in (True, False):
-        part = [place for place in found if place.even == even]
-        if not part:
-            continue
-        alike = max((share for place in part if (share := place.same_work) is not None), default=None)
-        apart = "" if alike is None else f", where the same work lies up to {percent(alike)} apart"
-        text = (
-            f"Steps are {'even' if even else 'uneven'} at {listed([place.name for place in part])}{apart}: "
-        )
+    main = page.settings(chapter)
+    others = [(m, n) for m, n in page.teams(chapter) if n != main["world_size"]]
+    for even, where, apart in _evenness(found):
+        ranks = f" of {main['world_size']} ranks" if others else ""
+        text = f"Steps{ranks} are {'even' if even else 'uneven'} at {where}{apart}: "
         if even:
             text += "conclusions are drawn there."
         else:
@@ -272,4 +286,13 @@ def noise_words(chapter: Chapter) -> str:
             f" the others: the medians lie {percent(pairs['apart'].max())} apart at most. No"
             " difference smaller than that means anything here."
         )
+    for machine, ranks in others:
+        there = [p for p in places(chapter, ranks) if (p.machine, p.dtype) == (machine, main["dtype"])]
+        parts = [
+            f"{'even' if even else 'uneven'} at {where}{apart}" for even, where, apart in _evenness(there)
+        ]
+        text = f"Steps of {ranks} ranks (`{machine}`) are {'; '.join(parts)}."
+        if pairs.empty or ranks not in set(pairs["world_size"]):
+            text += " No case was measured twice there."
+        said.append(text)
     return " ".join(said)

@@ -13,7 +13,7 @@ from cs336_systems.measure import rows as store
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.roofs import machine_environment, roofs
-from cs336_systems.report.tables import fmt, si
+from cs336_systems.report.tables import fmt, listed, si
 
 _SOURCE = "measured in the [chapter on all-reduce](allreduce.ipynb)"
 
@@ -102,13 +102,14 @@ def optimum(chapter: Chapter, machine: str, ranks: int) -> closed.Buckets | None
 def size_words(chapter: Chapter) -> str:
     """What a step sends."""
     config, batch = page.model_of(chapter)
-    ranks = page.settings(chapter)["world_size"]
+    numbers = sorted({page.settings(chapter)["world_size"], *(n for _, n in page.teams(chapter))})
     count = accounting.num_parameters(config)
     num_bytes = closed.FP32 * count
+    sent = [f"{si(closed.sent_bytes(num_bytes, n), 'B')} on {n} ranks" for n in numbers]
     return (
         f"The model has {fmt(count / 1e6)} M parameters, so its fp32 gradients are $s$ = {si(num_bytes, 'B')} in"
-        f" {len(closed.gradient_sizes(config))} tensors. On {ranks} ranks each sends, and receives,"
-        f" {si(closed.sent_bytes(num_bytes, ranks), 'B')} in a step, whatever its batch ({batch} sequences here)."
+        f" {len(closed.gradient_sizes(config))} tensors. Each rank sends, and receives, {listed(sent)} in a step,"
+        f" whatever its batch ({batch} sequences here)."
     )
 
 
@@ -137,7 +138,7 @@ def time_words(chapter: Chapter) -> str:
                 f" parameter takes {fmt(slow)} ms: this is what *naive* should add to the step."
             )
         copied = copy_ms(chapter, machine)
-        if copied is not None:
+        if copied is not None and page.timed(chapter, ("flat",), machine=machine, world_size=ranks):
             flat = after_ms(chapter, machine, ranks, "flat", 0.0)
             text += (
                 f" *Flat* reads and writes all gradients once more, {fmt(copied[0])} ms at {copied[1]}, and should add"

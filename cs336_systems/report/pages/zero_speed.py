@@ -55,6 +55,20 @@ def bandwidths(chapter: Chapter, machine: str) -> tuple[float, float, str] | Non
     return found.tb_per_s, link, f"memory by the best measured copy, link by {sheet}"
 
 
+def teams(chapter: Chapter) -> list[tuple[str, int]]:
+    """Machines and numbers of ranks whose steps were timed, those of the main tables first."""
+    main = (chapter.machines or [""])[0], world_size(chapter)
+    rows = chapter.measured(moment=TIMED, repeat=0)[["machine", "world_size"]].drop_duplicates()
+    found = [(str(m), int(n)) for m, n in rows.itertuples(index=False)]
+    return sorted(found, key=lambda team: (team != main, team[1], team[0]))
+
+
+def other_teams(chapter: Chapter) -> list[tuple[str, int]]:
+    """`teams` without that of the main tables."""
+    main = (chapter.machines or [""])[0], world_size(chapter)
+    return [team for team in teams(chapter) if team != main]
+
+
 def all_reduce_gb_per_s(chapter: Chapter, machine: str) -> float | None:
     """What a rank sends, and receives, in the best all-reduce of chapter `allreduce`; None without its rows."""
     path = store.csv_path("allreduce", machine, chapter.root)
@@ -139,6 +153,7 @@ def times_figure(chapter: Chapter, context_length: int) -> Figure:
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.1)
     ax.set_xlabel("ms; at the end of a bar: the median of whole steps")
+    ax.set_title(f"{world_size(chapter)} ranks")
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 
@@ -150,11 +165,17 @@ def against(chapter: Chapter, row: Row, variant: str, metric: str = "step_ms_p50
     return chapter.ratio(metric, same | {"variant": row["variant"]}, same | {"variant": variant})
 
 
-def profiled(chapter: Chapter, variant: str) -> Row | None:
-    """The row with the profile of a variant's optimizer step; None where there is none."""
-    where = {"context_length": contexts(chapter)[0], "world_size": world_size(chapter)}
-    row = one(chapter, variant=variant, moment=TIMED, **where)
+def profiled(chapter: Chapter, variant: str, team: tuple[str, int] | None = None) -> Row | None:
+    """The row with the profile of a variant's optimizer step, of the main team or of this one; None without one."""
+    row = one(
+        chapter, variant=variant, moment=TIMED, context_length=contexts(chapter)[0], **_of(chapter, team)
+    )
     return row if row is not None and row["whole_ms"] > 0 else None
+
+
+def _of(chapter: Chapter, team: tuple[str, int] | None) -> dict[str, Any]:
+    machine, ranks = team or ((chapter.machines or [""])[0], world_size(chapter))
+    return {"machine": machine, "world_size": ranks}
 
 
 def update_tb_per_s(row: Row) -> float:
@@ -164,7 +185,7 @@ def update_tb_per_s(row: Row) -> float:
 
 
 def broadcast_gb_per_s(row: Row) -> float:
-    """What a rank sends, and receives, on average while broadcasts run; they may wait for the other rank meanwhile."""
+    """What a rank sends, and receives, on average while broadcasts run; they may wait for another rank meanwhile."""
     ranks = row["world_size"]
     return (ranks - 1) / ranks * row["broadcast_bytes"] / row["communication_ms"] / 1e6
 
@@ -194,17 +215,18 @@ def optimizer_table(chapter: Chapter) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def phases_in_parts(chapter: Chapter) -> list[dict[str, Any]]:
+def phases_in_parts(chapter: Chapter, team: tuple[str, int] | None = None) -> list[dict[str, Any]]:
     """The optimizer's phase of each variant at the context that counts, beside the closed form: at the machine's rates
-    (`least`), and at those of the profiled kernels (`rates`), with what that leaves (`rest`); ms.
+    (`least`), and at those of the profiled kernels (`rates`), with what that leaves (`rest`); ms. Of the main team, or
+    of this one.
     """
-    plain, found = profiled(chapter, "plain"), []
+    plain, found = profiled(chapter, "plain", team), []
     for variant in LABELS if plain is not None else ():
-        where = {"context_length": decisive(chapter), "world_size": world_size(chapter)}
+        where = {"context_length": decisive(chapter)} | _of(chapter, team)
         row = one(chapter, variant=variant, moment=TIMED, **where)
         if row is None or variant == "alone":
             continue
-        sends = profiled(chapter, "sharded" if variant == "overlapped" else variant)
+        sends = profiled(chapter, "sharded" if variant == "overlapped" else variant, team)
         if sends is None:
             continue
         least, phase = predicted_ms(chapter, row), float(row["optimizer_ms_p50"])
@@ -218,7 +240,7 @@ def phases_in_parts(chapter: Chapter) -> list[dict[str, Any]]:
 
 
 def phases_table(chapter: Chapter) -> pd.DataFrame:
-    """`phases_in_parts` as a table."""
+    """`phases_in_parts` of all teams as a table."""
     heads = {
         "phase": "measured",
         "least": "closed form, least",
@@ -228,23 +250,21 @@ def phases_table(chapter: Chapter) -> pd.DataFrame:
     return pd.DataFrame(
         [
             head_of(part["row"]) | {head: fmt(part[key]) for key, head in heads.items()}
-            for part in phases_in_parts(chapter)
+            for team in teams(chapter)
+            for part in phases_in_parts(chapter, team)
         ]
     )
 
 
 # ------------------------------------------------------------------------------------------------ what times mean
 def timed(chapter: Chapter, **where: Any) -> pd.DataFrame:
-    """What the first machine has timed with the fewest ranks, the second of A/A pairs included."""
-    machine = (chapter.machines or [""])[0]
-    return chapter.measured(
-        **({"moment": TIMED, "machine": machine, "world_size": world_size(chapter)} | where)
-    )
+    """What the first machine has timed with the fewest ranks (or `where`), the second of A/A pairs included."""
+    return chapter.measured(**({"moment": TIMED} | _of(chapter, None) | where))
 
 
-def noise(chapter: Chapter) -> dict[int, float]:
-    """Context → how far the medians of its A/A pair lie apart, as a share of the first."""
-    rows = timed(chapter)
+def noise(chapter: Chapter, team: tuple[str, int] | None = None) -> dict[int, float]:
+    """Context → how far the medians of its A/A pair lie apart, as a share of the first; of the main team, or this."""
+    rows = timed(chapter, **_of(chapter, team))
     keys = ["variant", "context_length", "size", "run"]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
     apart = np.abs(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1)
@@ -262,9 +282,8 @@ def doubt(chapter: Chapter, row: Row, other: Row) -> str:
     """What speaks against a difference of two steps of a context: medians no further apart than those of the A/A pair,
     or ranges from 20 to 80 % that overlap; empty if nothing does.
     """
-    if abs(row["step_ms_p50"] / other["step_ms_p50"] - 1) <= noise(chapter).get(
-        int(row["context_length"]), 0.0
-    ):
+    known = noise(chapter, (row["machine"], int(row["world_size"])))
+    if abs(row["step_ms_p50"] / other["step_ms_p50"] - 1) <= known.get(int(row["context_length"]), 0.0):
         return NO_MORE
     overlap = row["step_ms_p20"] <= other["step_ms_p80"] and other["step_ms_p20"] <= row["step_ms_p80"]
     return "ranges overlap" if overlap else ""

@@ -8,9 +8,9 @@ from typing import Any
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.pages import zero_speed as speed
-from cs336_systems.report.pages.zero import LABELS, TIMED, Row
+from cs336_systems.report.pages.zero import TIMED, Row
 from cs336_systems.report.pages.zero_words import amount
-from cs336_systems.report.tables import fmt, listed, percent
+from cs336_systems.report.tables import fmt, listed
 
 
 # ------------------------------------------------------------------------------------------------ what times mean
@@ -25,8 +25,8 @@ def pace(chapter: Chapter) -> str:
         for numbers, digits in ((steps, 3), (steps.values(), 3), ([100 * wide[c] for c in steps], 2))
     )
     text = (
-        f"At contexts {contexts} a step without communication takes {times} ms. At context {last} a rank has"
-        f" {fmt(last / first)} times the tokens of context {first}, and the step takes"
+        f"{on(chapter)}, at contexts {contexts} a step without communication takes {times} ms. At context {last}"
+        f" a rank has {fmt(last / first)} times the tokens of context {first}, and the step takes"
         f" {fmt(steps[last] / steps[first])} times as long: up to there it is the host that sets the pace,"
         " launching kernels."
     )
@@ -43,16 +43,26 @@ def pace(chapter: Chapter) -> str:
 
 def noise(chapter: Chapter) -> str:
     """A sentence about the A/A pairs."""
-    apart = speed.noise(chapter)
-    if not apart:
+    found = {team: apart for team in speed.teams(chapter) if (apart := speed.noise(chapter, team))}
+    if not found:
         return f"Pairs of the same case: {NOT_MEASURED}."
-    shares = listed([fmt(100 * a, 2) for a in apart.values()])
+    pairs = [
+        f"{on(chapter, team).replace('On', 'on')} by {listed([fmt(100 * a, 2) for a in apart.values()])} % at"
+        f" {_contexts(list(apart))}"
+        for team, apart in found.items()
+    ]
     return (
-        f"The sharded variant was timed twice in one run (A/A): its medians lie {shares} % apart at"
-        f" {_contexts(list(apart))}. A difference that is no"
+        "The sharded variant was timed twice in one run (A/A). Its medians lie apart"
+        f" {', '.join(pairs)}. A difference that is no"
         " larger means nothing (*no more than A/A*), and little where the ranges of the two, from 20 % to 80 %,"
         " overlap (*ranges overlap*)."
     )
+
+
+def on(chapter: Chapter, team: tuple[str, int] | None = None) -> str:
+    """ "On 2 ranks of `h200-x2`": the main team, or this one."""
+    machine, ranks = team or ((chapter.machines or [""])[0], page.world_size(chapter))
+    return f"On {ranks} ranks of `{machine}`"
 
 
 def _contexts(lengths: Sequence[int]) -> str:
@@ -61,10 +71,15 @@ def _contexts(lengths: Sequence[int]) -> str:
 
 
 def _steps(
-    chapter: Chapter, context: int, *variants: str, repeats: Sequence[int] | None = None
+    chapter: Chapter,
+    context: int,
+    *variants: str,
+    repeats: Sequence[int] | None = None,
+    team: tuple[str, int] | None = None,
 ) -> list[dict[str, Any] | None]:
     """The timed rows of a context; those of another run than the first one's are None."""
-    where = {"context_length": context, "world_size": page.world_size(chapter), "moment": TIMED}
+    machine, ranks = team or ((chapter.machines or [""])[0], page.world_size(chapter))
+    where = {"context_length": context, "machine": machine, "world_size": ranks, "moment": TIMED}
     repeats = repeats or [0] * len(variants)
     rows = [page.one(chapter, variant=v, repeat=r, **where) for v, r in zip(variants, repeats, strict=True)]
     return [row if row and rows[0] and row["run"] == rows[0]["run"] else None for row in rows]
@@ -115,89 +130,9 @@ def cost(chapter: Chapter) -> str:
                 f" ({_over(chapter, hidden, plain)}), the optimizer's part {fmt(hidden['optimizer_ms_p50'])} ms"
             )
         said.append(f"{text}.")
-    return "\n".join(said) or f"What sharding costs in time: {NOT_MEASURED}."
-
-
-def kernels(chapter: Chapter) -> str:
-    """At what rates the kernels of the optimizer's step update and send, and how much of it at once."""
-    plain, said = speed.profiled(chapter, "plain"), []
-    limits = speed.bandwidths(chapter, (chapter.machines or [""])[0])
-    best = speed.all_reduce_gb_per_s(chapter, (chapter.machines or [""])[0])
-    if plain is not None:
-        text = f"- *Plain*: the update takes {fmt(plain['update_ms'])} ms, {fmt(speed.update_tb_per_s(plain))} TB/s"
-        said.append(f"{text}{'' if limits is None else f' (β: {fmt(limits[0])})'}.")
-    for variant in ("sharded", "torch_zero"):
-        row = speed.profiled(chapter, variant)
-        if row is None or not row["communication_ms"] or not row["update_ms"]:
-            continue
-        calls, launches = int(row["broadcast_calls"]), int(row["optimizer_launches"])
-        text = f"- *{LABELS[variant].capitalize()}*: the update takes {fmt(row['update_ms'])} ms"
-        if plain is not None:
-            text += f", {fmt(row['update_ms'] / plain['update_ms'])} of that"
-        text += f", and {percent(row['both_ms'] / row['update_ms'])} of it lies beside broadcasts"
-        if variant == "sharded":
-            text += f" (all rounds but the first: {percent(1 - 1 / speed.ROUNDS)})"
-        said.append(
-            f"{text}; {calls} broadcasts in {launches} kernels,"
-            f" {fmt(speed.broadcast_gb_per_s(row))} GB/s sent and as much received."
-        )
     if not said:
-        return f"How updates and broadcasts share the time: {NOT_MEASURED}."
-    if limits is not None:
-        text = f"The link could do {fmt(limits[1])} GB/s in each direction by the data sheet"
-        if best is not None:
-            text += f"; the best of the [chapter on all-reduce](allreduce.ipynb) is {fmt(best)} GB/s"
-        said.append(f"\n{text}.")
-    return "\n".join(said)
-
-
-def recorded(chapter: Chapter) -> str:
-    """Whether the profiler has stretched what it recorded; empty where it has not."""
-    rows = [speed.profiled(chapter, variant) for variant in LABELS]
-    slow = [row for row in rows if row is not None and row["whole_ms"] > row["optimizer_ms_p50"]]
-    said = [
-        f"*{LABELS[row['variant']]}* spans {fmt(row['whole_ms'])} ms from the first kernel to the last when recorded,"
-        f" though the phase takes {fmt(row['optimizer_ms_p50'])} ms otherwise"
-        for row in slow
-    ]
-    if not said:
-        return ""
-    return (
-        f"The profiler stretches what it records: {'; '.join(said)}. So of the recording only the times of the kernels"
-        " count, not the gaps between them; and that of sending may be too long, never too short, since a kernel of"
-        " NCCL waits where the other rank is late."
-    )
-
-
-def parts(chapter: Chapter) -> str:
-    """How the optimizer's phase differs from its closed form, and what the rates of the kernels explain of it."""
-    found = {part["row"]["variant"]: part for part in speed.phases_in_parts(chapter)}
-    recording = speed.profiled(chapter, "plain")
-    if not found or recording is None:
-        return f"The optimizer's phase beside the closed form: {NOT_MEASURED}."
-    rests = [part["rest"] for part in found.values()]
-    text = (
-        f"With the rates of the kernels, the closed form leaves {_tenths(min(rests))} to {_tenths(max(rests))} ms of"
-        " each phase, with sharding or without."
-    )
-    before = recording["optimizer_ms_p50"] - recording["whole_ms"]
-    if before > 0:
-        text += (
-            f" The phase of *plain*, not recorded, is {_tenths(before)} ms longer than the time from its first kernel"
-            " to its last, so such a rest belongs to the beginning: the ranks have met, the GPU is idle, and waits"
-            " while the host goes over the tensors to launch the first kernel."
-        )
-    plain, sharded = found.get("plain"), found.get("sharded")
-    if plain and sharded and None not in (plain["least"], sharded["least"]):
-        hoped, seen = sharded["least"] < plain["least"], sharded["phase"] < plain["phase"]
-        word = {True: "shortens", False: "lengthens"}
-        text += f" By the rates of the machine sharding in {speed.ROUNDS} rounds {word[hoped]} the phase; "
-        text += "so it does." if hoped == seen else f"in fact it {word[seen]} it."
-    return text
-
-
-def _tenths(number: float) -> str:
-    return f"{number:.1f}".replace("-", "−")
+        return f"What sharding costs in time: {NOT_MEASURED}."
+    return f"{on(chapter)}:\n\n" + "\n".join(said)
 
 
 def hidden(chapter: Chapter) -> str:
@@ -207,7 +142,8 @@ def hidden(chapter: Chapter) -> str:
     if sharded is None or overlapped is None:
         return f"What hiding the broadcasts changes: {NOT_MEASURED}."
     return (
-        f"At context {context} hiding the broadcasts changes the phases by: {_by_phase(chapter, overlapped, sharded)};"
+        f"{on(chapter)}, at context {context}, hiding the broadcasts changes the phases by:"
+        f" {_by_phase(chapter, overlapped, sharded)};"
         f" the step by {_over(chapter, overlapped, sharded)}."
     )
 
@@ -275,7 +211,8 @@ def _verdict(chapter: Chapter) -> str:
         for word, wanted in (("met", True), ("missed", False))
         if wanted in met.values()
     ]
-    text = f"The aim, a step no slower than torch's and a peak no higher, is {' and '.join(said)}."
+    ranks = page.world_size(chapter)
+    text = f"On {ranks} ranks the aim, a step no slower than torch's and a peak no higher, is {' and '.join(said)}."
     slow = [
         c
         for c in speed.host_paced(chapter)
@@ -319,35 +256,36 @@ def containers(chapter: Chapter) -> str:
 # ------------------------------------------------------------------------------------------------ more ranks
 def more_ranks(chapter: Chapter) -> str:
     """Memory and time of every larger number of ranks than the main tables': what sharding saves, what a step takes."""
-    said = []
-    timed = chapter.measured(moment=TIMED, repeat=0, context_length=speed.decisive(chapter))
-    for (machine, ranks), rows in timed.groupby(["machine", "world_size"]):
-        if ranks <= page.world_size(chapter):
-            continue
-        by = {row["variant"]: row for row in rows.to_dict("records")}
-        text = [_saved(chapter, machine, int(ranks))]
-        if {"plain", "sharded"} <= set(by):
-            text.append(
-                f"at context {speed.decisive(chapter)} a step of *sharded* takes"
-                f" {fmt(by['sharded']['step_ms_p50'])} ms, {_ratio(by['sharded'], by['plain'])} one of *plain*"
-                + (
-                    f", {_ratio(by['sharded'], by['torch_zero'])} torch's, sharded"
-                    if "torch_zero" in by
-                    else ""
-                )
-                + (
-                    f"; *overlapped* {fmt(by['overlapped']['step_ms_p50'])} ms, {_ratio(by['overlapped'], by['plain'])}"
-                    " one of *plain*"
-                    if "overlapped" in by
-                    else ""
-                )
-            )
-        said.append(f"- `{machine}`, {ranks} ranks: {'; '.join(filter(None, text))}.")
-    return "\n".join(said)
+    teams = [team for team in speed.teams(chapter) if team[1] > page.world_size(chapter)]
+    return "\n".join(
+        f"- `{team[0]}`, {team[1]} ranks: {'; '.join(text)}."
+        for team in teams
+        if (text := [t for t in (_saved(chapter, *team), *_times_of(chapter, team)) if t])
+    )
 
 
-def _ratio(row: Row, base: Row) -> str:
-    return f"{fmt(row['step_ms_p50'] / base['step_ms_p50'])} times"
+def _times_of(chapter: Chapter, team: tuple[str, int]) -> list[str]:
+    """The step with sharding against the one without, against torch's, and with its broadcasts hidden."""
+    context = speed.decisive(chapter)
+    variants = ("sharded", "plain", "torch_zero", "overlapped")
+    sharded, plain, theirs, overlapped = _steps(chapter, context, *variants, team=team)
+    if sharded is None or plain is None:
+        return []
+    text = [
+        f"at context {context} a step takes {fmt(plain['step_ms_p50'])} ms without and {fmt(sharded['step_ms_p50'])} ms"
+        f" with sharding ({_over(chapter, sharded, plain)})"
+    ]
+    if theirs is not None:
+        text[0] += f", {_times(chapter, sharded, theirs)} that of *torch, sharded*"
+    if overlapped is not None:
+        text.append(
+            f"hiding the broadcasts changes the phases by {_by_phase(chapter, overlapped, sharded)}, and the step by"
+            f" {_signed(overlapped['step_ms_p50'] - sharded['step_ms_p50'])} ms,"
+            f" {_times(chapter, overlapped, sharded)}"
+        )
+        if speed.doubt(chapter, overlapped, sharded):
+            text[-1] += ", so these rows show no gain from it"
+    return text
 
 
 def _saved(chapter: Chapter, machine: str, ranks: int) -> str:
@@ -377,7 +315,8 @@ def averaging(chapter: Chapter) -> str:
     if alone is None or plain is None:
         return f"What averaging gradients adds to a step: {NOT_MEASURED}."
     added = plain["backward_ms_p50"] - alone["backward_ms_p50"]
-    text = f"At context {context} averaging the gradients adds {fmt(added)} ms to the backward pass (*plain*)"
+    text = f"{on(chapter)}, at context {context}, averaging the gradients adds {fmt(added)} ms to the backward pass"
+    text += " (*plain*)"
     if sharded is not None:
         more = sharded["optimizer_ms_p50"] - plain["optimizer_ms_p50"]
         text += f", and sharding {_signed(more)} ms to the optimizer's phase"

@@ -206,12 +206,14 @@ def spread(chapter: Chapter) -> str:
     if not rows:
         return f"How far ranks are apart: {NOT_MEASURED}."
     widest = max(rows, key=lambda row: row["rank_spread_bytes"])
-    shares = max(_state_spread(row) for row in rows)
+    shares = {int(row["world_size"]): _state_spread(row) for row in rows}
+    by_number = [f"{amount(num_bytes)} on {n} ranks" for n, num_bytes in sorted(shares.items())]
     text = (
-        f"Whole parameters as shares let the ranks' states differ by {amount(shares)}. What is alive differs by"
-        f" {amount(float(widest['rank_spread_bytes']))} at most, in *{LABELS[widest['variant']]}*"
+        f"Whole parameters as shares let the ranks' states differ by {listed(by_number)}. What is alive differs by"
+        f" {amount(float(widest['rank_spread_bytes']))} at most, in *{LABELS[widest['variant']]}* on"
+        f" {int(widest['world_size'])} ranks"
     )
-    if widest["source"] == "allocator" and widest["rank_spread_bytes"] > shares:
+    if widest["source"] == "allocator" and widest["rank_spread_bytes"] > shares[int(widest["world_size"])]:
         text += ": what their tensors do not explain is rounding"
     return f"{text}."
 
@@ -264,7 +266,31 @@ def counted(chapter: Chapter) -> str:
         if row["link_sent_bytes"] > 0:
             text += f", and by its link's counter {fmt(row['link_sent_bytes'] / whole, 4)} · 4Ψ"
         said.append(f"{text}.")
-    return "\n".join(said) or f"What a step sends: {NOT_MEASURED}."
+    if not said:
+        return f"What a step sends: {NOT_MEASURED}."
+    head = f"On {page.world_size(chapter)} ranks of `{(chapter.machines or [''])[0]}`:\n"
+    return "\n".join([head, *said, *(f"\n{text}" for text in _in_switch(chapter))])
+
+
+def _in_switch(chapter: Chapter) -> list[str]:
+    """Of each number of ranks above two: whether the link's counter shows that the switch has added up."""
+    said = []
+    for machine, ranks in speed.teams(chapter):
+        row = speed.profiled(chapter, "plain", (machine, ranks))
+        if ranks < 3 or row is None or not row["link_sent_bytes"] > 0:
+            continue
+        whole = 4 * accounting.num_parameters(size(row["size"]))
+        sent, ring = row["link_sent_bytes"] / whole, accounting.bus_factor(ranks)
+        verdict = (
+            "nothing was reduced inside the switch"
+            if sent > (1 + ring) / 2
+            else "NCCL has reduced inside the switch"
+        )
+        said.append(
+            f"On {ranks} ranks of `{machine}` *plain* has sent {fmt(sent, 4)} · 4Ψ bytes by the counter, where a ring"
+            f" sends {fmt(ring)} · 4Ψ: {verdict}."
+        )
+    return said
 
 
 def _whole(num_bytes: float, whole: int) -> str:
