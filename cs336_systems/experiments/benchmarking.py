@@ -25,6 +25,7 @@ PRIMARY = 512  # the context length where the handout names none
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
+    """The modules of the case's attention."""
     return sources(case.attention)
 
 

@@ -107,6 +107,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
+    """The modules of the case's attention, and of the ladder for what is ours."""
     return (
         peers.sources(case.impl)
         if case.impl in PEERS

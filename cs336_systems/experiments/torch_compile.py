@@ -54,6 +54,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
+    """The modules of the case's attention."""
     return sources(case.attention)
 
 

@@ -176,9 +176,11 @@ class Chapter:
         return self.rows(**where, status="ok")
 
     def _without_gaps_filled_elsewhere(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows without those gaps; where all machines have one for a case, the first one's stays."""
+        fields = store.case_fields(self.experiment)
         gap = (frame["status"] == NOT_MEASURED) | frame["status"].str.fullmatch(_TOO_FEW_GPUS)
-        key = [frame[field] for field in store.case_fields(self.experiment)]
-        first = ~frame.assign(gap=gap).duplicated([*store.case_fields(self.experiment), "gap"])
+        key = [frame[field] for field in fields]
+        first = ~frame.assign(gap=gap).duplicated([*fields, "gap"])
         return frame[~gap | (first & gap.groupby(key).transform("all"))]
 
     def _read(self, machine: str) -> pd.DataFrame:

@@ -42,6 +42,11 @@ def fmt(value: Any, digits: int = 3) -> str:
     return f"{round(value, digits - 1 - exponent):,.{decimals}f}".replace("-", "−")
 
 
+def whole(number: Any) -> str:
+    """A number rounded to an integer: 435.0 → `"435"`; a missing one as a dash."""
+    return EMPTY if number is None or pd.isna(number) else fmt(round(float(number)))
+
+
 def si(value: float, unit: str) -> str:
     """A number with a unit in powers of a thousand: `si(2.1e9, "FLOP")` → `"2.10 GFLOP"`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -18,7 +18,7 @@ from cs336_systems.measure import trace_overlap
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages.steps import word
-from cs336_systems.report.tables import EMPTY, fmt, percent
+from cs336_systems.report.tables import EMPTY, fmt, percent, whole
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -111,10 +111,6 @@ def _table(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Dat
     return pd.DataFrame([[line.get(c, EMPTY) for c in columns] for line in lines], columns=list(columns))
 
 
-def _whole(number: Any) -> str:
-    return EMPTY if number is None or pd.isna(number) else fmt(round(float(number)))
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def model_of(chapter: Chapter) -> tuple[Any, int]:
     """The configuration of the chapter's model, and sequences a rank."""
@@ -167,7 +163,7 @@ def step_table(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> 
         step = row["step_ms_p50"]
         line |= {"step": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
         line |= {HEADS[phase]: fmt(row[f"{phase}_ms_p50"]) for phase in PHASES}
-        line |= {"calls": _whole(row["collectives"])}
+        line |= {"calls": whole(row["collectives"])}
         if row["wrapper"] not in (ALONE, "none"):
             line |= {
                 "exposed": fmt(exposed),
@@ -243,7 +239,7 @@ def trace_table(chapter: Chapter) -> pd.DataFrame:
             "both": fmt(row["overlap_ms"]),
             "in backward": fmt(row["backward_overlap_ms"]),
             "hidden": percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None, 3),
-            "messages": _whole(row["messages"]),
+            "messages": whole(row["messages"]),
         })  # fmt: skip
     columns = [
         "machine", "context", "way", "step", "computing", "communicating", "all ranks", "both", "in backward",

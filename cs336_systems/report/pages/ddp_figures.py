@@ -93,12 +93,10 @@ def scaling_figure(chapter: Chapter) -> Figure:
         common = side_by_side(chapter, context)
         found: dict[str, dict[int, tuple[float, dict[str, Any]]]] = {}
         for row in rows:
+            if row["context_length"] != context or (row["wrapper"], row["bucket_mb"]) not in common:
+                continue
             share = efficiency(chapter, row)
-            if (
-                row["context_length"] != context
-                or share is None
-                or (row["wrapper"], row["bucket_mb"]) not in common
-            ):
+            if share is None:
                 continue
             of_way, n = found.setdefault(row["wrapper"], {}), int(row["world_size"])
             of_way[n] = max(of_way.get(n, (0.0, row)), (share, row), key=lambda pair: pair[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cs336_systems.accounting import data_parallel as closed
@@ -13,7 +13,7 @@ from cs336_systems.report.pages import ddp_predictions as predictions
 from cs336_systems.report.pages.ddp_pace import Place, places
 from cs336_systems.report.pages.ddp_words import OURS, in_italics
 from cs336_systems.report.roofs import machine_environment
-from cs336_systems.report.tables import fmt, listed, percent
+from cs336_systems.report.tables import fmt, listed, percent, span
 
 
 def scaling_words(chapter: Chapter) -> str:
@@ -43,15 +43,10 @@ def scaling_words(chapter: Chapter) -> str:
         lines.append(f"{text}.")
     if lines and alone:
         lines.append(
-            f"\nWhere steps are uneven, the p20–p80 range of *one rank alone* is {_from_to(alone)} of its median:"
-            " shares are rough there."
+            f"\nWhere steps are uneven, the p20–p80 range of *one rank alone* is {span(alone, 2, percent)} of its"
+            " median: shares are rough there."
         )
     return "\n".join(lines) or f"Weak scaling: {NOT_MEASURED}."
-
-
-def _from_to(shares: Sequence[float]) -> str:
-    texts = list(dict.fromkeys(percent(share) for share in (min(shares), max(shares))))
-    return " to ".join(texts)
 
 
 def more_ranks_words(chapter: Chapter) -> str:
@@ -117,8 +112,7 @@ def _longer_on_more(chapter: Chapter, many: Place, few: Place) -> str:
             grown.append(now / before)
     if not parts:
         return ""
-    times = " to ".join(dict.fromkeys(fmt(n) for n in (min(grown), max(grown))))
-    return f". The backward pass gets longer by {listed(parts)}: {times} times"
+    return f". The backward pass gets longer by {listed(parts)}: {span(grown)} times"
 
 
 def _left_over(chapter: Chapter, place: Place, naive: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import EMPTY, fmt, percent
+from cs336_systems.report.tables import EMPTY, fmt, percent, whole
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 OURS = ("flash_triton", "plain_triton")
@@ -281,15 +281,11 @@ def first_table(chapter: Chapter, machine: str) -> pd.DataFrame:
             "implementation": figures.label(row["impl"]),
             "first call, s": fmt(row["first_call_s"]) if ok else _short(row["status"]),
             "second, ms": fmt(row["second_call_ms"]) if ok else EMPTY,
-            "kernels launched": _count(launched),
-            "compiled": _count(row["compiled"] if ok else None),
-            "for other lengths": _count(row["compiled_later"] if ok else None),
+            "kernels launched": whole(launched),
+            "compiled": whole(row["compiled"] if ok else None),
+            "for other lengths": whole(row["compiled_later"] if ok else None),
         })  # fmt: skip
     return pd.DataFrame(out)
-
-
-def _count(number: Any) -> str:
-    return EMPTY if number is None or pd.isna(number) else str(int(number))
 
 
 # ------------------------------------------------------------------------------------------------ the ladder

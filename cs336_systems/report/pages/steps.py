@@ -113,17 +113,16 @@ def passes(rows: pd.DataFrame) -> pd.DataFrame:
     return found.drop_duplicates([*SHAPE, "dtype", "attention", "compile", "warmup", "repeat"]).sort_index()
 
 
-def noise(chapter: Chapter, metric: str = "step_ms_p50") -> pd.Series:
+def noise(rows: pd.DataFrame, metric: str = "step_ms_p50") -> pd.Series:
     """How far the two rows of each A/A pair lie apart, as a share of the first."""
-    rows = chapter.measured()
-    keys = [c for c in (*SHAPE, "mode", "dtype", "attention", "compile", "warmup", "run")]
+    keys = [c for c in (*SHAPE, "mode", "dtype", "attention", "compile", "warmup", "run") if c in rows]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
     return (both[f"{metric}_again"].astype(float) / both[metric].astype(float) - 1).abs()
 
 
 def noise_words(chapter: Chapter, metric: str = "step_ms_p50") -> str:
     """A sentence about the A/A pairs."""
-    apart = noise(chapter, metric)
+    apart = noise(chapter.measured(), metric)
     if apart.empty:
         return f"Pairs of the same case: {NOT_MEASURED}."
     median, most = (f"{fmt(100 * x, 2)} %" for x in (apart.median(), apart.max()))

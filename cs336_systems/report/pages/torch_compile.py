@@ -17,7 +17,7 @@ from cs336_systems.sizes import SIZES
 ATTENTION = {"reference": "plain", "sdpa": "SDPA", "flash_triton": "ours, Triton"}
 COMPILE = {"off": "eager", "default": "compiled", "reduce-overhead": "compiled, CUDA graphs"}
 TARGET = 1.1  # tokens/s of ours, compiled, over those of plain attention, compiled
-MERE_NOISE = "; no more than the same case twice"
+MERE_NOISE = "no more than the same case twice"
 VARIANTS = [(a, c) for c in COMPILE for a in ATTENTION]
 
 
@@ -224,13 +224,13 @@ def target_words(chapter: Chapter) -> str:
             if plain is not None and _ok(ours, plain):
                 ratio = plain["step_ms_p50"] / ours["step_ms_p50"]
                 words += f", {fmt(ratio)} × plain alike ({'above' if ratio >= TARGET else 'below'} the aim of {TARGET}"
-                words += f"{MERE_NOISE if abs(ratio - 1) <= apart else ''})"
+                words += f"{f'; {MERE_NOISE}' if abs(ratio - 1) <= apart else ''})"
             elif plain is not None and plain["status"] != NOT_MEASURED:
                 words += f"; plain alike: {steps.word(plain['status'])}"
             if sdpa is not None and _ok(ours, sdpa):
                 ratio = sdpa["step_ms_p50"] / ours["step_ms_p50"]
                 words += f", {fmt(ratio)} × SDPA alike"
-                words += f" ({MERE_NOISE[2:]})" if abs(ratio - 1) <= apart else ""
+                words += f" ({MERE_NOISE})" if abs(ratio - 1) <= apart else ""
             said.append(words + ".")
     if not said:
         return f"Ours against the others: {NOT_MEASURED}."
@@ -239,14 +239,7 @@ def target_words(chapter: Chapter) -> str:
 
 def _apart(rows: pd.DataFrame) -> float:
     """How far the case that was measured twice differs from itself, as a share; 0 where there is none."""
-    pairs = [
-        abs(again["step_ms_p50"] / first["step_ms_p50"] - 1)
-        for again in rows[rows["repeat"] == 1].to_dict("records")
-        for first in rows[rows["repeat"] == 0].to_dict("records")
-        if (first["attention"], first["compile"]) == (again["attention"], again["compile"])
-        and _ok(first, again)
-    ]
-    return max(pairs, default=0.0)
+    return max(steps.noise(rows[rows["status"] == "ok"]), default=0.0)
 
 
 def graph_gain_words(chapter: Chapter) -> str:
