@@ -58,7 +58,8 @@ def test_configurations_that_would_hang_or_be_wrong_are_refused():
     for wrong, allowed in (
         (dict(groups=0), "1, 2, 3"),
         (dict(groups=4), "1, 2, 3"),
-        (dict(block_n=32), "64 and more"),
+        (dict(block_n=32), "64, 128, 256"),
+        (dict(block_n=96), "64, 128, 256"),
     ):
         with pytest.raises(ValueError, match=f"allowed: {allowed}$"):
             hopper.Forward(**dict(groups=2, block_n=128, stages=2, overlap=False) | wrong)

@@ -67,4 +67,18 @@ def test_what_is_not_installed():
 
 def test_no_driver_is_said_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert machine._driver_version() == "unknown (FileNotFoundError)"
+    assert machine._driver_versions() == ["unknown (FileNotFoundError)"]
+
+
+@pytest.mark.parametrize(("there", "said"), [(1, None), (4, 4)])
+def test_gpus_that_the_run_was_not_given_are_told(monkeypatch, there, said):
+    import types
+
+    import torch
+
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(machine, "_driver_versions", lambda: ["580.1"] * there)
+    known = types.SimpleNamespace(total_memory=2**37, multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
+    env = machine.environment.__wrapped__()
+    assert (env["gpus"], env["driver"], env.get("gpus_in_machine")) == (1, "580.1", said)

@@ -78,15 +78,16 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _driver_version() -> str:
+def _driver_versions() -> list[str]:
+    """The driver's version, once for each GPU of the machine, also for those that CUDA_VISIBLE_DEVICES hides."""
     try:
         out = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=20, check=True,
         )  # fmt: skip
     except (FileNotFoundError, subprocess.SubprocessError) as error:
-        return f"unknown ({type(error).__name__})"
-    return out.stdout.split("\n")[0].strip()
+        return [f"unknown ({type(error).__name__})"]
+    return out.stdout.strip().splitlines() or ["unknown"]
 
 
 def package_version(name: str) -> str | None:
@@ -115,13 +116,16 @@ def environment() -> dict[str, str | int | float | list[str] | None]:
         import torch
 
         properties = torch.cuda.get_device_properties(0)
+        drivers = _driver_versions()
+        if len(drivers) > len(names):  # others may measure on the rest meanwhile, and share the host
+            env["gpus_in_machine"] = len(drivers)
         env |= {
             "gpu": names[0],
             "gpus": len(names),
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "sms": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
-            "driver": _driver_version(),
+            "driver": drivers[0].strip(),
             "cuda": torch.version.cuda,
         }
     return env

@@ -45,8 +45,9 @@ class Forward:
     def __post_init__(self) -> None:
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
-        if self.block_n < GROUP:  # a row that sees no key of the one tile that is masked would divide by zero
-            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP} and more")
+        # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
+        if self.block_n not in (GROUP, 2 * GROUP, 4 * GROUP):
+            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP}, {2 * GROUP}, {4 * GROUP}")
 
     @property
     def registers(self) -> int | None:
