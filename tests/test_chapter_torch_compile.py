@@ -92,6 +92,73 @@ def test_page_of_made_up_rows(made_up):
         assert figure(made_up, "h100-x1").axes[0].has_data()
 
 
+def with_times(results_root, ms):
+    """A chapter whose step takes `ms(case)`, on `h200-x1`."""
+
+    def make(case):
+        found = step_rows.metrics(case)
+        factor = ms(case) / found["step_ms_p50"] if "step_ms_p50" in found else 1
+        return found | {
+            "status": "ok",
+            "step_ms_p50": ms(case),
+            "optimizer_ms_p50": 2.0,
+            "peak_gib": 10 * factor,
+        }
+
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
+    return Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
+
+
+def test_words_about_size_and_host(results_root):
+    """`small` has 12 layers of 768, `2.7B` 32 of 2,560: 2.7 times the launches, 8.9 times the activations."""
+    eager = {"small": 10, "medium": 20, "large": 21, "xl": 22, "2.7B": 30}
+    compiled = {"small": 2, "medium": 5, "large": 4, "xl": 8, "2.7B": 16}
+
+    def ms(case):
+        longer = 1 if case.mode == "forward" or case.compile == "off" else 0.9 if case.size == "xl" else 1.1
+        return longer * (eager if case.compile == "off" else compiled)[case.size]
+
+    chapter = with_times(results_root, ms)
+    text = page.sizes_words(chapter)
+    assert "forward: compiling gains between 1.88 × (`2.7B`) and 5.25 × (`large`)." in text
+    assert "It falls from size to size, but for `large`." in text
+    assert "at 4 of 5 sizes" in text
+    text = page.host_words(chapter)
+    assert "FLOPs grow 27-fold, the activations (layers times width) 8.9-fold" in text
+    assert "launches, 2.7-fold. The eager time grows 3.0-fold, the compiled time 8.0-fold" in text
+    assert "is that of their launches" in text
+    assert page.optimizer_words(chapter).startswith("AdamW, the same code in both, takes 1.00 × as long")
+
+
+def test_where_arithmetic_sets_the_time_nothing_is_said_of_the_host(results_root):
+    ms = {"small": 1, "medium": 3, "large": 7, "xl": 13, "2.7B": 27}
+    chapter = with_times(results_root, lambda c: ms[c.size])
+    assert "eager time grows 27-fold" in page.host_words(chapter)
+    assert "is that of their launches" not in page.host_words(chapter)
+
+
+def test_aims(results_root):
+    """An aim is met with 1.1 × plain and no more than the noise behind SDPA, and missed otherwise."""
+    ms = {
+        ("small", 4, "default"): (20, 19, 18), ("small", 4, "reduce-overhead"): (20, 15, 15.5),
+        ("small", 64, "default"): (20, 15, 15.1), ("medium", 4, "default"): (20, 15, 18.1),
+        ("medium", 4, "reduce-overhead"): (20, 17, 18.3), ("medium", 16, "default"): (20, 20, 10),
+    }  # fmt: skip
+
+    def of(case):
+        if case.repeat:
+            return 21 if (case.size, case.batch) == ("small", 4) else 20
+        times = ms.get((case.size, case.batch, case.compile), (20, 20, 20))
+        return times[("reference", "sdpa", "flash_triton").index(case.attention)]
+
+    text = page.aims_words(with_times(results_root, of))
+    met = "`small`, batch 4, compiled; `small`, batch 4, compiled, CUDA graphs; `medium`, batch 16, compiled."
+    missed = (
+        "`small`, batch 64, compiled; `medium`, batch 4, compiled; `medium`, batch 4, compiled, CUDA graphs."
+    )
+    assert text == f"- `h200-x1`, met: {met}\n- `h200-x1`, missed: {missed}"
+
+
 def test_ratios_stay_within_a_run(results_root):
     cases = [c for c in torch_compile.grid("full") if (c.size, c.context_length) == ("small", 512)]
     one, other = [c for c in cases if c.compile == "off"], [c for c in cases if c.compile != "off"]

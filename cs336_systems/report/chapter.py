@@ -332,7 +332,9 @@ def _environment_words(env: Mapping[str, Any]) -> str:
     gpus = env.get("gpus", 0)
     of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
     hardware = (
-        f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}" if gpus else f"{env.get('cpu', 'unknown CPU')}"
+        f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
+        if gpus
+        else f"{env.get('cpu', 'unknown CPU')}"
     )
     cores = f", {env['cores']} cores" if "cores" in env and not gpus else ""
     return f"{hardware}{cores}, torch {env.get('torch')}, triton {env.get('triton')}"

@@ -9,40 +9,48 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter, reference_machines
+from cs336_systems.report.chapter import Chapter, reference_machines
 from cs336_systems.report.figures import label
 from cs336_systems.report.roofs import roofs
 from cs336_systems.report.tables import fmt
 
-CASE = {"heads": 16, "seq_len": 16384, "head_dim": 64, "dtype": "bf16", "repeat": 0}
-CAPTION = "Causal attention, batch 1, 16 heads, 16,384 tokens, head dimension 64, bf16 (medians)"
+CASE = {"heads": 16, "seq_len": 16384, "head_dim": 64, "dtype": "bf16", "repeat": 0}  # the leaderboard's work
+CAPTION = (
+    "Causal attention, batch 1, 16 heads, 16,384 tokens, head dimension 64, bf16: GPU time of the kernels of either "
+    "pass, and of both as the course's leaderboard times them (medians)"
+)
+OFFICIAL_MS = (
+    10_000  # repetitions of the leaderboard's own run, which only ours have; the table shows the short one
+)
+
+
+def _leaderboard(root: Path | None) -> Chapter:
+    return Chapter("leaderboard", measure="no", preset="full", root=root)
 
 
 def table(root: Path | None = None) -> pd.DataFrame:
-    """One row for each machine and implementation: milliseconds, TFLOP/s of both passes, and the time over
-    ours. The column of machines is left out where there is one machine.
+    """One row for each machine and implementation, fastest first: milliseconds of each pass and of both, TFLOP/s of
+    both, and the time over ours. The column of machines is left out where there is one machine.
 
     Times over ours compare rows of one run only. Empty where the reference machines have no such row.
     """
-    machines = reference_machines("flash_bench", root)
-    if not machines:
+    if not reference_machines("leaderboard", root):
         return pd.DataFrame()
-    chapter = Chapter("flash_bench", measure="no", preset="full", root=root)
-    rows = chapter.rows(**CASE)
-    if (rows["status"] == NOT_MEASURED).all():
-        return pd.DataFrame()
+    chapter = _leaderboard(root)
+    shape = {**CASE, "is_causal": True, "machine": chapter.machines}
+    both = chapter.measured(**shape, kind="harness", leaves="stacked")
+    both = both[both["rep_ms"] != OFFICIAL_MS].sort_values(["machine", "ms_p50"], kind="stable")
+    alone = chapter.measured(**shape, kind="kernel", grad_o="matrix")
     out = []
-    for _, row in rows.iterrows():
-        same = {**CASE, "machine": row["machine"]}
-        ratio = chapter.ratio(
-            "end_to_end_ms_p50", {**same, "impl": row["impl"]}, {**same, "impl": "flash_triton"}
-        )
-        metrics = ("forward_ms_p50", "backward_ms_p50", "end_to_end_ms_p50", "end_to_end_tflops")
-        cells = [fmt(row[m]) if row["status"] == "ok" else "" for m in metrics]
-        if row["status"] != "ok":
-            cells[0] = str(row["status"])
-        name = label(row["impl"])
-        out.append([row["machine"], name, *cells, "" if ratio is None else f"{fmt(ratio)} ×"])
+    for row in both.to_dict("records"):
+        same = alone[(alone["machine"] == row["machine"]) & (alone["impl"] == row["impl"])]
+        passes = [same.loc[same["part"] == part, "ms_p50"] for part in ("forward", "backward")]
+        ours = both[(both["run"] == row["run"]) & (both["impl"] == "flash_triton")]
+        ratio = "" if ours.empty else f"{fmt(row['ms_p50'] / ours.iloc[0]['ms_p50'])} ×"
+        out.append([
+            row["machine"], label(row["impl"]), *(fmt(found.iloc[0]) if len(found) else "" for found in passes),
+            fmt(row["ms_p50"]), fmt(row["tflops"]), ratio,
+        ])  # fmt: skip
     heads = [
         "machine",
         "implementation",
@@ -58,10 +66,9 @@ def table(root: Path | None = None) -> pd.DataFrame:
 
 def sentence(root: Path | None = None) -> str:
     """The provenance of the table, as Markdown."""
-    machines = reference_machines("flash_bench", root)
-    if not machines or table(root).empty:
-        return "The attention chapter has not been measured on a GPU yet."
-    return Chapter("flash_bench", measure="no", preset="full", root=root).provenance()
+    if table(root).empty:
+        return "The leaderboard's work has not been measured on a GPU yet."
+    return _leaderboard(root).provenance()
 
 
 FIGURE_CAPTION = (
@@ -70,13 +77,20 @@ FIGURE_CAPTION = (
 )
 
 
+def figure_sentence(root: Path | None = None) -> str:
+    """The provenance of the README's figure, as Markdown."""
+    return Chapter("flash_bench", measure="no", preset="full", root=root).provenance()
+
+
 def _drawn(root: Path | None = None) -> tuple[pd.DataFrame, float | None]:
-    """The rows of the README's figure and its roof: those of the first reference machine."""
+    """The rows of the README's figure and its roof: those of the first reference machine. Rows of earlier code are left
+    out: what a picture shows is taken for how things are, whatever stands below it."""
     machines = reference_machines("flash_bench", root)
     if not machines:
         return pd.DataFrame(), None
     chapter = Chapter("flash_bench", measure="no", preset="full", root=root)
     rows = chapter.measured(machine=machines[0], heads=CASE["heads"], dtype=CASE["dtype"], repeat=0)
+    rows = rows[~rows["run"].isin(chapter.stale()["run"])]
     return rows, roofs(machines[0], root).tflops.get(CASE["dtype"])
 
 

@@ -32,7 +32,7 @@ def block(root: Path) -> str:
     table = frame.to_markdown(index=False, disable_numparse=True, colalign=align)  # numbers are texts already
     parts = [f"{headline.CAPTION}:", table, headline.sentence(results)]
     if headline.figure_digest(results):
-        parts.insert(0, f"![{headline.FIGURE_CAPTION}.]({FIGURE.as_posix()})")
+        parts += [f"![{headline.FIGURE_CAPTION}.]({FIGURE.as_posix()})", headline.figure_sentence(results)]
     return "\n\n".join(parts)
 
 

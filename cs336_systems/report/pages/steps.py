@@ -53,13 +53,15 @@ def in_order(sizes: Any) -> list[str]:
     return [name for name in SIZES if name in names]
 
 
+def flops(row: Mapping[str, Any]) -> float:
+    """The FLOPs of all matrix products of the case."""
+    return accounting.model_flops(size(row["size"]), row["batch"], row["context_length"], row["mode"])
+
+
 def floor_ms(found: Roofs, row: Mapping[str, Any]) -> float | None:
     """What the matrix products of the case take at the machine's best measured rate for its dtype, in ms."""
     peak = found.tflops.get(row["dtype"])
-    if peak is None:
-        return None
-    flops = accounting.model_flops(size(row["size"]), row["batch"], row["context_length"], row["mode"])
-    return flops / peak / 1e9
+    return None if peak is None else flops(row) / peak / 1e9
 
 
 def phase_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
