@@ -327,14 +327,15 @@ def _what_happened(row: pd.Series) -> str:
 
 # ------------------------------------------------------------------------------------------------ comparisons
 def spread(chapter: Chapter) -> pd.DataFrame:
-    """How far the medians of the same case measured twice in one run lie apart: SHAPE, `run`, and a relative
-    difference for each pass (0.01 is one percent).
+    """How far the medians of the same case measured twice in one run lie apart: SHAPE, `run`, and for each pass the
+    larger over the smaller, less one (0.01 is one percent): a ratio either way counts as beyond the noise alike.
     """
     rows = chapter.measured()
     first, second = rows[rows["repeat"] == 0], rows[rows["repeat"] == 1]
     both = first.merge(second, on=[*SHAPE, "impl", "run"], suffixes=("", "_again"))
     for part in PARTS:
-        both[part] = (both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"] - 1).abs()
+        factor = (both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"]).astype(float)
+        both[part] = factor.where(factor >= 1, 1 / factor) - 1
     return both[[*SHAPE, "run", *PARTS]]
 
 
