@@ -1,4 +1,5 @@
-"""The sentences of chapter `leaderboard` that hold numbers: Markdown, computed from its rows.
+"""The sentences of chapter `leaderboard` that hold numbers: Markdown, computed from its rows. Those about the ladders
+are in `leaderboard_ladder_words`.
 
 Each says "not measured" where the rows for it are missing; none claims a difference below the A/A spread."""
 
@@ -15,8 +16,11 @@ from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages.leaderboard import HARNESS, HEAD_DIM, HEADS, OFFICIAL_MS, TOKENS
+from cs336_systems.report.pages.leaderboard_noise import VERDICTS, largest, rule, sorted_out
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, percent
+from cs336_systems.report.tables import fmt, listed, percent, span
+
+H100 = "NVIDIA H100 80GB HBM3"  # the H100 SXM, by its full name
 
 
 def work() -> str:
@@ -48,62 +52,54 @@ def limits(part: str) -> str:
     )
 
 
-def record(chapter: Chapter, machine: str) -> str:
-    """Ours against the verified record."""
-    ours = page.best_ours(chapter, machine, **HARNESS, rep_ms=OFFICIAL_MS)
-    verified = [
-        x for x in page.published(chapter) if "verified entry" in x["what"] and "unverified" not in x["what"]
-    ]
-    if not verified:
-        return f"The published record: {NOT_MEASURED}."
-    best = verified[0]
-    theirs = float(best["value"])
-    source = f"{fmt(theirs, 4)} ms ([source]({best['source']}))"
-    if ours is None:
-        return f"The best verified entry is published as {source}; ours with the official ten seconds: {NOT_MEASURED}."
-    mean = float(ours["ms_mean"])
-    ratio = theirs / mean
-    word = f"{fmt(ratio)} times as fast" if ratio > 1 else f"{fmt(1 / ratio)} times as long"
-    return (
-        f"With the official parameters, ten seconds of repetitions after one of warm-up, `do_bench` reports a mean of "
-        f"**{fmt(mean, 4)} ms** for {figures.label(ours['impl'])} ({fmt(page.work_flops('end_to_end') / mean / 1e9)} "
-        f"TFLOP/s). The best verified entry is published as {source}: ours is {word}, on another H100."
-    )
+def gpus(chapter: Chapter, machine: str) -> list[str]:
+    """The GPUs that the machine's rows come from, by their full names."""
+    found = (env.get("gpu") for env in chapter.environments(machine).values() if env.get("gpus"))
+    return list(dict.fromkeys(name for name in found if name))
 
 
-def spread(chapter: Chapter, machine: str) -> str:
-    """What the A/A rows say of each kind, and the spread over turns."""
-    rows = chapter.measured(machine=machine)
-    first, second = rows[rows["repeat"] == 0], rows[rows["repeat"] == 1]
-    both = first.merge(second, on=["run", "kind", "impl", "part"], suffixes=("", "_again"))
-    if both.empty:
-        return f"The repetition of the same case (A/A): {NOT_MEASURED}."
-    both["apart"] = (both["ms_p50_again"] / both["ms_p50"] - 1).abs()
-    words = [f"{kind} {percent(part['apart'].max())}" for kind, part in both.groupby("kind", sort=False)]
-    text = f"The same case measured twice in one run differs at most by, in rows of kind {', '.join(words)}."
-    harness = rows[(rows["kind"] == "harness") & (rows["rep_ms"] < OFFICIAL_MS)]
-    ranges = []
-    for row in harness.itertuples():
-        found = page.numbers(row.turns_ms)
-        if len(found) > 1:
-            ranges.append((max(found) / min(found) - 1, row.impl))
-    if ranges:
-        widest = max(ranges)
+def hardware(chapter: Chapter, machine: str) -> str:
+    """What the chapter was measured on, beside the H100 that the limits and the expectations are for."""
+    names = gpus(chapter, machine)
+    if not names:
+        return f"The GPU that this chapter was measured on: {NOT_MEASURED}."
+    text = f"What is measured in this chapter comes from one {listed(names)}."
+    ours, sheet = accounting.peaks(names[0]), accounting.peaks(H100)
+    if len(names) == 1 and ours and sheet and ours.tflops == sheet.tflops and ours != sheet:
         text += (
-            f" From turn to turn a median moves by up to {percent(widest[0])} ({figures.label(widest[1])})."
+            f" By the data sheets it multiplies as fast as an H100 SXM and has {fmt(ours.tb_per_s / sheet.tb_per_s)} "
+            f"times the bandwidth, so the limits of its multiprocessors are those of an H100."
         )
     return text
 
 
-def noise(chapter: Chapter, machine: str, run: Any) -> float:
-    """The A/A difference of a run, 0 where it has none."""
-    rows = chapter.measured(machine=machine, run=run)
-    again = rows[rows["repeat"] == 1]
-    if again.empty:
-        return 0.0
-    row = again.iloc[0]
-    same = rows[(rows["repeat"] == 0) & (rows["impl"] == row["impl"])]
-    return abs(row["ms_p50"] / same.iloc[0]["ms_p50"] - 1) if len(same) == 1 else 0.0
+def record(chapter: Chapter, machine: str) -> str:
+    """Ours against the verified record, and on what either was measured."""
+    ours = page.best_ours(chapter, machine, **HARNESS, rep_ms=OFFICIAL_MS)
+    entries = [x for x in page.published(chapter) if "verified" in x["what"]]
+    verified = [x for x in entries if "unverified" not in x["what"]]
+    if not verified:
+        return f"The published record: {NOT_MEASURED}."
+    best = verified[0]
+    theirs = float(best["value"])
+    source = f"{fmt(theirs, 4)} ms on {best['hardware']} ([source]({best['source']}))"
+    if ours is None:
+        return f"The best verified entry is published as {source}; ours with the official ten seconds: {NOT_MEASURED}."
+    mean = float(ours["ms_mean"])
+    text = (
+        f"With the official parameters, ten seconds of repetitions after one of warm-up, `do_bench` reports a mean of "
+        f"**{fmt(mean, 4)} ms** for {figures.label(ours['impl'])} ({fmt(page.work_flops('end_to_end') / mean / 1e9)} "
+        f"TFLOP/s), measured on one {listed(gpus(chapter, machine)) or 'machine'}. The best verified entry is "
+        f"published as {source}: ours is {_times(theirs / mean)}."
+    )
+    for other in (x for x in entries if x not in verified):
+        value = float(other["value"])
+        text += f" An unverified one is given as {fmt(value, 4)} ms: ours is {_times(value / mean)}."
+    return text + " Theirs and ours come from two machines."
+
+
+def _times(ratio: float) -> str:
+    return f"{fmt(ratio)} times as fast" if ratio > 1 else f"{fmt(1 / ratio)} times as long"
 
 
 def backends(chapter: Chapter, machine: str) -> str:
@@ -115,91 +111,60 @@ def backends(chapter: Chapter, machine: str) -> str:
     found = []
     for row in rows.to_dict("records"):
         kernels = row["kernels"].split() if isinstance(row["kernels"], str) else []
-        plain = "one operation after the other" if row["backend"] == "eager" else f"`{row['backend']}`"
-        found.append(f"{figures.label(row['impl'])}: {', '.join(f'`{k}`' for k in kernels) or plain}")
+        backend = row["backend"].removesuffix(" 0.0.0")
+        plain = "one operation after the other" if backend == "eager" else f"`{backend}`"
+        unknown = " (it tells no version)" if backend != row["backend"] else ""
+        found.append(
+            f"{figures.label(row['impl'])}: {', '.join(f'`{k}`' for k in kernels) or plain}{unknown}"
+        )
     return f"What ran behind each name: {'; '.join(found)}."
 
 
-def clocks(chapter: Chapter, machine: str) -> str:
-    """What clock and power were seen in the harness."""
-    rows = chapter.measured(machine=machine, **HARNESS, repeat=0).dropna(subset=["sm_mhz", "power_w"])
-    if rows.empty:
-        return f"Clocks and power: {NOT_MEASURED}."
-    low, high = rows.loc[rows["sm_mhz"].idxmin()], rows.loc[rows["sm_mhz"].idxmax()]
-    return (
-        f"The SM clock was between {fmt(low['sm_mhz'], 4)} MHz ({figures.label(low['impl'])}, "
-        f"{fmt(low['power_w'])} W) and {fmt(high['sm_mhz'], 4)} MHz ({figures.label(high['impl'])}, "
-        f"{fmt(high['power_w'])} W). A GPU at its power limit lowers its clock, and the kernel that keeps more "
-        f"units busy is slowed down more: milliseconds are compared here, not clocks."
-    )
-
-
 def peers(chapter: Chapter, machine: str) -> str:
-    """Who is faster and slower than our best in the short harness."""
-    rows = chapter.measured(machine=machine, **HARNESS, repeat=0)
-    rows = rows[rows["rep_ms"] < OFFICIAL_MS]
-    ours = page.best_ours(chapter, machine, **HARNESS, rep_ms=[int(r) for r in rows["rep_ms"].unique()])
-    if ours is None:
-        return f"Ours against its peers: {NOT_MEASURED}."
-    allowed = 1 + noise(chapter, machine, ours["run"])
-    said: dict[str, list[str]] = {"slower": [], "even": [], "faster": []}
-    for row in rows[rows["run"] == ours["run"]].sort_values("ms_p50").itertuples():
-        if row.impl in page.OURS:
+    """Who is faster and slower than our best in the short harness, with one leaf and with three."""
+    text = []
+    for leaves, words in (("stacked", ""), ("separate", "With three leaves: ")):
+        rows = chapter.measured(machine=machine, kind="harness", leaves=leaves, repeat=0)
+        rows = rows[rows["rep_ms"] < OFFICIAL_MS]
+        ours = rows[rows["impl"].isin(page.OURS)]
+        if ours.empty:
             continue
-        ratio = row.ms_p50 / ours["ms_p50"]
-        word = "slower" if ratio > allowed else "faster" if 1 / ratio > allowed else "even"
-        said[word].append(f"{figures.label(row.impl)} ({fmt(ratio)} ×)")
-    words = {"slower": "slower", "even": "even within the spread", "faster": "faster"}
-    found = [f"{words[word]}: {', '.join(names)}" for word, names in said.items() if names]
-    return (
-        f"Our fastest is {figures.label(ours['impl'])} with {fmt(ours['ms_p50'], 4)} ms"
-        + (f". By time over it, {'; '.join(found)}." if found else ".")
-    )  # fmt: skip
-
-
-def ladder(chapter: Chapter, machine: str, part: str) -> str:
-    """What the ladder of one pass gained in all, the largest step, and what lost."""
-    found = page.ladder(chapter, machine, part)
-    known = found[found["status"] == "ok"]
-    if len(known) < 2:
-        return f"The {part} ladder: {NOT_MEASURED}."
-    first, best = known.iloc[0], known.loc[known["ms_p50"].astype(float).idxmin()]
-    text = (
-        f"{part[0].upper() + part[1:]}: from {fmt(first['ms_p50'])} ms (*{first['title']}*) to "
-        f"{fmt(best['ms_p50'])} ms (*{best['title']}*), {fmt(first['ms_p50'] / best['ms_p50'])} times as fast."
-    )
-    gains = known["gain"].dropna().astype(float)
-    if len(gains):
-        allowed = 1 + noise(chapter, machine, first["run"])
-        top = known.loc[gains.idxmax()]
-        text += f" The largest gain of one step is {fmt(top['gain'])} × (*{top['title']}*)."
-        lost = [
-            f"*{known.loc[n]['title']}* ({fmt(1 / gains[n])} × the time)"
-            for n in gains.index
-            if 1 / gains[n] > allowed
+        best = ours.loc[ours["ms_p50"].astype(float).idxmin()]
+        others = rows[(rows["run"] == best["run"]) & ~rows["impl"].isin(page.OURS)].sort_values("ms_p50")
+        ratios = ((figures.label(r.impl), r.ms_p50 / best["ms_p50"], r.run) for r in others.itertuples())
+        found = [
+            f"{VERDICTS[word]}: {', '.join(f'{name} ({fmt(ratio)} ×)' for name, ratio in those)}"
+            for word, those in sorted_out(chapter, machine, "harness", ratios).items()
         ]
-        even = [f"*{known.loc[n]['title']}*" for n in gains.index if max(gains[n], 1 / gains[n]) <= allowed]
-        text += f" Steps that lose: {'; '.join(lost)}." if lost else " No step loses."
-        text += f" Within the spread: {'; '.join(even)}." if even else ""
-    return text
+        text.append(
+            f"{words}{'our' if words else 'Our'} fastest is {figures.label(best['impl'])} with "
+            f"{fmt(best['ms_p50'], 4)} ms"
+            + (f". By time over it, {'; '.join(found)}." if found else ".")
+            + _closest(rows, best)
+        )
+    if not text:
+        return f"Ours against its peers: {NOT_MEASURED}."
+    return " ".join([*text, *_long_run(chapter, machine), rule(chapter, machine, "harness")])
 
 
-def predictions(chapter: Chapter, machine: str) -> str:
-    """How far measured times are from what was expected."""
-    frames = [page.ladder(chapter, machine, part) for part in page.PARTS]
-    known = pd.concat([frame[frame["status"] == "ok"] for frame in frames if len(frame)])
-    if known.empty:
-        return f"Expected against measured times: {NOT_MEASURED}."
-    ratio = (known["ms_p50"] / known["predicted_ms"]).astype(float)
-    low, high = known.loc[ratio.idxmin()], known.loc[ratio.idxmax()]
-    return (
-        f"Measured over expected: a median of {fmt(ratio.median())} over {len(known)} steps, from {fmt(ratio.min())} "
-        f"(*{low['title']}*) to {fmt(ratio.max())} (*{high['title']}*)."
+def _long_run(chapter: Chapter, machine: str) -> list[str]:
+    """How far the official ten seconds of our best are from its short turns: nothing where one is not measured."""
+    long = page.best_ours(chapter, machine, **HARNESS, rep_ms=OFFICIAL_MS)
+    short = long is not None and page.one(
+        chapter, machine, **HARNESS, impl=long["impl"], rep_ms=page.short_ms(chapter)
     )
+    if long is None or short is None:
+        return []
+    more = long["ms_p50"] / short["ms_p50"] - 1
+    return [
+        f"Over the official ten seconds the median of {figures.label(long['impl'])} is {fmt(long['ms_p50'], 4)} ms, "
+        f"{percent(abs(more))} {'more' if more > 0 else 'less'} than in short turns; peers were not run so long."
+    ]
 
 
 def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> str:
-    """What the harness adds to the kernels, and how far these are from their slowest unit."""
+    """What the harness adds to the kernels, how far these are from their slowest unit, and what a remainder below zero
+    says."""
     parts = page.gap(chapter, roofs, machine, impl)
     if parts is None:
         return f"What the time of {figures.label(impl)} is made of: {NOT_MEASURED}."
@@ -208,11 +173,54 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> str:
     beyond = sum(ms for name, ms in parts.items() if "kernels beyond" in name)
     harness = sum(ms for name, ms in parts.items() if name.startswith("harness"))
     rest = total - floor - beyond - harness
-    return (
+    text = (
         f"Of the {fmt(total)} ms of {figures.label(impl)}, {percent(floor / total)} would be left if in each "
         f"pass the slowest unit never waited; {percent(beyond / total)} are what the kernels take beyond that; "
-        f"{percent(harness / total)} must go into the harness's own sums and copies; "
+        f"{percent(harness / total)} are the harness's own sums and copies at the best copy; "
         f"{'−' if rest < 0 else ''}{percent(abs(rest) / total)} is neither."
+    )
+    return (
+        text
+        + _clocks_of_parts(chapter, machine, impl)
+        + (_below_zero(chapter, machine, impl, -rest) if rest < 0 else "")
+    )
+
+
+def _clocks_of_parts(chapter: Chapter, machine: str, impl: str) -> str:
+    """The clocks by which the slowest unit was reckoned, where a repetition shows how well they are known."""
+    said = []
+    for part in page.PARTS:
+        first, again = (
+            page.one(chapter, machine, **page.headline(part), impl=impl, repeat=n) for n in (0, 1)
+        )
+        if first is not None and again is not None and again["sm_mhz"] != first["sm_mhz"]:
+            said.append(f"{part} {fmt(again['sm_mhz'], 4)} MHz instead of {fmt(first['sm_mhz'], 4)}")
+    if not said:
+        return ""
+    return (
+        f" Measured again, the kernels were seen at other clocks ({', '.join(said)}), so the share of the slowest unit "
+        f"is uncertain by as much."
+    )
+
+
+def _below_zero(chapter: Chapter, machine: str, impl: str, missing: float) -> str:
+    """Why parts can add up to more than the whole, as far as rows say."""
+    text = (
+        " Less than nothing can remain, since the parts were measured in other runs than the whole and under other "
+        "conditions: kernels alone are replayed from graphs and get random numbers for $dO$; under the harness "
+        "they get ones."
+    )
+    number, matrix = (
+        page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in page.GRAD_O
+    )
+    if number is None or matrix is None:
+        return text
+    less = matrix["ms_p50"] - number["ms_p50"]
+    if less <= missing:
+        return text
+    return text + (
+        f" With ones, as one number, the backward kernels alone take {fmt(less)} ms less, more than the {fmt(missing)} "
+        f"that are missing."
     )
 
 
@@ -288,32 +296,76 @@ def harness_cost(roofs: Roofs) -> str:
     return text
 
 
-def stacked_against_separate(chapter: Chapter, machine: str) -> str:
-    """The measured difference between one leaf and three."""
+def stacked_against_separate(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """The measured difference between one leaf and three, beside the noise and what its bytes should take."""
     out = []
+    most = largest(chapter, machine, "harness")
     for impl in page.OURS:
         one = page.one(chapter, machine, **HARNESS, impl=impl, rep_ms=page.short_ms(chapter))
         three = page.one(chapter, machine, kind="harness", leaves="separate", impl=impl)
         if one is not None and three is not None:
-            out.append(f"{figures.label(impl)} {fmt(one['ms_p50'] - three['ms_p50'], 2)} ms")
+            more = one["ms_p50"] - three["ms_p50"]
+            within = most is not None and abs(more) <= most * one["ms_p50"]
+            out.append(
+                f"{figures.label(impl)} {fmt(more, 2)} ms" + (" (within the spread)" if within else "")
+            )
     if not out:
         return f"What one leaf costs more than three: {NOT_MEASURED}."
-    return f"Measured, with one leaf both passes take longer than with three by: {', '.join(out)}."
+    text = f"Measured, with one leaf both passes take longer than with three by: {', '.join(out)}"
+    if roofs.tb_per_s:
+        moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=True)
+        few = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=False)
+        more_ms = (sum(moved.values()) - sum(few.values())) / (roofs.tb_per_s * 1e9)
+        text += f"; the bytes of stacking and adding would take {fmt(more_ms)} ms"
+    return text + ". The two were measured in runs of their own."
 
 
-def number_against_matrix(chapter: Chapter, machine: str) -> str:
-    """What the backward kernels save where dO may stay one number."""
-    out = []
-    for impl in page.OURS:
+def number_against_matrix(chapter: Chapter, roofs: Roofs, machine: str) -> str:
+    """What the backward kernels save where dO may stay one number, and how little of it the bytes explain."""
+    rows = chapter.measured(machine=machine, **page.headline("backward", "number"), repeat=0)
+    out, less = [], []
+    for impl in rows["impl"]:
         one, matrix = (
-            page.one(chapter, machine, **page.headline("backward", g), impl=impl)
-            for g in ("number", "matrix")
+            page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in page.GRAD_O
         )
-        if one is not None and matrix is not None:
+        if one is None or matrix is None:
+            continue
+        less.append(1 - one["ms_p50"] / matrix["ms_p50"])
+        if impl in page.OURS:
             out.append(f"{figures.label(impl)} {fmt(one['ms_p50'])} ms instead of {fmt(matrix['ms_p50'])}")
     if not out:
         return f"The backward kernels with one number for $dO$: {NOT_MEASURED}."
-    return f"The backward kernels alone, given one number instead of a matrix: {'; '.join(out)}."
+    text = f"The backward kernels alone, given one number instead of a matrix: {'; '.join(out)}."
+    if len(less) > 1:
+        text += (
+            f" Of all {len(less)} implementations measured so, {sum(x > 0 for x in less)} take less time, the "
+            f"differences being {percent(min(less))} to {percent(max(less))}, between two runs."
+        )
+    if roofs.tb_per_s:
+        matrix_ms = page.BYTES * HEADS * TOKENS * HEAD_DIM / (roofs.tb_per_s * 1e9)
+        text += f" To read a matrix once takes {fmt(matrix_ms)} ms at the best copy."
+        if any(x > 0 for x in less):
+            text += (
+                " What else is saved no row says; a guess is that equal numbers switch fewer bits in the multipliers, "
+                "so that the clock falls less at the power limit."
+            )
+    return text
+
+
+def _closest(rows: pd.DataFrame, best: pd.Series) -> str:
+    """The turns of the peer whose time is closest to our best, beside those of ours."""
+    others = rows[(rows["run"] == best["run"]) & ~rows["impl"].isin(page.OURS)]
+    if others.empty:
+        return ""
+    away = (others["ms_p50"].astype(float) / best["ms_p50"]).map(lambda ratio: max(ratio, 1 / ratio))
+    peer = others.loc[away.idxmin()]
+    theirs, ours = page.numbers(peer["turns_ms"]), page.numbers(best["turns_ms"])
+    if len(theirs) < 2 or len(ours) < 2:
+        return ""
+    return (
+        f" Closest is {figures.label(peer['impl'])}: the medians of its turns are {span(theirs)} ms, those of ours "
+        f"{span(ours)}."
+    )
 
 
 def accuracy(chapter: Chapter, machine: str) -> str:

@@ -1,0 +1,149 @@
+"""The sentences of chapter `leaderboard` about its ladders: what gained, what lost, where the expectation failed."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from cs336_systems.ladder import steps
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.pages.leaderboard_noise import noise
+from cs336_systems.report.tables import fmt, percent
+
+# What is known of a step whose gain is not the expected one: (step, what was measured) → sentence
+_SAME_SPEED = (
+    "The model gives every program the same speed to the end; a guess is that the last ones of a grid run faster, "
+    "having a multiprocessor to fewer."
+)
+_WAITING = (
+    "So the programs beside one that waits do not fill its time, and waiting costs more than in the model."
+)
+_ADDITIONS = (
+    "The additions to memory are the suspect, since the same sums through TMA (step 11) cost far less; no row takes "
+    "them apart."
+)
+_NO_ORDER = "The model knows no order inside a tile and expects the same of all steps in Gluon."
+EXPLAINED = {
+    ("f_heavy_first", "even"): _SAME_SPEED,
+    ("f_stages", "gain"): _WAITING,
+    ("f_tiles", "loss"): "Less traffic from L2 does not pay here.",
+    ("f_hopper_3", "gain"): "So a third group fills more than the overlap inside a group did.",
+    ("b_one_pass", "loss"): _ADDITIONS,
+    ("b_hopper_ahead", "gain"): _NO_ORDER,
+}
+_GLUON = "b_hopper_2"  # sums through TMA: what the sentence on `b_one_pass` points at
+
+
+def went(ratio: float, spread: float) -> str:
+    """`gain`, `loss` or `even`: the time of a base over that of its step, held against a spread."""
+    return "gain" if ratio > 1 + spread else "loss" if 1 / ratio > 1 + spread else "even"
+
+
+def ladder(chapter: Chapter, machine: str, part: str) -> str:
+    """What the ladder of one pass gained in all, the largest step, and what lost."""
+    found = page.ladder(chapter, machine, part)
+    known = found[found["status"] == "ok"]
+    if len(known) < 2:
+        return f"The {part} ladder: {NOT_MEASURED}."
+    first, best = known.iloc[0], known.loc[known["ms_p50"].astype(float).idxmin()]
+    text = (
+        f"{part[0].upper() + part[1:]}: from {fmt(first['ms_p50'])} ms (*{first['title']}*) to "
+        f"{fmt(best['ms_p50'])} ms (*{best['title']}*), {fmt(first['ms_p50'] / best['ms_p50'])} times as fast."
+    )
+    gains = known["gain"].dropna().astype(float)
+    if gains.empty:
+        return text
+    repeated = noise(chapter, machine, first["run"])
+    spread = repeated or 0.0
+    top = known.loc[gains.idxmax()]
+    text += f" The largest gain of one step is {fmt(top['gain'])} × (*{top['title']}*)."
+    title = known["title"].to_dict()
+    lost = [
+        f"*{title[n]}* ({fmt(1 / gains[n])} × the time)"
+        for n in gains.index
+        if went(gains[n], spread) == "loss"
+    ]
+    even = [f"*{title[n]}*" for n in gains.index if went(gains[n], spread) == "even"]
+    text += f" Steps that lose: {'; '.join(lost)}." if lost else " No step loses."
+    text += (
+        " Nothing of this ladder was measured twice, so the noise is not known."
+        if repeated is None
+        else f" Within the spread of the step measured twice, {percent(spread)}: {'; '.join(even)}."
+        if even
+        else ""
+    )
+    return text + _production(known, spread)
+
+
+def _production(known: pd.DataFrame, spread: float) -> str:
+    """What is to be said where one of the ladder's own kernels is faster than the production kernel."""
+    name = next((n for n in known.index if n.endswith("production")), None)
+    own = known[[steps.STEPS[n].own for n in known.index]]
+    if name is None or own.empty:
+        return ""
+    best = own.loc[own["ms_p50"].astype(float).idxmin()]
+    ratio = known.loc[name, "ms_p50"] / best["ms_p50"]
+    if ratio <= 1 + spread:
+        return ""
+    return (
+        f" The fastest of the ladder's own kernels is *{best['title']}*; the production kernels take "
+        f"{fmt(ratio)} times as long."
+    )
+
+
+def missed(chapter: Chapter, machine: str, part: str) -> str:
+    """The steps whose gain is further from the expected one than the spread, and why as far as is known."""
+    found = page.ladder(chapter, machine, part)
+    known = found[(found["status"] == "ok") & found["gain"].notna()]
+    if known.empty:
+        return f"Gains of the {part} ladder against what was expected: {NOT_MEASURED}."
+    repeated = noise(chapter, machine, known.iloc[0]["run"])
+    spread = repeated or 0.0
+    said = []
+    for row in known.itertuples():
+        expected = found.loc[row.base, "predicted_ms"] / row.predicted_ms
+        if went(row.gain / expected, spread) == "even":
+            continue
+        why = EXPLAINED.get((row.name, went(row.gain, spread)), "")
+        if row.name == "b_one_pass" and not _cheaper(found, _GLUON, row.name):
+            why = ""
+        said.append(f"- *{row.title}*: {fmt(expected)} × expected, {fmt(row.gain)} × measured. {why}".strip())
+    if not said:
+        return f"No gain of the {part} ladder is further from the expected one than the spread."
+    count = f"{len(said)} of {len(known)} steps"
+    by = "; the noise is not known" if repeated is None else " by more than the spread"
+    return f"The expectation missed the gain of {count}{by}:\n\n" + "\n".join(said)
+
+
+def _cheaper(found: pd.DataFrame, name: str, than: str) -> bool:
+    both = found.loc[[name, than]]
+    return bool((both["status"] == "ok").all() and both.loc[name, "ms_p50"] < both.loc[than, "ms_p50"])
+
+
+def predictions(chapter: Chapter, machine: str) -> str:
+    """How far measured times are from what was expected, and what the counters say of one reason."""
+    frames = [page.ladder(chapter, machine, part) for part in page.PARTS]
+    known = pd.concat([frame[frame["status"] == "ok"] for frame in frames if len(frame)])
+    if known.empty:
+        return f"Expected against measured times: {NOT_MEASURED}."
+    ratio = (known["ms_p50"] / known["predicted_ms"]).astype(float)
+    low, high = known.loc[ratio.idxmin()], known.loc[ratio.idxmax()]
+    below = int((ratio < 1).sum())
+    text = (
+        f"Measured over expected: a median of {fmt(ratio.median())} over {len(known)} steps, from {fmt(ratio.min())} "
+        f"(*{low['title']}*) to {fmt(ratio.max())} (*{high['title']}*); "
+        f"{'no step is' if not below else f'{below} are'} faster than expected."
+    )
+    counted = []
+    for part in page.PARTS:
+        row = page.one(
+            chapter, machine, kind="counters", impl="plain_triton", part=part, head_dim=page.HEAD_DIM
+        )
+        if row is not None:
+            issued = fmt(page.instructions_a_pair(row))
+            counted.append(
+                f"{issued} instructions for a pair {part}, of which {fmt(page.by_hand(part))} were counted on"
+            )
+    if counted:
+        text += f" One reason is known: the production kernels issue {', and '.join(counted)}."
+    return text

@@ -1,0 +1,204 @@
+"""What the noise of chapter `leaderboard` is, from its rows, and which differences are larger than it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.ladder import steps
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
+from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.tables import fmt, listed, percent
+
+KINDS = {
+    "harness": "the harness",
+    "kernel": "kernels alone",
+    "ladder": "the ladder",
+    "counters": "the counters",
+    "first": "first calls",
+}
+_COMPARED = {"counters": "tensor_pct", "first": "first_call_s"}  # for the other kinds: their medians
+VERDICTS = {
+    "slower": "slower",
+    "even": "even within the spread",
+    "unsettled": "not settled",
+    "faster": "faster",
+}
+
+
+def pairs(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """The cases measured twice in one run, a row each: that of the first, `again` with what was `compared` for the
+    second, `mhz_again`, and `apart`, by which share the two differ."""
+    rows = chapter.measured(machine=machine)
+    kinds = {kind: _COMPARED.get(kind, "ms_p50") for kind in KINDS}
+    columns = rows["kind"].map(kinds)
+    values = [row[column] if isinstance(column, str) else None for (_, row), column in
+              zip(rows.iterrows(), columns, strict=True)]  # fmt: skip
+    rows = rows.assign(compared=pd.to_numeric(pd.Series(values, index=rows.index, dtype=object)))
+    second = rows[rows["repeat"] == 1][["run", "kind", "impl", "part", "compared", "sm_mhz"]]
+    second = second.rename(columns={"compared": "again", "sm_mhz": "mhz_again"})
+    both = rows[rows["repeat"] == 0].merge(second, on=["run", "kind", "impl", "part"])
+    both["apart"] = (both["again"] / both["compared"] - 1).abs()
+    return both.dropna(subset="apart")
+
+
+def noise(chapter: Chapter, machine: str, run: Any) -> float | None:
+    """By which share the case that a run measured twice differs; None where there is none."""
+    found = pairs(chapter, machine)
+    found = found[found["run"] == run]
+    return float(found["apart"].max()) if len(found) else None
+
+
+def largest(chapter: Chapter, machine: str, kind: str) -> float | None:
+    """The most by which a case of this kind differs from its repetition; None without repetitions."""
+    found = pairs(chapter, machine)
+    found = found[found["kind"] == kind]
+    return float(found["apart"].max()) if len(found) else None
+
+
+def verdict(ratio: float, own: float | None, most: float | None) -> str:
+    """A key of VERDICTS for a ratio of times. own: what the repetition of that run differs by; most: the largest of the
+    kind. Where only one is known it stands for both; where none is, any difference counts."""
+    known = [share for share in (own, most) if share is not None]
+    away = max(ratio, 1 / ratio) - 1
+    if away <= min(known, default=0.0):
+        return "even"
+    if away <= max(known, default=0.0):
+        return "unsettled"
+    return "slower" if ratio > 1 else "faster"
+
+
+def rule(chapter: Chapter, machine: str, kind: str) -> str:
+    """How differences of a kind of rows are judged, in words."""
+    most = largest(chapter, machine, kind)
+    if most is None:
+        return "Nothing here was measured twice, so the noise is not known."
+    return (
+        f"A difference counts where it is larger than any between a case and its repetition in {KINDS[kind]} "
+        f"({percent(most)}); one that is larger only than that of its own run is not settled."
+    )
+
+
+def spread(chapter: Chapter, machine: str) -> str:
+    """What the A/A rows say of each kind, the clocks of the largest, and the spread over turns."""
+    found = pairs(chapter, machine)
+    if found.empty:
+        return f"The repetition of the same case (A/A): {NOT_MEASURED}."
+    said = []
+    for kind, name in KINDS.items():
+        part = found[found["kind"] == kind]
+        if len(part):
+            said.append(f"in {name} {percent(part['apart'].max())}")
+    text = f"The same case measured twice in one run differs at most by: {', '.join(said)}."
+    timed = found[found["kind"].isin(["kernel", "ladder"])].dropna(subset=["sm_mhz", "mhz_again"])
+    examples = []
+    for _, part in timed.groupby("kind", sort=False):
+        row = part.loc[part["apart"].idxmax()]
+        examples.append(
+            f"{case_words(row)} took {fmt(row['compared'])} ms, seen at {fmt(row['sm_mhz'], 4)} MHz, and "
+            f"{fmt(row['again'])} ms, seen at {fmt(row['mhz_again'], 4)} MHz"
+        )
+    if examples:
+        text += f" The largest: {'; '.join(examples)}."
+    rows = chapter.measured(machine=machine, kind="harness")
+    ranges = []
+    for row in rows[rows["rep_ms"] < page.OFFICIAL_MS].itertuples():
+        turns = page.numbers(row.turns_ms)
+        if len(turns) > 1:
+            ranges.append((max(turns) / min(turns) - 1, row.impl))
+    if ranges:
+        widest = max(ranges)
+        text += (
+            f" From turn to turn the median of one case in the harness moves by up to {percent(widest[0])} "
+            f"({figures.label(widest[1])})."
+        )
+    return text
+
+
+def case_words(row: Any) -> str:
+    """A row of kernels or of the ladder by its name: `ours, Triton (forward, bf16, d = 64, causal)`."""
+    if row["kind"] == "ladder":
+        return f"*{steps.STEPS[row['impl']].title}* ({row['part']})"
+    shape = page.shape_words(row["dtype"], row["head_dim"], row["is_causal"])
+    return f"{figures.label(row['impl'])} ({row['part']}, {shape})"
+
+
+def clocks(chapter: Chapter, machine: str) -> str:
+    """What clock and power were seen in the harness, and how far such readings go."""
+    rows = chapter.measured(machine=machine, **page.HARNESS, repeat=0).dropna(subset=["sm_mhz", "power_w"])
+    if rows.empty:
+        return f"Clocks and power: {NOT_MEASURED}."
+    low, high = rows["sm_mhz"].min(), rows["sm_mhz"].max()
+    text = (
+        f"In the harness the SM clock was between {fmt(low, 4)} MHz ({_seen_at(rows, low)}) and {fmt(high, 4)} MHz "
+        f"({_seen_at(rows, high)}). A GPU at its power limit lowers its clock, and the kernel that keeps more units "
+        f"busy is slowed down more: milliseconds are compared here, not clocks."
+    )
+    same, turns = equal_readings(chapter, machine)
+    if same:
+        text += (
+            f" In turns as short as those of kernels alone and of the ladder, readings say little: in {same} of "
+            f"{turns} of them another case of the same round shows the same watts to the last digit, so "
+            f"a reading is not of one turn alone."
+        )
+    return text
+
+
+def _seen_at(rows: pd.DataFrame, mhz: float) -> str:
+    """Who was seen at a clock, with the power: `SDPA (flash), 622 W; ...`."""
+    found = [f"{figures.label(r.impl)}, {fmt(r.power_w)} W" for r in rows[rows["sm_mhz"] == mhz].itertuples()]
+    return "; ".join(dict.fromkeys(found))
+
+
+def equal_readings(chapter: Chapter, machine: str) -> tuple[int, int]:
+    """Of the turns of kernels and ladder, those whose watts another case shows too in the same round; and all."""
+    rows = chapter.measured(machine=machine, kind=["kernel", "ladder"])
+    same = turns = 0
+    for _, run in rows.groupby("run"):
+        for watts in zip(*(page.numbers(cell) for cell in run["turns_w"]), strict=False):
+            turns += len(watts)
+            same += sum(count for w in set(watts) if (count := watts.count(w)) > 1)
+    return same, turns
+
+
+def sorted_out(
+    chapter: Chapter, machine: str, kind: str, found: Iterable[tuple[str, float, Any]]
+) -> dict[str, list[tuple[str, float]]]:
+    """Verdict → (name, ratio of times) of those given as (name, ratio, run), in the order of VERDICTS."""
+    out: dict[str, list[tuple[str, float]]] = {word: [] for word in VERDICTS}
+    most = largest(chapter, machine, kind)
+    for name, ratio, run in found:
+        out[verdict(ratio, noise(chapter, machine, run), most)].append((name, ratio))
+    return {word: those for word, those in out.items() if those}
+
+
+def kernels(chapter: Chapter, machine: str) -> str:
+    """FlashAttention-4's and cuDNN's kernels against ours in the same run, over all shapes and both passes."""
+    rows = chapter.measured(machine=machine, **page.KERNEL)
+    text = []
+    for impl in ("fa4", "sdpa_cudnn"):
+        found = []
+        for row in rows[rows["impl"] == impl].to_dict("records"):
+            ours = rows[rows["impl"].isin(page.OURS) & (rows["run"] == row["run"])]
+            if len(ours):
+                ratio = row["ms_p50"] / ours["ms_p50"].astype(float).min()
+                shape = page.shape_words(row["dtype"], row["head_dim"], row["is_causal"])
+                found.append((f"{row['part']}, {shape}", ratio, row["run"]))
+        words = []
+        for word, those in sorted_out(chapter, machine, "kernel", found).items():
+            if len(those) <= 2:
+                words.append(f"{VERDICTS[word]} in {listed([f'{name} ({fmt(r)} ×)' for name, r in those])}")
+            else:
+                ratios = [r for _, r in those]
+                words.append(
+                    f"{VERDICTS[word]} in {len(those)} of {len(found)} cases ({fmt(min(ratios))} × to "
+                    f"{fmt(max(ratios))} ×)"
+                )
+        if words:
+            text.append(f"**{figures.label(impl)}** over ours: {'; '.join(words)}.")
+    if not text:
+        return f"Kernels of FlashAttention-4 and cuDNN against ours: {NOT_MEASURED}."
+    return " ".join([*text, rule(chapter, machine, "kernel")])
