@@ -121,15 +121,15 @@ def test_who_is_served_is_asked_for_each_layout(monkeypatch):
 
 def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
-    monkeypatch.setattr(flash_triton, "_hopper", lambda device_index: hopper)
+    monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: {"hopper": hopper})
     x = torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16)
 
     def served():
-        return [flash_triton._for_hopper(part, x, x, x) is hopper for part in ("forward", "backward")]
+        return [flash_triton._kernels(part, x, x, x) for part in ("forward", "backward")]
 
-    assert served() == [True, True]
+    assert served() == ["hopper", "hopper"]
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert served() == [True, False]
+    assert served() == ["hopper", None]
 
 
 def _layout(draw, batch, heads, n, d):

@@ -146,6 +146,44 @@ def compile_hopper_kernel(
     return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
 
 
+def compile_split_kernel(
+    kernel: str, head_dim: int, tiles: Tiles, *, is_causal: bool = True, even: bool = True
+) -> Compiled:
+    """Compiles one of tiles.KERNELS as `hopper.split` has it, for fp32 on compute capability 9.0.
+
+    `head_dim`: a power of two of 16 to 128, to which the launchers pad.
+    """
+    from cs336_systems.attention.hopper import split
+
+    function = getattr(split, f"{kernel}_kernel")
+    constants = dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_M=even,
+        EVEN_N=even,
+    )  # fmt: skip
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    constants |= {name: 1 for name in names if name.endswith("_col")}
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        rows = tiles.block_m if name in ("q_desc", "do_desc") else tiles.block_n
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_desc"):
+            signature[name] = f"tensordesc<bf16[{rows}, {head_dim}]>"
+        else:
+            signature[name] = (
+                "*fp32" if name.endswith("_ptr") else "fp32" if name in ("c", "scale") else "i32"
+            )
+        if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], 90)
+    threads = 32 * tiles.num_warps
+    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
+
+
 def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:
     """Registers a thread, spilled bytes, whether products are serialized (see `Compiled`): what the assembler says."""
     from triton import knobs

@@ -1,6 +1,6 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels` and, in Gluon for 16-bit tensors on Hopper, in `hopper`; their launching in
+The kernels stand in `triton_kernels` and, for Hopper, in `hopper`; their launching in
 `triton_launch` and `hopper.launch`, which says what those serve.
 """
 
@@ -27,44 +27,41 @@ _library.define(
 
 
 @functools.cache
-def _hopper(device_index: int) -> ModuleType | None:
-    """The Hopper kernels' launchers, if the device can run them."""
+def _launchers(device_index: int) -> dict[str, ModuleType]:
+    """The launchers of the kernels that only a Hopper GPU can run, by name: none on another device."""
     if hopper_reason(device_index) is not None:
-        return None
-    from cs336_systems.attention.hopper import launch
+        return {}
+    from cs336_systems.attention.hopper import launch, split_launch
 
-    return launch
+    return {"hopper": launch, "split": split_launch}
 
 
-def _for_hopper(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType | None:
-    """The Hopper kernels' launchers, if `part` of the attention of tensors (batch, heads, n, d) on a GPU is theirs."""
-    hopper = _hopper(q.get_device())
-    if hopper is None or not hopper.serves(q, k, v):
-        return None
-    if part == "backward" and torch.are_deterministic_algorithms_enabled():
-        return None  # theirs adds up dQ in the order of arrival
-    return hopper
+def _kernels(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Which of `_launchers` is for `part` of the attention of tensors (batch, heads, n, d) on a GPU; None: portable."""
+    for name, launcher in _launchers(q.get_device()).items():
+        if launcher.serves(q, k, v):
+            # those for 16 bits add up dQ in the order of arrival
+            random = part == "backward" and name == "hopper" and torch.are_deterministic_algorithms_enabled()
+            return None if random else name
+    return None
 
 
 def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, str]:
-    """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"` or `"portable"`,
-    for `"forward"` and `"backward"`."""
+    """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"`, `"split"` (fp32 on
+    Hopper) or `"portable"`, for `"forward"` and `"backward"`."""
     four = [to_four_axes(x) for x in (q, k, v)]
-    return {
-        part: "hopper" if q.is_cuda and _for_hopper(part, *four) else "portable"
-        for part in ("forward", "backward")
-    }
+    return {part: (q.is_cuda and _kernels(part, *four)) or "portable" for part in ("forward", "backward")}
 
 
 def _launch_forward_on_gpu(q, k, v, is_causal):
-    if hopper := _for_hopper("forward", q, k, v):
-        return hopper.launch_forward(q, k, v, is_causal)
+    if name := _kernels("forward", q, k, v):
+        return _launchers(q.get_device())[name].launch_forward(q, k, v, is_causal)
     return launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    if hopper := _for_hopper("backward", q, k, v):
-        return hopper.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    if name := _kernels("backward", q, k, v):
+        return _launchers(q.get_device())[name].launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
     return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 

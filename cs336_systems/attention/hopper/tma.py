@@ -149,7 +149,7 @@ def first_launch(
     names = kernel.arg_names[len(descriptors) :]
     assert tuple(arguments) == tuple(names), "a remembered kernel takes arguments by position"
     if "num_warps" not in arguments:
-        options["num_warps"] = 4
+        options.setdefault("num_warps", 4)
     compiled = kernel[grid](*descriptors, **arguments, **options)
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     launch = (compiled.run, grid, fixed, tuple(arguments.values())[pointers:])

@@ -1,0 +1,295 @@
+"""fp32 attention by products of bf16: every number is taken apart into three of bf16, and six of their nine products
+are computed, which is as accurate as fp32.
+
+    x = x₀ + x₁ + x₂,  each of 8 significant bits:  x₀ = bf16(x),  x₁ = bf16(x − x₀),  x₂ = bf16(x − x₀ − x₁)
+    a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is below 2⁻²⁴ of a b
+
+On Hopper's tensor cores six products of bf16 take as long as three of TF32, the other way to that accuracy
+(`triton_kernels`). But tiles of bf16 are half as large, both operands may come from shared memory in either order, and
+Q, K, V and dO can be taken apart once, by a small kernel, instead of in every step of every program; P and dS, which are
+made on the chip, are taken apart there.
+
+Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols,
+passes and their order are those of `triton_kernels`, and gradients are the same bits every time.
+
+Source of the method: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+Higher-Precision Computations" (2019).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cs336_systems.attention.triton_kernels import (
+    LN_2,
+    LOG2_E,
+    _head,
+    _load_gradient,
+    _load_tile,
+    _store_tile,
+)
+
+# TRITON_INTERPRET=1 multiplies tiles of bf16 wrongly; in fp32 their products are exact
+_WIDE = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# ------------------------------------------------------------------------------------------------ numbers in pieces
+@triton.jit
+def _pieces(x):
+    """x₀, x₁, x₂ of fp32 numbers."""
+    x0 = x.to(tl.bfloat16)
+    rest = x - x0.to(tl.float32)
+    x1 = rest.to(tl.bfloat16)
+    return x0, x1, (rest - x1.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if _WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _product(a0, a1, a2, b0, b1, b2, acc):
+    """acc + a b, the smallest products first."""
+    acc = _dot(a2, b0, acc)
+    acc = _dot(a0, b2, acc)
+    acc = _dot(a1, b1, acc)
+    acc = _dot(a1, b0, acc)
+    acc = _dot(a0, b1, acc)
+    return _dot(a0, b0, acc)
+
+
+@triton.jit
+def _load(desc, row, piece_rows):
+    """The three pieces of the tile at a row of the first piece."""
+    return desc.load([row, 0]), desc.load([row + piece_rows, 0]), desc.load([row + 2 * piece_rows, 0])
+
+
+@triton.jit
+def _store_pieces(pieces_ptr, row, piece_rows, tile, ROWS: tl.constexpr, D: tl.constexpr):
+    x0, x1, x2 = _pieces(tile)
+    at = (tl.cast(row, tl.int64) + tl.arange(0, ROWS))[:, None] * D + tl.arange(0, D)[None, :]
+    piece = tl.cast(piece_rows, tl.int64) * D
+    tl.store(pieces_ptr + at, x0)
+    tl.store(pieces_ptr + piece + at, x1)
+    tl.store(pieces_ptr + 2 * piece + at, x2)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def split_kernel(x_ptr, pieces_ptr, x_batch, x_head, x_row, x_col, heads, batch_heads, num_rows, padded_rows,
+                 ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
+    """The pieces of one of Q, K, V: (batch, heads, num_rows, HEAD_DIM), any strides. Grid: (row tiles · heads,)."""
+    index = tl.program_id(0) % batch_heads
+    first = tl.program_id(0) // batch_heads * ROWS
+    x = _load_tile(_head(x_ptr, index, heads, x_batch, x_head), x_row, x_col, first, num_rows, ROWS, D, HEAD_DIM,
+                   True)  # fmt: skip
+    _store_pieces(pieces_ptr, index * padded_rows + first, batch_heads * padded_rows, x, ROWS, D)
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr, o_batch, o_head, o_row, o_col,
+                          do_batch, do_head, do_row, do_col, heads, batch_heads, num_queries, padded_queries,
+                          ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                          EXPANDED: tl.constexpr):  # fmt: skip
+    """The pieces of dO, and D = rowsum(dO ∘ O), (heads, padded_queries). Grid: (row tiles · heads,)."""
+    index = tl.program_id(0) % batch_heads
+    first = tl.program_id(0) // batch_heads * ROWS
+    do = _load_gradient(_head(do_ptr, index, heads, do_batch, do_head), do_row, do_col, first, num_queries,
+                        ROWS, D, HEAD_DIM, True, EXPANDED)  # fmt: skip
+    if EXPANDED:  # one number for a row, or for all: in the padding it has to be zero as well
+        columns = tl.arange(0, D)
+        do = tl.where((columns < HEAD_DIM)[None, :], do, 0.0)
+    o = _load_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first, num_queries, ROWS, D, HEAD_DIM,
+                   True)  # fmt: skip
+    rows = tl.cast(index, tl.int64) * padded_queries + first + tl.arange(0, ROWS)
+    tl.store(delta_ptr + rows, tl.sum(o * do, 1))
+    _store_pieces(pieces_ptr, index * padded_queries + first, batch_heads * padded_queries, do, ROWS, D)
+
+
+# ------------------------------------------------------------------------------------------------ forward
+@triton.jit
+def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, first_key,
+                   last_key, num_keys, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """The online softmax over the key tiles in [first_key, last_key)."""
+    queries = first_query + tl.arange(0, BLOCK_M)
+    for key in tl.range(first_key, last_key, BLOCK_N):
+        k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
+        s = _product(
+            q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        )
+        if MASKED:
+            keys = key + tl.arange(0, BLOCK_N)
+            if IS_CAUSAL:
+                s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
+            if not EVEN_N:
+                s = tl.where((keys < num_keys)[None, :], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * c)
+        p = tl.exp2(s * c - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
+        p0, p1, p2 = _pieces(p)
+        acc = _product(p0, p1, p2, v0, v1, v2, acc)
+        row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr, o_batch, o_head, o_row, o_col, batch_heads, heads,
+                   num_queries, num_keys, padded_queries, padded_keys, c,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """O and L of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first. c = scale · log2(e)."""
+    index = tl.program_id(0) % batch_heads
+    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
+    first_query = tile * BLOCK_M
+    q0, q1, q2 = _load(q_desc, index * padded_queries + first_query, batch_heads * padded_queries)
+    key_row, key_piece = index * padded_keys, batch_heads * padded_keys
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    if IS_CAUSAL:
+        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        end = tl.minimum(first_query + BLOCK_M, num_keys)
+    else:
+        whole = (num_keys // BLOCK_N) * BLOCK_N
+        end = num_keys
+    row_max, row_sum, acc = _forward_steps(
+        q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, 0, whole, num_keys, c,
+        BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
+    if IS_CAUSAL or not EVEN_N:
+        row_max, row_sum, acc = _forward_steps(
+            q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, whole, end, num_keys,
+            c, BLOCK_M, BLOCK_N, True, IS_CAUSAL, EVEN_N)  # fmt: skip
+    _store_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries,
+                acc / row_sum[:, None], BLOCK_M, D, HEAD_DIM)  # fmt: skip
+    queries = first_query + tl.arange(0, BLOCK_M)
+    logsumexp = (row_max + tl.log2(row_sum)) * LN_2
+    tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
+
+
+# ------------------------------------------------------------------------------------------------ backward: queries
+@triton.jit
+def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query,
+                 first_key, last_key, num_keys, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """dQ / scale summed over the key tiles in [first_key, last_key)."""
+    queries = first_query + tl.arange(0, BLOCK_M)
+    for key in tl.range(first_key, last_key, BLOCK_N):
+        k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
+        v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2), nothing)
+        dp = _product(do0, do1, do2, tl.trans(v0), tl.trans(v1), tl.trans(v2), nothing)
+        p = tl.exp2(s * c - l_log2[:, None])
+        if MASKED:
+            keys = key + tl.arange(0, BLOCK_N)
+            if IS_CAUSAL:
+                p = tl.where(queries[:, None] >= keys[None, :], p, 0.0)
+            if not EVEN_N:
+                p = tl.where((keys < num_keys)[None, :], p, 0.0)
+        ds0, ds1, ds2 = _pieces(p * (dp - delta[:, None]))
+        dq = _product(ds0, ds1, ds2, k0, k1, k2, dq)
+    return dq
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def backward_queries_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch, dq_head, dq_row,
+                            dq_col, batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, c, scale,
+                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                            IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """dQ of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first."""
+    index = tl.program_id(0) % batch_heads
+    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    row, piece = index * padded_queries + first_query, batch_heads * padded_queries
+    q0, q1, q2 = _load(q_desc, row, piece)
+    do0, do1, do2 = _load(do_desc, row, piece)
+    l_log2 = tl.load(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, mask=queries < num_queries,
+                     other=0.0) * LOG2_E  # fmt: skip
+    delta = tl.load(delta_ptr + tl.cast(index, tl.int64) * padded_queries + queries)
+    key_row, key_piece = index * padded_keys, batch_heads * padded_keys
+    dq = tl.zeros((BLOCK_M, D), tl.float32)
+    if IS_CAUSAL:
+        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        end = tl.minimum(first_query + BLOCK_M, num_keys)
+    else:
+        whole = (num_keys // BLOCK_N) * BLOCK_N
+        end = num_keys
+    dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query,
+                      0, whole, num_keys, c, BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
+    if IS_CAUSAL or not EVEN_N:
+        dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
+                          first_query, whole, end, num_keys, c, BLOCK_M, BLOCK_N, True, IS_CAUSAL,
+                          EVEN_N)  # fmt: skip
+    _store_tile(_head(dq_ptr, index, heads, dq_batch, dq_head), dq_row, dq_col, first_query, num_queries, dq * scale,
+                BLOCK_M, D, HEAD_DIM)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ backward: keys
+@triton.jit
+def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,
+               first_query, last_query, num_queries, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores stand transposed.
+
+    Rows past the last query need no mask: q, dO, L and D are zero there, and so is what they add.
+    """
+    keys = first_key + tl.arange(0, BLOCK_N)
+    for query in tl.range(first_query, last_query, BLOCK_M):
+        queries = query + tl.arange(0, BLOCK_M)
+        q0, q1, q2 = _load(q_desc, query_row + query, query_piece)
+        do0, do1, do2 = _load(do_desc, query_row + query, query_piece)
+        if EVEN_M:
+            l_log2 = tl.load(l_row + queries) * LOG2_E
+        else:
+            l_log2 = tl.load(l_row + queries, mask=queries < num_queries, other=0.0) * LOG2_E
+        delta = tl.load(delta_row + queries)
+        nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        s = _product(k0, k1, k2, tl.trans(q0), tl.trans(q1), tl.trans(q2), nothing)
+        p = tl.exp2(s * c - l_log2[None, :])
+        if DIAGONAL:
+            p = tl.where(queries[None, :] >= keys[:, None], p, 0.0)
+        p0, p1, p2 = _pieces(p)
+        dv = _product(p0, p1, p2, do0, do1, do2, dv)
+        dp = _product(v0, v1, v2, tl.trans(do0), tl.trans(do1), tl.trans(do2), nothing)
+        ds0, ds1, ds2 = _pieces(p * (dp - delta[None, :]))
+        dk = _product(ds0, ds1, ds2, q0, q1, q2, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
+                         dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries, num_keys,
+                         padded_queries, padded_keys, c, scale,
+                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                         IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+    """dK and dV of one tile of keys of one head. Grid: (key tiles · heads,), heaviest first."""
+    index = tl.program_id(0) % batch_heads
+    first_key = (tl.program_id(0) // batch_heads) * BLOCK_N
+    row, piece = index * padded_keys + first_key, batch_heads * padded_keys
+    k0, k1, k2 = _load(k_desc, row, piece)
+    v0, v1, v2 = _load(v_desc, row, piece)
+    l_row = l_ptr + tl.cast(index, tl.int64) * num_queries
+    delta_row = delta_ptr + tl.cast(index, tl.int64) * padded_queries
+    query_row, query_piece = index * padded_queries, batch_heads * padded_queries
+    dk = tl.zeros((BLOCK_N, D), tl.float32)
+    dv = tl.zeros((BLOCK_N, D), tl.float32)
+    whole = 0
+    if IS_CAUSAL:
+        begin = (first_key // BLOCK_M) * BLOCK_M
+        whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+        dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece,
+                            first_key, begin, whole, num_queries, c, BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
+    dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece,
+                        first_key, whole, num_queries, num_queries, c, BLOCK_M, BLOCK_N, False, EVEN_M)  # fmt: skip
+    _store_tile(_head(dk_ptr, index, heads, dk_batch, dk_head), dk_row, dk_col, first_key, num_keys, dk * scale,
+                BLOCK_N, D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
+                BLOCK_N, D, HEAD_DIM)  # fmt: skip

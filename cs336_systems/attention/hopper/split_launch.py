@@ -1,0 +1,209 @@
+"""Launches the kernels of `split`: which tensors they serve, with what tiles, and the pieces that they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cs336_systems.attention.hopper import split
+from cs336_systems.attention.hopper.launch import LOG2_E
+from cs336_systems.attention.hopper.tma import Plan, first_launch
+from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.triton_launch import INTERPRETED, elsewhere, remember, remembered, watched
+
+MAX_HEAD_DIM = 128
+MIN_LENGTH = 1024  # queries and keys from which on taking numbers apart first pays
+PADDING = 128  # lengths are padded to whole tiles of any of the kernels
+_ROWS = 64  # of a program that takes numbers apart
+_MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
+
+# by padded head dimension; what ships neither spills nor needs more shared memory than a multiprocessor of Hopper has
+FORWARD = {
+    16: Tiles(128, 128, 8, 2),
+    32: Tiles(128, 128, 8, 2),
+    64: Tiles(128, 64, 8, 2),
+    128: Tiles(128, 32, 8, 2),
+}
+QUERIES = {
+    16: Tiles(128, 64, 8, 2),
+    32: Tiles(128, 64, 8, 2),
+    64: Tiles(128, 64, 8, 1),
+    128: Tiles(64, 32, 4, 2),
+}
+KEYS = {
+    16: Tiles(64, 128, 8, 2),
+    32: Tiles(64, 128, 8, 2),
+    64: Tiles(64, 128, 8, 2),
+    128: Tiles(32, 64, 4, 2),
+}
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that the kernels compute with."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def padded_rows(length: int) -> int:
+    """The rows that a head's pieces have."""
+    return triton.cdiv(length, PADDING) * PADDING
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
+    if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+        return False
+    if q.shape[3] > MAX_HEAD_DIM or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
+        return False
+    heads = q.shape[0] * q.shape[1]
+    return 3 * heads * padded_rows(max(q.shape[2], k.shape[2])) <= _MAX_ROWS
+
+
+def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(pieces, list(pieces.shape), list(pieces.stride()), [rows, pieces.shape[1]])
+
+
+def _launch(
+    kernel: Any, grid: int, descriptors: tuple[TensorDescriptor, ...], pointers: int, arguments: dict[str, Any],
+    tiles: Tiles | None = None,
+) -> list[Plan]:  # fmt: skip
+    """Launches a kernel; how to do so again, or nothing in Triton's interpreter."""
+    options = {} if tiles is None else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if INTERPRETED:
+        kernel[(grid, 1, 1)](*descriptors, **arguments)
+        return []
+    return [first_launch(kernel, (grid, 1, 1), descriptors, pointers, arguments, **options)]
+
+
+def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
+
+
+def _pieces(x: torch.Tensor) -> torch.Tensor:
+    """Room for the pieces of x (batch, heads, n, d)."""
+    batch, heads, length, head_dim = x.shape
+    rows = 3 * batch * heads * padded_rows(length)
+    return torch.empty((rows, padded(head_dim)), device=x.device, dtype=torch.bfloat16)
+
+
+def _split(x: torch.Tensor, pieces: torch.Tensor) -> list[Plan]:
+    batch, heads, length, head_dim = x.shape
+    rows = padded_rows(length)
+    arguments = dict(x_ptr=x, pieces_ptr=pieces) | _strides("x", x)
+    arguments |= dict(
+        heads=heads, batch_heads=batch * heads, num_rows=length, padded_rows=rows, ROWS=_ROWS, D=pieces.shape[1],
+        HEAD_DIM=head_dim,
+    )  # fmt: skip
+    return _launch(split.split_kernel, batch * heads * rows // _ROWS, (), 2, arguments)
+
+
+def _alignment(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.data_ptr() % 16 for x in tensors)
+
+
+# ------------------------------------------------------------------------------------------------ forward
+def launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
+    if elsewhere(q):
+        with torch.cuda.device(q.device):
+            return launch_forward(q, k, v, is_causal, tiles)
+    o = torch.empty_like(q)
+    logsumexp = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    pieces = [_pieces(x) for x in (q, k, v)]
+    key = (
+        "split", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        _alignment(q, k, v),
+    )  # fmt: skip
+    if (plans := remembered(key)) and not watched():
+        index, at = q.get_device(), tuple(x.data_ptr() for x in pieces)
+        for plan, x, address in zip(plans, (q, k, v), at, strict=False):
+            plan.again(index, (), x.data_ptr(), address)
+        plans[3].again(index, at, o.data_ptr(), logsumexp.data_ptr())
+        return o, logsumexp
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys, d = k.shape[2], pieces[0].shape[1]
+    tiles = tiles or FORWARD[d]
+    plans = [plan for x, y in zip((q, k, v), pieces, strict=True) for plan in _split(x, y)]
+    arguments = dict(o_ptr=o, l_ptr=logsumexp) | _strides("o", o)
+    arguments |= dict(
+        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
+        padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), c=head_dim**-0.5 * LOG2_E,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
+        EVEN_N=num_keys % tiles.block_n == 0,
+    )  # fmt: skip
+    rows = (tiles.block_m, tiles.block_n, tiles.block_n)
+    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
+    grid = triton.cdiv(num_queries, tiles.block_m) * batch * heads
+    plans += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
+    remember(key, plans)
+    return o, logsumexp
+
+
+# ------------------------------------------------------------------------------------------------ backward
+def launch_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
+    is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v, on the device's current stream.
+
+    logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded.
+    """
+    if elsewhere(q):
+        with torch.cuda.device(q.device):
+            return launch_backward(q, k, v, o, logsumexp, do, is_causal, query_tiles, key_tiles)
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys, batch_heads = k.shape[2], batch * heads
+    padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    pieces = [_pieces(x) for x in (q, k, v, do)]
+    delta = torch.empty((batch_heads, padded_queries), device=q.device, dtype=torch.float32)
+    key = (
+        "split backward", is_causal, query_tiles, key_tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
+        v.stride(), o.stride(), do.stride(), _alignment(q, k, v, o, do, logsumexp),
+    )  # fmt: skip
+    if (plans := remembered(key)) and not watched():
+        index, at = q.get_device(), tuple(x.data_ptr() for x in pieces)
+        for plan, x, address in zip(plans, (q, k, v), at, strict=False):
+            plan.again(index, (), x.data_ptr(), address)
+        l_at, delta_at = logsumexp.data_ptr(), delta.data_ptr()
+        plans[3].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
+        plans[4].again(index, at, l_at, delta_at, dq.data_ptr())
+        plans[5].again(index, at, l_at, delta_at, dk.data_ptr(), dv.data_ptr())
+        return dq, dk, dv
+    d, scale = pieces[0].shape[1], head_dim**-0.5
+    plans = [plan for x, y in zip((q, k, v), pieces, strict=False) for plan in _split(x, y)]
+    arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=pieces[3], delta_ptr=delta)
+    arguments |= _strides("o", o) | _strides("do", do)
+    arguments |= dict(
+        heads=heads, batch_heads=batch_heads, num_queries=num_queries, padded_queries=padded_queries, ROWS=_ROWS, D=d,
+        HEAD_DIM=head_dim, EXPANDED=do.stride(3) == 0,
+    )  # fmt: skip
+    plans += _launch(split.split_gradient_kernel, batch_heads * padded_queries // _ROWS, (), 4, arguments)
+    sizes = dict(
+        batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
+        padded_queries=padded_queries, padded_keys=padded_keys, c=scale * LOG2_E, scale=scale,
+    )  # fmt: skip
+    tiles = query_tiles or QUERIES[d]
+    constants = dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal
+    )
+    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq) | _strides("dq", dq) | sizes | constants
+    arguments |= dict(EVEN_N=num_keys % tiles.block_n == 0)
+    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
+    grid = triton.cdiv(num_queries, tiles.block_m) * batch_heads
+    plans += _launch(split.backward_queries_kernel, grid, described, 3, arguments, tiles)
+    tiles = key_tiles or KEYS[d]
+    constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
+    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv) | _strides("dk", dk)
+    arguments |= _strides("dv", dv) | sizes | constants | dict(EVEN_M=num_queries % tiles.block_m == 0)
+    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
+    grid = triton.cdiv(num_keys, tiles.block_n) * batch_heads
+    plans += _launch(split.backward_keys_kernel, grid, described, 4, arguments, tiles)
+    remember(key, plans)
+    return dq, dk, dv

@@ -1,0 +1,180 @@
+"""fp32 attention by products of bf16 (`hopper.split`): in Triton's interpreter, ahead of time, and on a Hopper GPU."""
+
+import pytest
+import torch
+from attention_checks import FLOOR, check, compiler, fresh, relative
+
+from cs336_systems.attention import hopper_reason
+from cs336_systems.attention.reference import exact_attention
+from cs336_systems.attention.tiles import SHARED_MEMORY_KIB, Tiles
+
+pytest.importorskip("triton")
+
+from cs336_systems.attention import aot, flash_triton
+from cs336_systems.attention import triton_launch as portable
+from cs336_systems.attention.hopper import split_launch as launch
+
+needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
+SMALL = Tiles(32, 32, 4, 1)
+TABLES = {"forward": launch.FORWARD, "backward_queries": launch.QUERIES, "backward_keys": launch.KEYS}
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+@needs_interpreter
+def test_pieces_add_up_and_the_padding_is_zero():
+    x = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3).transpose(1, 2)
+    x[0, 0, 0, :4] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
+    pieces = torch.full_like(launch._pieces(x), float("nan"))
+    launch._split(x, pieces)
+    three = pieces.double().view(3, 2, 3, 128, 32)
+    assert not three[..., 70:, :].any() and not three[..., 24:].any()
+    exact = x.double()
+    found = three.sum(0)[..., :70, :24]
+    assert ((found - exact).abs() <= 2.0**-24 * exact.abs()).all()
+    assert three[1:].any()  # one piece would not do
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])
+def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
+    assert launch.padded_rows(n) == rows
+    for table in TABLES.values():
+        for tiles in table.values():
+            assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
+
+
+# ------------------------------------------------------------------------------------------------ who is served
+def test_who_is_served(monkeypatch):
+    x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)
+    assert launch.serves(x, x, x)
+    assert launch.serves(*[x[..., :17]] * 3) and launch.serves(
+        *[x.transpose(1, 2).contiguous().transpose(1, 2)] * 3
+    )
+    assert not launch.serves(*[x.bfloat16()] * 3)
+    assert not launch.serves(*[x.new_zeros(1, 1, launch.MIN_LENGTH, 129)] * 3)
+    short = x[:, :, 1:]
+    assert not launch.serves(short, x, x) and not launch.serves(x, short, short)
+    huge = torch.zeros(1).expand(2**10, 2**10, launch.MIN_LENGTH, 16)
+    assert not launch.serves(huge, huge, huge)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert not launch.serves(x, x, x)
+
+
+def test_both_passes_are_deterministic(monkeypatch):
+    monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: {"split": launch})
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    x = torch.zeros(1, 2, launch.MIN_LENGTH, 64)
+    assert [flash_triton._kernels(part, x, x, x) for part in ("forward", "backward")] == ["split", "split"]
+
+
+# ------------------------------------------------------------------------------------------------ interpreted
+def both_passes(q, k, v, do, is_causal, tiles=SMALL):
+    o, logsumexp = launch.launch_forward(q, k, v, is_causal, tiles)
+    return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles, tiles)], logsumexp
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)])
+@pytest.mark.parametrize("gradient", ["whole", "columns", "one number"])
+def test_interpreted(num_queries, num_keys, d, is_causal, gradient):
+    q = fresh(1, num_queries, 2, d, requires_grad=False).transpose(1, 2)
+    k = fresh(1, 2, num_keys, d, requires_grad=False)
+    v = fresh(1, 2, d, num_keys, requires_grad=False).transpose(2, 3)
+    do = {"whole": (1, 2, num_queries, d), "columns": (1, 2, num_queries, 1), "one number": (1, 1, 1, 1)}[
+        gradient
+    ]
+    do = fresh(*do, requires_grad=False).expand(1, 2, num_queries, d)
+    found, _ = both_passes(q, k, v, do, is_causal)
+    exact = exact_attention(q, k, v, do, is_causal)
+    size = max(x.norm().item() for x in exact)
+    for name, x, y in zip(("O", "dQ", "dK", "dV"), found, exact, strict=True):
+        assert relative(x, y, size) < FLOOR[torch.float32], name
+        assert x.stride() == torch.empty_like({"O": q, "dQ": q, "dK": k, "dV": v}[name]).stride()
+
+
+# ------------------------------------------------------------------------------------------------ ahead of time
+@pytest.mark.table
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("kernel", "d"), [(kernel, d) for kernel, table in TABLES.items() for d in table])
+def test_every_configuration_compiles(kernel, d, is_causal):
+    tiles = TABLES[kernel][d]
+    found = compiler().submit(aot.compile_split_kernel, kernel, d, tiles, is_causal=is_causal).result()
+    assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
+    assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
+    assert not found.serialized
+    # two accumulators of 128 columns fill the registers: some addresses are kept in memory there
+    assert found.spill_bytes <= (800 if (kernel, d) == ("backward_keys", 128) else 0)
+
+
+def test_one_configuration_compiles():
+    found = compiler().submit(aot.compile_split_kernel, "forward", 64, launch.FORWARD[64]).result()
+    assert "wgmma.mma_async" in found.ptx and found.spill_bytes == 0
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+def _need_hopper():
+    if reason := hopper_reason():
+        pytest.skip(reason)
+
+
+def gpu(*shape, **kwargs):
+    return fresh(*shape, device="cuda", **kwargs)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Short sequences are served as well."""
+    _need_hopper()
+    monkeypatch.setattr(launch, "MIN_LENGTH", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 300), (300, 1), (127, 129), (128, 128), (1000, 200), (1024, 1024)]
+)
+@pytest.mark.parametrize("d", [16, 24, 32, 40, 64, 96, 128])
+def test_lengths_and_head_dimensions(d, lengths, is_causal, always):
+    q, k, v = (gpu(2, 2, n, d) for n in (lengths[0], lengths[1], lengths[1]))
+    assert flash_triton.kernels_for(q, k, v) == {"forward": "split", "backward": "split"}
+    check("flash_triton", q, k, v, is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient", ["whole", "rows", "columns", "one number"])
+def test_gradients_of_every_layout(gradient, always):
+    shape = {
+        "whole": (2, 3, 333, 64),
+        "rows": (1, 3, 1, 64),
+        "columns": (2, 1, 333, 1),
+        "one number": (1, 1, 1, 1),
+    }
+    do = gpu(*shape[gradient], requires_grad=False).expand(2, 3, 333, 64)
+    q, k, v = (gpu(2, 333, 3, 64).transpose(1, 2), gpu(2, 3, 333, 64), gpu(2, 3, 64, 333).transpose(2, 3))
+    check("flash_triton", q, k, v, True, do)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+def test_small_and_large_scores(scale, always):
+    q, k, v = (gpu(1, 2, 500, 128, scale=scale) for _ in range(3))
+    largest = (q.double() @ k.double().transpose(-1, -2)).abs().max().item() * 128**-0.5
+    check("flash_triton", q, k, v, True, largest_score=largest)
+
+
+@pytest.mark.gpu
+def test_the_second_call_does_as_the_first_and_streams_are_kept_apart(always):
+    q, k, v, do = (gpu(2, 2, 1500, 128, requires_grad=False) for _ in range(4))
+    first, l_first = both_passes(q, k, v, do, True, None)
+    again, l_again = both_passes(q, k, v, do, True, None)
+    others = [gpu(2, 2, 1500, 128, requires_grad=False) for _ in range(4)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        other, _ = both_passes(*others, True, None)
+    torch.cuda.synchronize()
+    for x, y in zip((*first, l_first), (*again, l_again), strict=True):
+        assert torch.equal(x, y)
+    exact = exact_attention(*others, True)
+    size = max(x.norm().item() for x in exact)
+    for x, y in zip(other, exact, strict=True):
+        assert relative(x, y, size) < 5 * FLOOR[torch.float32]
