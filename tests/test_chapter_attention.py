@@ -281,8 +281,8 @@ def test_a_cpu_has_no_cap(quick):
 
 # --------------------------------------------------------------------------------- on a GPU
 def form(case, kernels="portable"):
-    if kernels == "hopper":
-        return "flash_hopper"
+    if kernels != "portable":
+        return f"flash_{kernels}"
     return {"reference": "reference", "reference_compiled": "compiled", "flash_triton": "flash"}[case.impl]
 
 

@@ -5,7 +5,9 @@ their gradients) has batch_heads · num_queries · num_keys elements, which is w
 
 impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
 between the matrix products fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
-score; "flash_hopper", those of `attention.hopper`, which add up dQ in fp32, d padded to 64 or 128.
+score; "flash_hopper", those of `attention.hopper`, which add up dQ in fp32, d padded to 64 or 128; "flash_split",
+those of `attention.hopper.split` for fp32, which take every input apart into three pieces of bf16, lengths padded to 128
+and d to a power of two.
 device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
 
 Counted are tensors: Q, K, V and dO, which the caller holds all the time, and what is made of them. A process holds more
@@ -21,9 +23,9 @@ from cs336_systems.accounting.hardware import roofline_ms
 from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import attention_bytes, attention_flops, check_sizes, matmul_flops
 
-ATTENTION_IMPLS = ("reference", "compiled", "flash", "flash_hopper")
+ATTENTION_IMPLS = ("reference", "compiled", "flash", "flash_hopper", "flash_split")
 ATTENTION_DEVICES = ("cuda", "cpu")
-_FLASH = ("flash", "flash_hopper")
+_FLASH = ("flash", "flash_hopper", "flash_split")
 BEFORE_BACKWARD = "before backward"  # the name of the moment
 _FP32_BYTES = 4
 
@@ -67,6 +69,15 @@ class _Sizes:
         rows = -(-self.num_queries // 64) * 64
         return self.batch_heads * rows * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
 
+    def pieces(self, length: int) -> int:
+        """Three pieces of 2 bytes of each number of a padded Q, K, V or dO."""
+        return self.batch_heads * self.padded(length) * max(16, 1 << (self.head_dim - 1).bit_length()) * 6
+
+    @staticmethod
+    def padded(length: int) -> int:
+        """Rows in whole tiles of 128."""
+        return -(-length // 128) * 128
+
     @property
     def product_flops(self) -> int:
         return self.batch_heads * matmul_flops(self.num_queries, self.num_keys, self.head_dim)
@@ -109,10 +120,15 @@ def attention_moments(
     grads = {"dQ": t.query, "dK": t.key, "dV": t.key}
     if impl in _FLASH:
         kept = inputs | out | {"L": t.row}
-        beside = (
-            {"D": t.row} if impl == "flash" else {"L and D, scaled": 2 * t.row, "dQ in fp32": t.query_sum}
-        )
-        return {"forward": kept, BEFORE_BACKWARD: kept, "backward": kept | beside | grads}
+        forward, backward = {}, {"D": t.row}
+        if impl == "flash_hopper":
+            backward = {"L and D, scaled": 2 * t.row, "dQ in fp32": t.query_sum}
+        elif impl == "flash_split":
+            queries, keys = t.pieces(num_queries), t.pieces(num_keys)
+            forward = {"pieces of Q": queries, "pieces of K and V": 2 * keys}
+            backward = {"D": batch_heads * t.padded(num_queries) * _FP32_BYTES}
+            backward |= {"pieces of Q and dO": 2 * queries, "pieces of K and V": 2 * keys}
+        return {"forward": kept | forward, BEFORE_BACKWARD: kept, "backward": kept | backward | grads}
     if impl == "compiled":
         moments = {"A = QKᵀ": {"A": m}, "P from A": {"A": m, "P": m}, "O = PV": {"P": m} | out}
     else:  # the function's own variable holds S until it returns
@@ -153,7 +169,7 @@ def attention_peak_bytes(
     """The most bytes alive at any moment of a forward and a backward pass. Errors as for `attention_moments`.
 
     For plain attention and long sequences it is softmax's gradient: four matrices on a GPU, three on a CPU. No
-    schedule that stores P can do with fewer than two, since P and dP meet.
+    schedule that stores P and dP whole can do with fewer than two.
     """
     sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
     return max(sum(tensors.values()) for tensors in attention_moments(*sizes, impl, device).values())
@@ -185,6 +201,12 @@ def attention_kernels(
         flops = attention_flops(batch_heads, num_queries, num_keys, head_dim, False, part)
         sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
         main = Kernel(part, flops, attention_bytes(*sizes, part))
+        if impl == "flash_split":
+            queries, keys = t.pieces(num_queries), t.pieces(num_keys)
+            if part == "forward":
+                return (Kernel("Q, K, V in pieces", 0, t.query + 2 * t.key + queries + 2 * keys), main)
+            moved = 3 * t.query + 2 * t.key + 2 * queries + 2 * keys + t.row
+            return (Kernel("Q, K, V, dO in pieces, D", 0, moved), main)
         if impl == "flash" or part == "forward":
             return (main,)
         before = Kernel("D, dQ = 0", 0, 2 * t.query + 3 * t.row + t.query_sum)

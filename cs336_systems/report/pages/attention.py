@@ -59,7 +59,7 @@ def closed_form(
 
 
 def _form(impl: str, kernels: Any = "portable") -> str:
-    return "flash_hopper" if kernels == "hopper" else _CLOSED_FORM[impl]
+    return _CLOSED_FORM[impl] if kernels == "portable" else f"flash_{kernels}"
 
 
 def longest(chapter: Chapter) -> int:
