@@ -6,8 +6,8 @@ their gradients) has batch_heads · num_queries · num_keys elements, which is w
 impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
 between the matrix products fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
 score; "flash_hopper", those of `attention.hopper`, which add up dQ in fp32, d padded to 64 or 128; "flash_split",
-those of `attention.hopper.split` for fp32, which take every input apart into three pieces of bf16, lengths padded to 128
-and d to a power of two.
+those of `attention.hopper.split` for fp32, which take every input apart into three pieces of bf16, lengths padded to
+128 and d to a power of two.
 device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
 
 Counted are tensors: Q, K, V and dO, which the caller holds all the time, and what is made of them. A process holds more
