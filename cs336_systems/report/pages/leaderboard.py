@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pandas as pd
@@ -329,7 +330,7 @@ def ladder_table(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     for row in found.itertuples():
         ok = row.status == "ok"
         out.append({
-            "#": number[row.name], "step": row.title, "from": number.get(row.base, EMPTY),
+            "#": number[row.name], "step": re.sub(r" \(`\w+`\)", "", row.title),  # code does not break into lines
             "expected, ms": fmt(row.predicted_ms),
             "ms": fmt(row.ms_p50) if ok else _short(row.status),
             "TFLOP/s": fmt(row.tflops) if ok else EMPTY,
@@ -346,8 +347,11 @@ def expectations(part: str) -> pd.DataFrame:
     found = steps.of_part(part)
     number = {step.name: place for place, step in enumerate(found, 1)}
     return pd.DataFrame([
-        {"#": number[s.name], "step": s.title, "expected, ms": fmt(steps.predicted_ms(s)), "because": s.why} for s in
-        found
+        {
+            "#": number[s.name], "step": s.title, "from": number.get(s.base, EMPTY),
+            "expected, ms": fmt(steps.predicted_ms(s)), "because": s.why,
+        }
+        for s in found
     ])  # fmt: skip
 
 
