@@ -281,7 +281,7 @@ def test_a_cpu_has_no_cap(quick):
 
 # --------------------------------------------------------------------------------- on a GPU
 def form(case, kernels="portable"):
-    if kernels != "portable":
+    if kernels in ("hopper", "split"):
         return f"flash_{kernels}"
     return {"reference": "reference", "reference_compiled": "compiled", "flash_triton": "flash"}[case.impl]
 
@@ -466,6 +466,7 @@ def test_predictions_stand_beside_what_was_measured(chapter):
 
 def test_our_fp32_floor_knows_the_tensor_cores():
     assert page.product_tflops(ROOFS, "fp32", "flash_triton") == pytest.approx(400 / 3)
+    assert page.product_tflops(Roofs(tflops={"bf16": 900.0}), "fp32", "flash_triton") == 150
     assert page.product_tflops(ROOFS, "fp32", "reference") == 50
     assert page.product_tflops(Roofs(), "fp32", "flash_triton") is None
 
@@ -690,6 +691,26 @@ def test_a_time_below_its_floor_is_not_hidden(changed):
 def test_the_kernels_that_ran_are_named(chapter):
     assert times.served(chapter, "h100-x1").startswith(
         "Our kernels for Hopper ran forward in bf16 (every n at d = 64, 128) and backward in bf16 (n = 4k, 8k, 16k at "
+    )
+
+
+@pytest.mark.parametrize("head_dims", [(16,), (16, 32, 64, 128)])
+def test_kernels_that_take_numbers_apart_are_named(results_root, head_dims):
+    def change(case, metrics):
+        of_ours = case.impl == "flash_triton" and "forward_kernels" in metrics
+        if of_ours and case.dtype == "fp32" and case.head_dim in head_dims:
+            metrics |= {"forward_kernels": "split", "backward_kernels": "split"}
+        return metrics
+
+    write_rows(results_root, change=change)
+    text = times.served(report.Chapter("attention", measure="no"), "h100-x1")
+    where = "every n at d = 16" if head_dims == (16,) else "every n at every d"
+    assert (
+        f"Those that take fp32 apart into bf16 ran forward in fp32 ({where}) and backward in fp32 ({where})."
+        in text
+    )
+    assert text.startswith("Our kernels for Hopper ran") and text.endswith(
+        "All other shapes ran our portable ones."
     )
 
 

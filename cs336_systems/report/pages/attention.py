@@ -59,7 +59,7 @@ def closed_form(
 
 
 def _form(impl: str, kernels: Any = "portable") -> str:
-    return _CLOSED_FORM[impl] if kernels == "portable" else f"flash_{kernels}"
+    return f"flash_{kernels}" if kernels in ("hopper", "split") else _CLOSED_FORM[impl]
 
 
 def longest(chapter: Chapter) -> int:
@@ -145,11 +145,11 @@ def limits(chapter: Chapter, machine: str, head_dim: int) -> pd.DataFrame:
 def product_tflops(roofs: Roofs, dtype: str, impl: str) -> float | None:
     """The best product that an implementation could use, in TFLOP/s; None if it is not measured.
 
-    Our kernels may make an fp32-accurate product of three TF32 ones, on tensor cores.
+    Our kernels may make an fp32-accurate product of three TF32 ones or of six in bf16, on tensor cores.
     """
     known = [roofs.tflops.get(dtype)]
-    if impl == OURS and dtype == "fp32" and "tf32" in roofs.tflops:
-        known.append(roofs.tflops["tf32"] / 3)
+    if impl == OURS and dtype == "fp32":
+        known += [roofs.tflops[of] / count for of, count in (("tf32", 3), ("bf16", 6)) if of in roofs.tflops]
     return max(filter(None, known), default=None)
 
 

@@ -342,16 +342,22 @@ def served(chapter: Chapter, machine: str) -> str:
     rows = rows[rows["backward_kernels"].notna()]
     if rows.empty:
         return f"Which of our kernels ran: {NOT_MEASURED}."
-    words = []
-    for part in PARTS:
-        hopper = rows[rows[f"{part}_kernels"] == "hopper"]
-        words += [
+    said = []
+    for kernels, name in (
+        ("hopper", "Our kernels for Hopper"),
+        ("split", "Those that take fp32 apart into bf16"),
+    ):
+        words = [
             f"{part} in {figures.label(str(dtype))} ({_shapes(some, rows)})"
-            for dtype, some in hopper.groupby("dtype", sort=False)
+            for part in PARTS
+            for dtype, some in rows[rows[f"{part}_kernels"] == kernels].groupby("dtype", sort=False)
         ]
-    if not words:
+        if words:
+            said.append(f"{name} ran {listed(words)}.")
+    if not said:
         return "All shapes ran our portable kernels."
-    return f"Our kernels for Hopper ran {listed(words)}. All other shapes ran our portable ones."
+    left = (rows[[f"{part}_kernels" for part in PARTS]] == "portable").any(axis=None)
+    return " ".join(said) + " All other shapes ran our portable ones." * bool(left)
 
 
 def unexplained(chapter: Chapter, roofs: Roofs, machine: str) -> str:
@@ -369,9 +375,9 @@ def unexplained(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     )
     rows = _ok(chapter, machine, impl=OURS, seq_len=int(worst["seq_len"]), dtype=worst["dtype"])
     kernels = rows[rows["head_dim"] == worst["head_dim"]]["backward_kernels"]
-    if worst["part"] == "backward" and (kernels == "portable").all():
+    if worst["part"] == "backward" and kernels.isin(("portable", "split")).all():
         text += (
-            ". The portable backward pass computes seven products where the floor counts five, so that "
+            f". The {kernels.iloc[0]} backward pass computes seven products where the floor counts five, so that "
             f"{percent(5 / 7)} is the most that it could reach"
         )
         if worst["share"] < 5 / 7 / 2:
