@@ -779,7 +779,7 @@ def test_the_ratio_to_what_memory_allows_is_that_of_the_page(project_root):
 @pytest.mark.parametrize("part", steps.PARTS)
 def test_the_table_of_expectations_says_what_each_step_changes(part):
     found = page.expectations(part)
-    assert not found["step"].str.contains("`").any()  # would not break into lines: the column is narrow in print
+    assert not found["step"].str.contains("`").any()  # code does not break into lines
     assert found["because"].str.len().gt(20).all()
     numbers = found["from"].iloc[1:].astype(int)
     assert (numbers < found["#"].iloc[1:]).all() and numbers.ge(1).all()
