@@ -774,3 +774,12 @@ def test_the_ratio_to_what_memory_allows_is_that_of_the_page(project_root):
     assert round(balance) == 295 and round(page.work_flops("end_to_end") / moved / balance) == 16
     text = (project_root / "book" / "leaderboard.ipynb").read_text(encoding="utf-8")
     assert "computes 295 FLOPs" in text and "sixteen times as many" in text
+
+
+@pytest.mark.parametrize("part", steps.PARTS)
+def test_the_table_of_expectations_says_what_each_step_changes(part):
+    found = page.expectations(part)
+    assert not found["step"].str.contains("`").any()  # code does not break into lines
+    assert found["because"].str.len().gt(20).all()
+    numbers = found["from"].iloc[1:].astype(int)
+    assert (numbers < found["#"].iloc[1:]).all() and numbers.ge(1).all()

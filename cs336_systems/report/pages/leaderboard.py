@@ -330,7 +330,7 @@ def ladder_table(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     for row in found.itertuples():
         ok = row.status == "ok"
         out.append({
-            "#": number[row.name], "step": re.sub(r" \(`\w+`\)", "", row.title),  # code does not break into lines
+            "#": number[row.name], "step": _in_a_table(row.title),
             "expected, ms": fmt(row.predicted_ms),
             "ms": fmt(row.ms_p50) if ok else _short(row.status),
             "TFLOP/s": fmt(row.tflops) if ok else EMPTY,
@@ -342,13 +342,18 @@ def ladder_table(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
+def _in_a_table(title: str) -> str:
+    """A step's title without names of code, which do not break into lines."""
+    return re.sub(r" \(`\w+`\)", "", title)
+
+
 def expectations(part: str) -> pd.DataFrame:
     """Why each step of a pass was expected to cost what it was: no rows needed."""
     found = steps.of_part(part)
     number = {step.name: place for place, step in enumerate(found, 1)}
     return pd.DataFrame([
         {
-            "#": number[s.name], "step": s.title, "from": number.get(s.base, EMPTY),
+            "#": number[s.name], "step": _in_a_table(s.title), "from": number.get(s.base, EMPTY),
             "expected, ms": fmt(steps.predicted_ms(s)), "because": s.why,
         }
         for s in found
