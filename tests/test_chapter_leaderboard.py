@@ -70,6 +70,9 @@ def test_kernels_are_measured_at_the_neighboring_shapes():
     assert shapes == {
         (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
     }  # fmt: skip
+    beside_fa4 = {(c.head_dim, c.is_causal, c.dtype) for c in leaderboard.grid("full")
+                  if (c.kind, c.impl) == ("kernel", "fa4")}  # fmt: skip
+    assert shapes - beside_fa4 == {(80, True, "bf16")}
 
 
 def test_every_step_of_the_ladder_has_its_row():
