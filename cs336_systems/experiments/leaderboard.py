@@ -149,10 +149,10 @@ def estimate_s(group: list[Case]) -> float:
     if first.kind == "counters":
         return 20.0  # a process of its own, and each kernel some ten times
     if first.kind == "first":
-        return sum(25.0 if case.impl == "fa4" else 9.0 if first.seq_len > 4096 else 3.0 for case in group)
+        return sum(20.0 if case.impl == "fa4" else 9.0 if first.seq_len > 4096 else 3.0 for case in group)
     here = {case.impl for case in group}
     small = first.seq_len <= 4096
-    compiled = {"flash_triton": 6.0, "fa4": 12.0, "flex_compiled": 10.0, "plain_triton": 4.0}
+    compiled = {"flash_triton": 6.0, "fa4": 10.0, "flex_compiled": 10.0, "plain_triton": 4.0}
     if first.kind == "ladder":
         once = sum(
             3.0 if "hopper" in case.impl else 1.5 if first.part == "backward" else 1.0 for case in group
