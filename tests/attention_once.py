@@ -20,6 +20,7 @@ SHAPES = ((1, 2, 200, 130), (1, 1, 70, 70), (1, 1, 33, 300))  # batch, heads, qu
 OF = {  # head dimensions and dtypes
     "portable": ((16, 64, 128), (torch.bfloat16, torch.float32)),
     "hopper": ((40, 64, 128), (torch.bfloat16, torch.float16)),
+    "split": ((16, 40, 128), (torch.float32,)),
 }
 
 
@@ -32,6 +33,9 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
 
         def configs(d):  # all that are in use: shapes as small as these get the first only
             return list(dict.fromkeys(table[launcher.padded(d)] for table in tables))
+
+    elif kernels == "split":
+        from cs336_systems.attention.hopper import split_launch as launcher
 
     dims, dtypes = OF[kernels]
     for d, dtype, shape, is_causal, whole in itertools.product(

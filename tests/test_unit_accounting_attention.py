@@ -191,13 +191,16 @@ def test_pieces_are_three_of_two_bytes():
         assert forward == 8 * padded * 6 * (4096 + 2 * 1024)
         assert backward == 8 * padded * 6 * (2 * 4096 + 2 * 1024)
         assert split[accounting.BEFORE_BACKWARD] == flash[accounting.BEFORE_BACKWARD]
+        (of_flash,) = accounting.attention_kernels(*shape, "flash", "forward")
         before, main = accounting.attention_kernels(*shape, "flash_split", "forward")
-        assert (main,) == accounting.attention_kernels(*shape, "flash", "forward")
-        assert before.num_bytes == 8 * (4 * head_dim * (4096 + 2 * 1000) + 6 * padded * (4096 + 2 * 1024))
+        assert main.flops == of_flash.flops and not before.flops
+        pieces = 6 * padded * (4096 + 2 * 1024)
+        assert before.num_bytes == 8 * (4 * head_dim * (4096 + 2 * 1000) + pieces)
+        assert main.num_bytes == 8 * (pieces + 4 * head_dim * 4096 + 4 * 4096)
         before, main = accounting.attention_kernels(*shape, "flash_split", "backward")
-        assert (main,) == accounting.attention_kernels(*shape, "flash", "backward")
-        read = 4 * head_dim * (3 * 4096 + 2 * 1000)
-        assert before.num_bytes == 8 * (read + 6 * padded * (2 * 4096 + 2 * 1024) + 4 * 4096)
+        pieces = 6 * padded * (2 * 4096 + 2 * 1024)
+        assert before.num_bytes == 8 * (4 * head_dim * (3 * 4096 + 2 * 1000) + pieces + 4 * 4096)
+        assert main.num_bytes == 8 * (pieces + 4 * head_dim * (4096 + 2 * 1000) + 2 * 4 * 4096)
 
 
 # ------------------------------------------------------------------------------------------------- traffic

@@ -38,9 +38,9 @@ def _need_hopper() -> None:
 
 @pytest.mark.gpu
 @needs_tool
-@pytest.mark.parametrize("kernels", ["portable", "hopper"])
+@pytest.mark.parametrize("kernels", ["portable", "hopper", "split"])
 def test_memory_is_accessed_where_it_may_be(kernels):
-    if kernels == "hopper":
+    if kernels != "portable":
         _need_hopper()
     said = _run("memcheck", kernels)
     assert "ERROR SUMMARY: 0 errors" in said, said[-2000:]

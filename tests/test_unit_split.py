@@ -20,9 +20,11 @@ TABLES = {"forward": launch.FORWARD, "backward_queries": launch.QUERIES, "backwa
 
 
 # ------------------------------------------------------------------------------------------------ pieces
-@needs_interpreter
-def test_pieces_add_up_and_the_padding_is_zero():
-    x = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3).transpose(1, 2)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_pieces_add_up_and_the_padding_is_zero(device):
+    x = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3, device=device).transpose(1, 2)
     x[0, 0, 0, :4] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
     pieces = torch.full_like(launch._pieces(x), float("nan"))
     launch._split(x, pieces)
@@ -103,7 +105,7 @@ def test_every_configuration_compiles(kernel, d, is_causal):
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
     assert not found.serialized
     # two accumulators of 128 columns fill the registers: some addresses are kept in memory there
-    assert found.spill_bytes <= (800 if (kernel, d) == ("backward_keys", 128) else 0)
+    assert found.spill_bytes <= (320 if d == 128 and kernel != "forward" else 0)
 
 
 def test_one_configuration_compiles():
@@ -163,18 +165,61 @@ def test_small_and_large_scores(scale, always):
 
 
 @pytest.mark.gpu
-def test_the_second_call_does_as_the_first_and_streams_are_kept_apart(always):
-    q, k, v, do = (gpu(2, 2, 1500, 128, requires_grad=False) for _ in range(4))
-    first, l_first = both_passes(q, k, v, do, True, None)
-    again, l_again = both_passes(q, k, v, do, True, None)
-    others = [gpu(2, 2, 1500, 128, requires_grad=False) for _ in range(4)]
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        other, _ = both_passes(*others, True, None)
-    torch.cuda.synchronize()
-    for x, y in zip((*first, l_first), (*again, l_again), strict=True):
+@pytest.mark.parametrize("heads", [1, 16])
+def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always, monkeypatch):
+    monkeypatch.setattr(portable, "_remembered", {})
+    q, k, v, do = (gpu(1, heads, 1500, 128, requires_grad=False) for _ in range(4))
+    first = both_passes(q, k, v, do, True, None)
+    plans = [plan for launches in portable._remembered.values() for plan in launches]
+    assert len(plans) == 4 + 6
+    assert all(plan.launcher is not None for plan in plans if plan.described)
+    others = [x.clone() for x in (q, k, v, do)]  # at other addresses
+    monkeypatch.setattr(launch, "_launch", None)  # the long way
+    again = both_passes(*others, True, None)
+    for x, y in zip((*first[0], first[1]), (*again[0], again[1]), strict=True):
         assert torch.equal(x, y)
-    exact = exact_attention(*others, True)
+
+
+@pytest.mark.gpu
+def test_streams_keep_their_pieces_apart(always):
+    inputs = [[gpu(1, 4, 2000, 64, requires_grad=False) for _ in range(4)] for _ in range(2)]
+    alone = [both_passes(*x, True, None)[0] for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(5):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[i].append(both_passes(*inputs[i], True, None)[0])
+    torch.cuda.synchronize()
+    for i in range(2):
+        for again in found[i]:
+            assert all(torch.equal(x, y) for x, y in zip(again, alone[i], strict=True))
+
+
+@pytest.mark.gpu
+def test_long_sums_do_not_lean_to_one_side(always):
+    """Sums over 16,384 keys of the same sign: what a tensor core cuts off must not add up."""
+    q, k, do = (gpu(1, 1, 16384, 64, requires_grad=False) for _ in range(3))
+    v = gpu(1, 1, 16384, 64, requires_grad=False) + 1
+    found, _ = both_passes(q, k, v, do, False, None)
+    exact = exact_attention(q, k, v, do, False)
     size = max(x.norm().item() for x in exact)
-    for x, y in zip(other, exact, strict=True):
-        assert relative(x, y, size) < 5 * FLOOR[torch.float32]
+    for name, x, y in zip(("O", "dQ", "dK", "dV"), found, exact, strict=True):
+        assert relative(x, y, size) < 2 * FLOOR[torch.float32], name
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph(always):
+    q, k, v, do = (gpu(1, 2, 1200, 64, requires_grad=False) for _ in range(4))
+    both_passes(q, k, v, do, True, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, _ = both_passes(q, k, v, do, True, None)
+    for x in (q, k, v, do):
+        x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(found, both_passes(q, k, v, do, True, None)[0], strict=True):
+        assert torch.equal(x, y)

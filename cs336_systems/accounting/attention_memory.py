@@ -203,9 +203,12 @@ def attention_kernels(
         main = Kernel(part, flops, attention_bytes(*sizes, part))
         if impl == "flash_split":
             queries, keys = t.pieces(num_queries), t.pieces(num_keys)
+            delta = batch_heads * t.padded(num_queries) * _FP32_BYTES
             if part == "forward":
+                main = Kernel(part, flops, queries + 2 * keys + t.query + t.row)
                 return (Kernel("Q, K, V in pieces", 0, t.query + 2 * t.key + queries + 2 * keys), main)
-            moved = 3 * t.query + 2 * t.key + 2 * queries + 2 * keys + t.row
+            main = Kernel(part, flops, 2 * queries + 2 * keys + t.row + delta + t.query + 2 * t.key)
+            moved = 3 * t.query + 2 * t.key + 2 * queries + 2 * keys + delta
             return (Kernel("Q, K, V, dO in pieces, D", 0, moved), main)
         if impl == "flash" or part == "forward":
             return (main,)

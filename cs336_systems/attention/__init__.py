@@ -63,8 +63,9 @@ def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
 
     Where they do, they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
-    and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`). `CS336_HOPPER=0` in the
-    environment, set before the first call, turns them off. ValueError for another value than 0 or 1.
+    and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors whose products
+    are to be accurate to fp32, with head dimensions up to 128 (`hopper.split_launch`: `serves`). `CS336_HOPPER=0` in
+    the environment, set before the first call, turns them off. ValueError for another value than 0 or 1.
     """
     asked = os.environ.get("CS336_HOPPER", "1")
     if asked not in ("0", "1"):
@@ -91,7 +92,8 @@ def hopper_unable(device_index: int = 0) -> str | None:
     if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
         return f"triton {triton.__version__}: tried with 3.6 and 3.7"
     try:
-        importlib.import_module("cs336_systems.attention.hopper.launch")
+        for launcher in ("launch", "split_launch"):
+            importlib.import_module(f"cs336_systems.attention.hopper.{launcher}")
     except ImportError as error:  # they need parts of triton that it does not promise
         return f"triton {triton.__version__}: {error}"
     return None
@@ -105,9 +107,9 @@ def attention(
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
     both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
     follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
-    copied. Gradients of `flash_triton` are deterministic, but for dQ of its kernels for Hopper (see `hopper_reason`),
-    whose last bits differ from run to run; with torch's flag for determinism, the portable kernels compute the
-    backward pass.
+    copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper (see
+    `hopper_reason`), whose last bits differ from run to run; with torch's flag for determinism, the portable kernels
+    compute the backward pass.
 
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`: `flash_triton` for CUDA tensors where it can run, else the plain
     PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;

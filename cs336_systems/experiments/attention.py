@@ -43,7 +43,7 @@ METRICS = (
     "compile_s",  # of the first step of a compiled function
     "cache_hits",  # what of it the compiler found in its caches on disk
     "graphs",  # that Dynamo captured of it
-    *(f"{part}_kernels" for part in PARTS),  # of ours: "portable", or "hopper"
+    *(f"{part}_kernels" for part in PARTS),  # of ours: "portable", "hopper" or "split"
     "matmul_precision",
 )
 IMPLEMENTATIONS = ("reference", "reference_compiled", "flash_triton")

@@ -2,7 +2,7 @@
 are computed, which is as accurate as fp32.
 
     x = x₀ + x₁ + x₂,  each of 8 significant bits:  x₀ = bf16(x),  x₁ = bf16(x − x₀),  x₂ = bf16(x − x₀ − x₁)
-    a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is below 2⁻²⁴ of a b
+    a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is about 2⁻²⁴ of a b
 
 On Hopper's tensor cores six products of bf16 take as long as three of TF32, the other way to that accuracy
 (`triton_kernels`). But tiles of bf16 are half as large, both operands may come from shared memory in either order, and
@@ -52,14 +52,18 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _product(a0, a1, a2, b0, b1, b2, acc):
-    """acc + a b, the smallest products first."""
-    acc = _dot(a2, b0, acc)
-    acc = _dot(a0, b2, acc)
-    acc = _dot(a1, b1, acc)
-    acc = _dot(a1, b0, acc)
-    acc = _dot(a0, b1, acc)
-    return _dot(a0, b0, acc)
+def _product(a0, a1, a2, b0, b1, b2):
+    """a b, the smallest products first.
+
+    It begins at zero, and sums over tiles are made outside: a tensor core cuts off what its accumulator cannot hold,
+    always towards zero, at every step, and in sums over thousands of keys or queries that would add up.
+    """
+    product = _dot(a2, b0, tl.zeros((a0.shape[0], b0.shape[1]), tl.float32))
+    product = _dot(a0, b2, product)
+    product = _dot(a1, b1, product)
+    product = _dot(a1, b0, product)
+    product = _dot(a0, b1, product)
+    return _dot(a0, b0, product)
 
 
 @triton.jit
@@ -118,9 +122,7 @@ def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_
     queries = first_query + tl.arange(0, BLOCK_M)
     for key in tl.range(first_key, last_key, BLOCK_N):
         k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
-        s = _product(
-            q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        )
+        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
             if IS_CAUSAL:
@@ -134,7 +136,7 @@ def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_
         acc = acc * alpha[:, None]
         v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
         p0, p1, p2 = _pieces(p)
-        acc = _product(p0, p1, p2, v0, v1, v2, acc)
+        acc += _product(p0, p1, p2, v0, v1, v2)
         row_max = new_max
     return row_max, row_sum, acc
 
@@ -183,9 +185,8 @@ def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, k
     for key in tl.range(first_key, last_key, BLOCK_N):
         k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
         v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
-        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2), nothing)
-        dp = _product(do0, do1, do2, tl.trans(v0), tl.trans(v1), tl.trans(v2), nothing)
+        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
+        dp = _product(do0, do1, do2, tl.trans(v0), tl.trans(v1), tl.trans(v2))
         p = tl.exp2(s * c - l_log2[:, None])
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
@@ -194,7 +195,7 @@ def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, k
             if not EVEN_N:
                 p = tl.where((keys < num_keys)[None, :], p, 0.0)
         ds0, ds1, ds2 = _pieces(p * (dp - delta[:, None]))
-        dq = _product(ds0, ds1, ds2, k0, k1, k2, dq)
+        dq += _product(ds0, ds1, ds2, k0, k1, k2)
     return dq
 
 
@@ -251,16 +252,15 @@ def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row
         else:
             l_log2 = tl.load(l_row + queries, mask=queries < num_queries, other=0.0) * LOG2_E
         delta = tl.load(delta_row + queries)
-        nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        s = _product(k0, k1, k2, tl.trans(q0), tl.trans(q1), tl.trans(q2), nothing)
+        s = _product(k0, k1, k2, tl.trans(q0), tl.trans(q1), tl.trans(q2))
         p = tl.exp2(s * c - l_log2[None, :])
         if DIAGONAL:
             p = tl.where(queries[None, :] >= keys[:, None], p, 0.0)
         p0, p1, p2 = _pieces(p)
-        dv = _product(p0, p1, p2, do0, do1, do2, dv)
-        dp = _product(v0, v1, v2, tl.trans(do0), tl.trans(do1), tl.trans(do2), nothing)
+        dv += _product(p0, p1, p2, do0, do1, do2)
+        dp = _product(v0, v1, v2, tl.trans(do0), tl.trans(do1), tl.trans(do2))
         ds0, ds1, ds2 = _pieces(p * (dp - delta[None, :]))
-        dk = _product(ds0, ds1, ds2, q0, q1, q2, dk)
+        dk += _product(ds0, ds1, ds2, q0, q1, q2)
     return dk, dv
 
 
@@ -284,11 +284,17 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_p
     whole = 0
     if IS_CAUSAL:
         begin = (first_key // BLOCK_M) * BLOCK_M
-        whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-        dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece,
-                            first_key, begin, whole, num_queries, c, BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
-    dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece,
-                        first_key, whole, num_queries, num_queries, c, BLOCK_M, BLOCK_N, False, EVEN_M)  # fmt: skip
+        whole = begin
+        if (
+            D < 128
+        ):  # at 128 columns a loop of its own for the diagonal would cost registers that are not there
+            whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+            dk, dv = _key_steps(
+                k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,
+                begin, whole, num_queries, c, BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
+    dk, dv = _key_steps(
+        k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key, whole,
+        num_queries, num_queries, c, BLOCK_M, BLOCK_N, IS_CAUSAL and D == 128, EVEN_M)  # fmt: skip
     _store_tile(_head(dk_ptr, index, heads, dk_batch, dk_head), dk_row, dk_col, first_key, num_keys, dk * scale,
                 BLOCK_N, D, HEAD_DIM)  # fmt: skip
     _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
