@@ -1,5 +1,5 @@
-"""FlashAttention for Hopper GPUs. For 16-bit tensors in Gluon, Triton's lower language: `forward` and `backward` hold the
-kernels, `launch` says what they serve and launches them, `tma` makes the descriptors of their tensors. For fp32 in
+"""FlashAttention for Hopper GPUs. For 16-bit tensors in Gluon, Triton's lower language: `forward` and `backward` hold
+the kernels, `launch` says what they serve and launches them, `tma` makes the descriptors of their tensors. For fp32 in
 Triton, with products of bf16: `split` and `split_launch`. What follows is about the first.
 
 The algorithm and its symbols are those of `attention.triton_kernels`; the kernels here say who does what and when,

@@ -294,7 +294,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_p
                 begin, whole, num_queries, c, BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
     dk, dv = _key_steps(
         k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key, whole,
-        num_queries, num_queries, c, BLOCK_M, BLOCK_N, IS_CAUSAL and D == 128, EVEN_M)  # fmt: skip
+        num_queries, num_queries, c, BLOCK_M, BLOCK_N, IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
     _store_tile(_head(dk_ptr, index, heads, dk_batch, dk_head), dk_row, dk_col, first_key, num_keys, dk * scale,
                 BLOCK_N, D, HEAD_DIM)  # fmt: skip
     _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
