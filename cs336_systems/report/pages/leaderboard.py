@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
+from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
@@ -18,11 +19,9 @@ from cs336_systems.report.tables import EMPTY, fmt, percent, whole
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 OURS = ("flash_triton", "plain_triton")
-OFFICIAL_MS = 10_000
 HARNESS = {"kind": "harness", "leaves": "stacked"}
 KERNEL = {"kind": "kernel", "grad_o": "matrix", "repeat": 0}
 PARTS = {"forward": "forward", "backward": "backward"}
-GRAD_O = ("number", "matrix")
 BYTES = 2
 UNIT_NAMES = {
     "products": "tensor cores: products",

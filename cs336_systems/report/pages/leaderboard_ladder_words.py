@@ -18,9 +18,10 @@ _SAME_SPEED = (
 _WAITING = (
     "So the programs beside one that waits do not fill its time, and waiting costs more than in the model."
 )
+_GLUON = "b_hopper_2"  # sums through TMA
 _ADDITIONS = (
-    "The additions to memory are the suspect, since the same sums through TMA (step 11) cost far less; no row takes "
-    "them apart."
+    f"The additions to memory are the suspect, since the same sums through TMA (*{steps.STEPS[_GLUON].title}*) cost "
+    "far less; no row takes them apart."
 )
 _NO_ORDER = "The model knows no order inside a tile and expects the same of all steps in Gluon."
 EXPLAINED = {
@@ -31,7 +32,6 @@ EXPLAINED = {
     ("b_one_pass", "loss"): _ADDITIONS,
     ("b_hopper_ahead", "gain"): _NO_ORDER,
 }
-_GLUON = "b_hopper_2"  # sums through TMA: what the sentence on `b_one_pass` points at
 
 
 def went(ratio: float, spread: float) -> str:

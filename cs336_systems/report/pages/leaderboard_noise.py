@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
@@ -105,7 +106,7 @@ def spread(chapter: Chapter, machine: str) -> str:
         text += f" The largest: {'; '.join(examples)}."
     rows = chapter.measured(machine=machine, kind="harness")
     ranges = []
-    for row in rows[rows["rep_ms"] < page.OFFICIAL_MS].itertuples():
+    for row in rows[rows["rep_ms"] < OFFICIAL_MS].itertuples():
         turns = page.numbers(row.turns_ms)
         if len(turns) > 1:
             ranges.append((max(turns) / min(turns) - 1, row.impl))

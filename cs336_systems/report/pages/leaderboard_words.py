@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems import accounting
+from cs336_systems.experiments.leaderboard import GRAD_O, OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
-from cs336_systems.report.pages.leaderboard import HARNESS, HEAD_DIM, HEADS, OFFICIAL_MS, TOKENS
+from cs336_systems.report.pages.leaderboard import HARNESS, HEAD_DIM, HEADS, TOKENS
 from cs336_systems.report.pages.leaderboard_noise import VERDICTS, largest, rule, sorted_out
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt, listed, percent, span
@@ -210,9 +211,7 @@ def _below_zero(chapter: Chapter, machine: str, impl: str, missing: float) -> st
         "conditions: kernels alone are replayed from graphs and get random numbers for $dO$; under the harness "
         "they get ones."
     )
-    number, matrix = (
-        page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in page.GRAD_O
-    )
+    number, matrix = (page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in GRAD_O)
     if number is None or matrix is None:
         return text
     less = matrix["ms_p50"] - number["ms_p50"]
@@ -325,9 +324,7 @@ def number_against_matrix(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     rows = chapter.measured(machine=machine, **page.headline("backward", "number"), repeat=0)
     out, less = [], []
     for impl in rows["impl"]:
-        one, matrix = (
-            page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in page.GRAD_O
-        )
+        one, matrix = (page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in GRAD_O)
         if one is None or matrix is None:
             continue
         less.append(1 - one["ms_p50"] / matrix["ms_p50"])

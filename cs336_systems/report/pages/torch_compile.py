@@ -46,6 +46,11 @@ def _ok(*rows: dict[str, Any]) -> bool:
     return all(row["status"] == "ok" for row in rows) and len({row["run"] for row in rows}) == 1
 
 
+def _measured_pairs(chapter: Chapter, **where: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Those of `_pairs` that were measured, in one run."""
+    return [pair for pair in _pairs(chapter, **where) if _ok(*pair)]
+
+
 def _ms(row: dict[str, Any]) -> str:
     return fmt(row["step_ms_p50"]) if row["status"] == "ok" else steps.word(row["status"])
 
@@ -83,10 +88,9 @@ def sizes_figure(chapter: Chapter, machine: str) -> Figure:
     figure, axes = figures.panels(height=2.6)
     ax = axes[0, 0]
     gains: dict[str, dict[str, float]] = {}
-    for eager, compiled in _pairs(chapter, machine=machine):
-        if _ok(eager, compiled):
-            series = f"{eager['mode'].replace('_', ' ')}, {eager['dtype']}"
-            gains.setdefault(series, {})[eager["size"]] = eager["step_ms_p50"] / compiled["step_ms_p50"]
+    for eager, compiled in _measured_pairs(chapter, machine=machine):
+        series = f"{eager['mode'].replace('_', ' ')}, {eager['dtype']}"
+        gains.setdefault(series, {})[eager["size"]] = eager["step_ms_p50"] / compiled["step_ms_p50"]
     names = steps.in_order(name for of_mode in gains.values() for name in of_mode)
     if not names:
         figures.nothing(ax)
@@ -128,11 +132,8 @@ def graphs_words(chapter: Chapter) -> str:
 
 def _gains(chapter: Chapter, machine: str, mode: str) -> dict[str, float]:
     """Size → eager time over compiled time, smallest size first."""
-    found = {
-        e["size"]: e["step_ms_p50"] / c["step_ms_p50"]
-        for e, c in _pairs(chapter, machine=machine, mode=mode)
-        if _ok(e, c)
-    }
+    pairs = _measured_pairs(chapter, machine=machine, mode=mode)
+    found = {e["size"]: e["step_ms_p50"] / c["step_ms_p50"] for e, c in pairs}
     return {name: found[name] for name in steps.in_order(found)}
 
 
@@ -172,15 +173,12 @@ def host_words(chapter: Chapter) -> str:
     said, launches = [], []
     for machine in chapter.machines:
         for mode in ("forward", "train_step"):
-            pairs = {e["size"]: (e, c) for e, c in _pairs(chapter, machine=machine, mode=mode) if _ok(e, c)}
+            pairs = {e["size"]: (e, c) for e, c in _measured_pairs(chapter, machine=machine, mode=mode)}
             names = steps.in_order(pairs)
             if len(names) < 2:
                 continue
-            (small, large), first, last = (
-                (SIZES[names[0]], SIZES[names[-1]]),
-                pairs[names[0]],
-                pairs[names[-1]],
-            )
+            small, large = SIZES[names[0]], SIZES[names[-1]]
+            first, last = pairs[names[0]], pairs[names[-1]]
             layers = large.num_layers / small.num_layers
             activations = layers * large.d_model / small.d_model
             eager, compiled = (b["step_ms_p50"] / a["step_ms_p50"] for a, b in zip(first, last, strict=True))
@@ -206,11 +204,8 @@ def memory_words(chapter: Chapter) -> str:
     said = []
     for machine in chapter.machines:
         for mode in ("forward", "train_step"):
-            shares = [
-                c["peak_gib"] / e["peak_gib"]
-                for e, c in _pairs(chapter, machine=machine, mode=mode)
-                if _ok(e, c)
-            ]
+            pairs = _measured_pairs(chapter, machine=machine, mode=mode)
+            shares = [c["peak_gib"] / e["peak_gib"] for e, c in pairs]
             if shares:
                 said.append(
                     f"{span(shares, show=percent)} of the eager one ({mode.replace('_', ' ')}, `{machine}`)"
@@ -222,7 +217,7 @@ def optimizer_words(chapter: Chapter) -> str:
     """How long the update takes after a compiled pass, beside the same code after an eager one."""
     said = []
     for machine in chapter.machines:
-        pairs = [pair for pair in _pairs(chapter, machine=machine, mode="train_step") if _ok(*pair)]
+        pairs = _measured_pairs(chapter, machine=machine, mode="train_step")
         shares = [c["optimizer_ms_p50"] / e["optimizer_ms_p50"] for e, c in pairs]
         if shares:
             said.append(
@@ -345,6 +340,12 @@ def aims_words(chapter: Chapter) -> str:
                 (met if fast else missed).append(f"`{size}`, batch {batch}, {COMPILE[compile]}")
         said += [f"- `{machine}`, met: {'; '.join(met)}."] * bool(met)
         said += [f"- `{machine}`, missed: {'; '.join(missed)}."] * bool(missed)
+        with_graphs = [f"{case}, CUDA graphs" for case in missed]
+        if missed and set(with_graphs) <= set(met):
+            said.append(
+                "\nThe same steps meet it as CUDA graphs. So it is the host that misses it: without a graph it calls"
+                " every operator, ours through Python and SDPA through C++ alone."
+            )
     return "\n".join(said)
 
 
