@@ -22,22 +22,22 @@ _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
 
 # by padded head dimension; what ships neither spills nor needs more shared memory than a multiprocessor of Hopper has
 FORWARD = {
-    16: Tiles(128, 128, 8, 2),
-    32: Tiles(128, 128, 8, 2),
+    16: Tiles(64, 64, 4, 3),
+    32: Tiles(128, 64, 8, 2),
     64: Tiles(128, 64, 8, 2),
     128: Tiles(128, 32, 8, 2),
 }
 QUERIES = {
-    16: Tiles(128, 64, 8, 2),
-    32: Tiles(128, 64, 8, 2),
-    64: Tiles(128, 64, 8, 1),
+    16: Tiles(64, 64, 4, 2),
+    32: Tiles(64, 64, 4, 2),
+    64: Tiles(128, 64, 8, 2),
     128: Tiles(64, 32, 4, 2),
 }
 KEYS = {
-    16: Tiles(64, 128, 8, 2),
-    32: Tiles(64, 128, 8, 2),
+    16: Tiles(128, 64, 4, 2),
+    32: Tiles(64, 64, 4, 2),
     64: Tiles(64, 128, 8, 2),
-    128: Tiles(32, 64, 8, 2),
+    128: Tiles(32, 64, 4, 2),
 }
 
 
