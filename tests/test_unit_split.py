@@ -16,6 +16,11 @@ from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = Tiles(32, 32, 4, 1)
+SPILLS = {
+    ("backward_queries", 128): 320,
+    ("backward_keys", 128): 1024,
+    ("backward_keys", 16): 512,
+}  # bytes, at most
 TABLES = {"forward": launch.FORWARD, "backward_queries": launch.QUERIES, "backward_keys": launch.KEYS}
 
 
@@ -46,8 +51,10 @@ def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
 
 # ------------------------------------------------------------------------------------------------ who is served
 def test_who_is_served(monkeypatch):
-    x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)
+    x = torch.zeros(1, 32, launch.MIN_LENGTH, 128)
     assert launch.serves(x, x, x)
+    assert not launch.serves(*[x[:, :31]] * 3) and not launch.serves(*[x[:, :31, :, :65]] * 3)
+    assert launch.serves(*[x[:, :1, :, :64]] * 3)
     assert launch.serves(*[x[..., :17]] * 3) and launch.serves(
         *[x.transpose(1, 2).contiguous().transpose(1, 2)] * 3
     )
@@ -55,7 +62,7 @@ def test_who_is_served(monkeypatch):
     assert not launch.serves(*[x.new_zeros(1, 1, launch.MIN_LENGTH, 129)] * 3)
     short = x[:, :, 1:]
     assert not launch.serves(short, x, x) and not launch.serves(x, short, short)
-    huge = torch.zeros(1).expand(2**10, 2**10, launch.MIN_LENGTH, 16)
+    huge = torch.zeros(1).expand(2**11, 2**10, launch.MIN_LENGTH, 16)
     assert not launch.serves(huge, huge, huge)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert not launch.serves(x, x, x)
@@ -104,8 +111,7 @@ def test_every_configuration_compiles(kernel, d, is_causal):
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
     assert not found.serialized
-    # two accumulators of 128 columns fill the registers: some addresses are kept in memory there
-    assert found.spill_bytes <= (320 if d == 128 and kernel != "forward" else 0)
+    assert found.spill_bytes <= SPILLS.get((kernel, d), 0)
 
 
 def test_one_configuration_compiles():
@@ -128,6 +134,7 @@ def always(monkeypatch):
     """Short sequences are served as well."""
     _need_hopper()
     monkeypatch.setattr(launch, "MIN_LENGTH", 1)
+    monkeypatch.setattr(launch, "MIN_QUERIES", {})
 
 
 @pytest.mark.gpu
@@ -199,14 +206,21 @@ def test_streams_keep_their_pieces_apart(always):
 
 @pytest.mark.gpu
 def test_long_sums_do_not_lean_to_one_side(always):
-    """Sums over 16,384 keys of the same sign: what a tensor core cuts off must not add up."""
+    """Sums over 16,384 keys of the same sign: what a tensor core cuts off must not add up.
+
+    dP is a number of D's size here, whichever kernels compute it, so dQ has an error of several roundings: the
+    portable kernels, whose sums are accurate, have the same.
+    """
     q, k, do = (gpu(1, 1, 16384, 64, requires_grad=False) for _ in range(3))
     v = gpu(1, 1, 16384, 64, requires_grad=False) + 1
     found, _ = both_passes(q, k, v, do, False, None)
+    o, logsumexp = portable.launch_forward(q, k, v, False)
+    others = (o, *portable.launch_backward(q, k, v, o, logsumexp, do, False))
     exact = exact_attention(q, k, v, do, False)
     size = max(x.norm().item() for x in exact)
-    for name, x, y in zip(("O", "dQ", "dK", "dV"), found, exact, strict=True):
-        assert relative(x, y, size) < 2 * FLOOR[torch.float32], name
+    for name, x, other, y in zip(("O", "dQ", "dK", "dV"), found, others, exact, strict=True):
+        bound = max(2 * FLOOR[torch.float32], 1.5 * relative(other, y, size))
+        assert relative(x, y, size) < bound < 1e-5, name
 
 
 @pytest.mark.gpu
