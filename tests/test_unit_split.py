@@ -16,12 +16,20 @@ from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = Tiles(32, 32, 4, 1)
-SPILLS = {
-    ("backward_queries", 128): 320,
-    ("backward_keys", 128): 1024,
-    ("backward_keys", 16): 512,
-}  # bytes, at most
-TABLES = {"forward": launch.FORWARD, "backward_queries": launch.QUERIES, "backward_keys": launch.KEYS}
+TABLES = {
+    "forward": (launch.FORWARD, launch.FEW_FORWARD),
+    "backward_queries": (launch.QUERIES, launch.FEW_QUERIES),
+    "backward_keys": (launch.KEYS, launch.FEW_KEYS),
+}
+SPILLS = {  # bytes, at most
+    ("forward", launch.FEW_FORWARD[128]): 640,
+    ("backward_queries", launch.QUERIES[128]): 320,
+    ("backward_keys", launch.KEYS[128]): 1024,
+    ("backward_keys", launch.KEYS[16]): 512,
+}
+SHIPPED = [
+    (kernel, d, tiles) for kernel, both in TABLES.items() for table in both for d, tiles in table.items()
+]
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -44,17 +52,24 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
 @pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])
 def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
     assert launch.padded_rows(n) == rows
-    for table in TABLES.values():
-        for tiles in table.values():
-            assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
+    for _, _, tiles in SHIPPED:
+        assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
+
+
+@pytest.mark.parametrize(("kernel", "axis"), [("forward", 0), ("backward_queries", 0), ("backward_keys", 1)])
+def test_few_programs_get_smaller_tiles(kernel, axis):
+    many, few = TABLES[kernel]
+    for d in many:
+        side = (many[d].block_m, many[d].block_n)[axis]
+        assert launch.tiles_for(kernel, d, 2, 66 * side, 132) == many[d]
+        assert launch.tiles_for(kernel, d, 2, 65 * side, 132) == few.get(d, many[d])
+        assert launch.tiles_for(kernel, d - 1, 2, 65 * side + 1, 132) == many[d]
 
 
 # ------------------------------------------------------------------------------------------------ who is served
 def test_who_is_served(monkeypatch):
-    x = torch.zeros(1, 32, launch.MIN_LENGTH, 128)
+    x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)
     assert launch.serves(x, x, x)
-    assert not launch.serves(*[x[:, :31]] * 3) and not launch.serves(*[x[:, :31, :, :65]] * 3)
-    assert launch.serves(*[x[:, :1, :, :64]] * 3)
     assert launch.serves(*[x[..., :17]] * 3) and launch.serves(
         *[x.transpose(1, 2).contiguous().transpose(1, 2)] * 3
     )
@@ -104,14 +119,13 @@ def test_interpreted(num_queries, num_keys, d, is_causal, gradient):
 # ------------------------------------------------------------------------------------------------ ahead of time
 @pytest.mark.table
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("kernel", "d"), [(kernel, d) for kernel, table in TABLES.items() for d in table])
-def test_every_configuration_compiles(kernel, d, is_causal):
-    tiles = TABLES[kernel][d]
+@pytest.mark.parametrize(("kernel", "d", "tiles"), SHIPPED)
+def test_every_configuration_compiles(kernel, d, tiles, is_causal):
     found = compiler().submit(aot.compile_split_kernel, kernel, d, tiles, is_causal=is_causal).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
     assert not found.serialized
-    assert found.spill_bytes <= SPILLS.get((kernel, d), 0)
+    assert found.spill_bytes <= SPILLS.get((kernel, tiles), 0)
 
 
 def test_one_configuration_compiles():
@@ -134,7 +148,6 @@ def always(monkeypatch):
     """Short sequences are served as well."""
     _need_hopper()
     monkeypatch.setattr(launch, "MIN_LENGTH", 1)
-    monkeypatch.setattr(launch, "MIN_QUERIES", {})
 
 
 @pytest.mark.gpu

@@ -16,9 +16,6 @@ from cs336_systems.attention.triton_launch import INTERPRETED, elsewhere, rememb
 
 MAX_HEAD_DIM = 128
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
-MIN_QUERIES = {
-    128: 16384
-}  # and of all heads together: with fewer tiles than multiprocessors, larger ones take longer
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
@@ -45,6 +42,12 @@ KEYS = {
 }
 
 
+# where those would be fewer programs than the GPU has multiprocessors: the time is that of the longest program then
+FEW_FORWARD = {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 64, 4, 1)}
+FEW_QUERIES = {64: Tiles(64, 32, 4, 2)}
+FEW_KEYS = {64: Tiles(32, 64, 4, 2)}
+
+
 def padded(head_dim: int) -> int:
     """The head dimension that the kernels compute with."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -55,6 +58,22 @@ def padded_rows(length: int) -> int:
     return triton.cdiv(length, PADDING) * PADDING
 
 
+def tiles_for(kernel: str, head_dim: int, batch_heads: int, length: int, multiprocessors: int) -> Tiles:
+    """The frozen configuration of one of tiles.KERNELS; `length`: queries, or keys for "backward_keys"."""
+    many, few, axis = {
+        "forward": (FORWARD, FEW_FORWARD, "block_m"),
+        "backward_queries": (QUERIES, FEW_QUERIES, "block_m"),
+        "backward_keys": (KEYS, FEW_KEYS, "block_n"),
+    }[kernel]
+    d = padded(head_dim)
+    programs = batch_heads * triton.cdiv(length, getattr(many[d], axis))
+    return many[d] if programs >= multiprocessors else few.get(d, many[d])
+
+
+def _multiprocessors(x: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
     if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
@@ -62,8 +81,6 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if q.shape[3] > MAX_HEAD_DIM or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
         return False
     heads = q.shape[0] * q.shape[1]
-    if heads * q.shape[2] < MIN_QUERIES.get(padded(q.shape[3]), 0):
-        return False
     return 3 * heads * padded_rows(max(q.shape[2], k.shape[2])) <= _MAX_ROWS
 
 
@@ -132,7 +149,7 @@ def launch_forward(
         return o, logsumexp
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], pieces[0].shape[1]
-    tiles = tiles or FORWARD[d]
+    tiles = tiles or tiles_for("forward", head_dim, batch * heads, num_queries, _multiprocessors(q))
     plans = [plan for x, y in zip((q, k, v), pieces, strict=True) for plan in _split(x, y)]
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | _strides("o", o)
     arguments |= dict(
@@ -193,7 +210,8 @@ def launch_backward(
         batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_queries, padded_keys=padded_keys, c=scale * LOG2_E, scale=scale,
     )  # fmt: skip
-    tiles = query_tiles or QUERIES[d]
+    here = _multiprocessors(q)
+    tiles = query_tiles or tiles_for("backward_queries", head_dim, batch_heads, num_queries, here)
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal
     )
@@ -203,7 +221,7 @@ def launch_backward(
     described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
     grid = triton.cdiv(num_queries, tiles.block_m) * batch_heads
     plans += _launch(split.backward_queries_kernel, grid, described, 3, arguments, tiles)
-    tiles = key_tiles or KEYS[d]
+    tiles = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
     constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv) | _strides("dk", dk)
     arguments |= _strides("dv", dv) | sizes | constants | dict(EVEN_M=num_queries % tiles.block_m == 0)
