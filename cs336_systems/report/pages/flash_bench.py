@@ -15,7 +15,7 @@ from cs336_systems import accounting
 from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, fmt, show
 
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
@@ -49,6 +49,13 @@ def _word(status: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ tables
+def show_rows(
+    chapter: Chapter, table: pd.DataFrame, caption: str, name: str, rows: dict[str, Any], **options: Any
+) -> None:
+    """A table with the note about earlier code only where the rows it shows are such: `rows` chooses them."""
+    show(table, caption=caption, name=name, note=chapter.note(chapter.rows(**rows)), **options)
+
+
 def ms_text(value: float) -> str:
     """Milliseconds with three digits, at most four of them decimals: CUDA events do not resolve more."""
     return fmt(value) if value >= 0.1 else f"{value:.4f}"
@@ -214,11 +221,12 @@ def spread(chapter: Chapter) -> pd.DataFrame:
 
 
 def ratios(chapter: Chapter, peer: str, part: str, **where: Any) -> pd.DataFrame:
-    """Time of a peer over ours, for shapes where both ran in the same run: SHAPE columns, `ratio`, and
-    `noise`.
+    """Time of a peer over ours, for shapes where both ran in the same run: SHAPE columns, `run`, `ratio`,
+    and `noise`.
 
-    `noise` is the A/A difference below which nothing is claimed: that of the run itself, or the median of
-    all runs where it happens to be larger.
+    `noise` is the difference up to which nothing is claimed: the A/A difference of the run itself, or the
+    median of all runs where it happens to be larger; infinite where the bands of the two, from the 20th to
+    the 80th percentile, overlap.
     """
     metric = f"{part}_ms_p50"
     rows = chapter.measured(**where, repeat=0)
@@ -229,7 +237,10 @@ def ratios(chapter: Chapter, peer: str, part: str, **where: Any) -> pd.DataFrame
     both = both.merge(again[["run", part]], on="run", how="left")
     typical = again[part].median() if len(again) else math.nan
     both["noise"] = np.fmax(both[part], typical)
-    return both[[*SHAPE, "ratio", "noise"]]
+    ends = {name: (f"{part}_ms_p20{name}", f"{part}_ms_p80{name}") for name in ("", "_peer")}
+    apart = (both[ends[""][1]] < both[ends["_peer"][0]]) | (both[ends["_peer"][1]] < both[ends[""][0]])
+    both["noise"] = both["noise"].where(apart, math.inf)
+    return both[[*SHAPE, "run", "ratio", "noise"]]
 
 
 def gpu_and_host(chapter: Chapter, longest: int, **where: Any) -> pd.DataFrame:
@@ -344,7 +355,10 @@ def speed_figure(chapter: Chapter, roofs: Roofs, what: str, **where: Any) -> Fig
 
 
 def ratio_figure(chapter: Chapter, peers: list[str], part: str = "end_to_end", **where: Any) -> Figure:
-    """One map for each peer: its time over ours, sequence length across, head dimension down."""
+    """One map for each peer: its time over ours, sequence length across, head dimension down.
+
+    Cells whose verdict is `even` keep their number and lose their colour.
+    """
     figure, axes = figures.panels(rows=max(1, len(peers)), height=1.6)
     rows = chapter.rows(**where, repeat=0)
     for ax, peer in zip(axes[:, 0], peers, strict=False):
@@ -358,6 +372,10 @@ def ratio_figure(chapter: Chapter, peers: list[str], part: str = "end_to_end", *
             index="head_dim", columns="seq_len", values="word", aggfunc="first"
         )
         words = words.replace("ok", EMPTY)
+        even = [verdict(row.ratio, row.noise) == "even" for row in table.itertuples()]
+        for row in table[even].itertuples():
+            words.loc[row.head_dim, row.seq_len] = fmt(row.ratio, 2)
+        table = table[[not e for e in even]]
         shown = table.pivot_table(index="head_dim", columns="seq_len", values="ratio", aggfunc="first")
         figures.heat(ax, shown.reindex(index=words.index, columns=words.columns), words=words)
         ax.set_ylabel("d")

@@ -1,11 +1,14 @@
 """The sentences of chapter `flash_bench` that hold numbers: Markdown, computed from its rows.
 
-Each says "not measured" where the rows for it are missing; none claims a difference below the A/A spread."""
+Each says "not measured" where the rows for it are missing; none claims a difference within the noise
+(`page.ratios`)."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.report import figures, headline
@@ -13,11 +16,13 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.pages.flash_bench import OURS, PARTS
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, percent
+from cs336_systems.report.tables import fmt, listed, percent, span
 
 L2_BUFFER_BYTES = 256 * 2**20  # what do_bench zeroes before each call
 FP32_ACCURATE = 1e-5  # an error below this cannot come from TF32 products
-FLAT = 1.5  # a time counts as constant up to this multiple of its least value
+HOST = 0.5  # where the GPU works for less than this share of a time, the host sets it
+STEADY = 0.1  # a run is quoted for an extreme only if its pair lies closer together than this
+FAR = 0.25  # of the roof: a rate below this share counts as far from it
 
 
 def balance(roofs: Roofs, dtype: str = "bf16") -> str:
@@ -29,6 +34,21 @@ def balance(roofs: Roofs, dtype: str = "bf16") -> str:
     return (
         f"At the measured roofs of this machine $\\pi/\\beta$ is {fmt(ridge)} FLOPs a byte in {dtype}, so the forward "
         f"pass is bound by compute from about $n = 2b\\,\\pi/\\beta$ = {fmt(length, 2)} tokens on."
+    )
+
+
+def exponentials(chapter: Chapter, roofs: Roofs, machine: str, dtype: str = "bf16") -> str:
+    """Below what head dimensions the exponentials take longer than the products, at the best product measured."""
+    clock = chapter.measured(machine=machine, dtype=dtype, impl=OURS, repeat=0)["sm_mhz"].median()
+    if dtype not in roofs.tflops or not roofs.sms or math.isnan(clock):
+        return f"Where exponentials are the floor: {NOT_MEASURED}."
+    flops = (
+        roofs.tflops[dtype] * 1e9 * accounting.exps_ms(1, roofs.sms, clock)
+    )  # in the time of one exponential
+    return (
+        f"For each exponential there are $4d$ FLOPs forward and $10d$ backward. At {fmt(clock, 4)} MHz, the median "
+        f"clock of ours, and at the best product in {dtype}, exponentials take longer than products below "
+        f"$d$ = {fmt(flops / 4, 2)} forward and below $d$ = {fmt(flops / 10, 2)} backward."
     )
 
 
@@ -46,16 +66,42 @@ def spread(chapter: Chapter) -> str:
         if len(long)
         else ""
     )
+    wide = again[again["end_to_end"] > STEADY]
+    if len(wide):
+        tail += (
+            f" In {len(wide)} runs, all at {fmt(int(wide['seq_len'].max()))} tokens or fewer, the pair of both passes "
+            f"differs by more than {percent(STEADY)}: their ratios say little."
+        )
     return (
         "The same function on the same tensors, measured twice in one run, differs by a median of "
         f"{', '.join(words)} over {len(again)} runs; the most is {percent(row[worst])}, {PARTS[worst]} at "
         f"n = {row['seq_len']}.{tail} A difference smaller than that of its own "
-        "run, or than this median, is called *even*."
+        "run, or than this median, is called *even*, and so are two times whose bands from the 20th to the 80th "
+        "percentile overlap."
     )
 
 
 def backends(chapter: Chapter) -> str:
-    """Which of its kernels PyTorch's attention really ran, where it was left to choose."""
+    """Which kernels ours ran, and which PyTorch's attention, where it was left to choose."""
+    return f"{_ours_ran(chapter)} {_sdpa_ran(chapter)}"
+
+
+def _ours_ran(chapter: Chapter) -> str:
+    rows = chapter.measured(repeat=0, impl=OURS)
+    rows = rows[rows["backend"].notna()]
+    if rows.empty:
+        return f"Which kernels ours ran: {NOT_MEASURED}."
+    words = []
+    for dtype, part in rows.groupby("dtype", sort=False):
+        counts = part["backend"].value_counts()
+        words.append(
+            f"in {figures.label(dtype)} {listed([f'`{name}` in {n}' for name, n in counts.items()])}"
+            f" of {len(part)} shapes"
+        )
+    return f"Ours ran {'; '.join(words)}."
+
+
+def _sdpa_ran(chapter: Chapter) -> str:
     rows = chapter.measured(repeat=0, impl="sdpa")
     rows = rows[rows["backend"].notna()]
     if rows.empty:
@@ -67,13 +113,14 @@ def backends(chapter: Chapter) -> str:
     return f"Left to choose, PyTorch's `scaled_dot_product_attention` (SDPA) ran {'; '.join(words)}."
 
 
-def longest(chapter: Chapter, heads: int, part: str = "end_to_end") -> str:
-    """The longest bf16 shape that both ran, against each peer, as a Markdown list."""
+def longest(chapter: Chapter, part: str = "end_to_end", **where: Any) -> str:
+    """The longest shape that both ran, against each peer, as a Markdown list: `where` leaves one machine, dtype and
+    number of heads."""
     out = []
-    for peer in page.implementations(chapter, heads=heads):
+    for peer in page.implementations(chapter, **where):
         if peer == OURS:
             continue
-        table = page.ratios(chapter, peer, part, heads=heads, dtype="bf16")
+        table = page.ratios(chapter, peer, part, **where)
         if table.empty:
             continue
         row = table.sort_values(["seq_len", "head_dim"]).iloc[-1]
@@ -84,7 +131,7 @@ def longest(chapter: Chapter, heads: int, part: str = "end_to_end") -> str:
         }[page.verdict(row["ratio"], row["noise"])]
         shape = f"{figures.short(row['seq_len'])} tokens, $d = {row['head_dim']}$"
         out.append(f"- {shape}, {PARTS[part]}: ours {words} {figures.label(peer)}.")
-    return "\n".join(out) or f"The longest shapes, heads: {heads}: {NOT_MEASURED}."
+    return "\n".join(out) or f"The longest shapes: {NOT_MEASURED}."
 
 
 def leaderboard(chapter: Chapter, machine: str) -> str:
@@ -99,11 +146,14 @@ def leaderboard(chapter: Chapter, machine: str) -> str:
         for row in table.itertuples() if len(table) else ():
             words[page.verdict(row.ratio, row.noise)].append(figures.label(peer))
     said = [
-        f"{word} {' and '.join(names)}"
+        f"{word} {listed(names)}"
         for word, names in zip(("faster than", "even with", "slower than"), words.values(), strict=True)
         if names
     ]
-    text = f"Both passes take ours {fmt(ours)} ms" + (f": {', '.join(said)}." if said else ".")
+    row = chapter.measured(machine=machine, impl=OURS, **headline.CASE).iloc[0]
+    gpu = chapter.environments(machine).get(row["env"], {}).get("gpu")
+    text = f"Both passes take ours {fmt(ours)} ms" + (f" on one {gpu}" if gpu else "")
+    text += f": {', '.join(said)}." if said else "."
     for one in page.published(chapter):
         ratio = float(one["value"]) / ours
         times = f"{fmt(ratio)} times"
@@ -115,41 +165,123 @@ def leaderboard(chapter: Chapter, machine: str) -> str:
     return text
 
 
+def growth(chapter: Chapter, **where: Any) -> str:
+    """How the GPU's time of our forward pass grows when the length doubles; `where` leaves one shape but for the
+    length."""
+    rows = (
+        chapter.measured(**where, repeat=0, impl=OURS).dropna(subset="forward_gpu_ms").sort_values("seq_len")
+    )
+    lengths, times = list(rows["seq_len"]), list(rows["forward_gpu_ms"])
+    steps = [
+        (n, b / a) for m, n, a, b in zip(lengths, lengths[1:], times, times[1:], strict=False) if n == 2 * m
+    ]
+    if not steps:
+        return f"How the forward pass grows with the length: {NOT_MEASURED}."
+    few = []
+    for n, factor in steps:
+        if factor >= 2:
+            break
+        few.append((n, factor))
+    text = "Each doubling of $n$ multiplies the GPU's time of our forward pass (in a CUDA graph) by "
+    if few:
+        text += f"{span(f for _, f in few)} up to {figures.short(few[-1][0])} tokens"
+    if len(few) == len(steps):
+        return f"{text}: less than 2 throughout."
+    n, last = steps[-1]
+    return f"{text}{' and ' if few else ''}by {fmt(last)} at the last one, to {figures.short(n)}; $n^2$ would be 4."
+
+
+def plain(chapter: Chapter, roofs: Roofs, **where: Any) -> str:
+    """What was predicted of plain attention, against its rows; `where` leaves one shape but for the length."""
+    rows = chapter.measured(**where, repeat=0, impl="reference").sort_values("seq_len")
+    if rows.empty or "bf16" not in roofs.tflops or not roofs.tb_per_s:
+        return f"What was predicted of plain attention: {NOT_MEASURED}."
+    dtype = rows["dtype"].iloc[0]
+    share = rows[[f"{part}_tflops" for part in PARTS]].max().max() / roofs.tflops[dtype]
+    row = rows.iloc[-1]
+    moved = 4 * page.BYTES[dtype] * row["heads"] * row["seq_len"] ** 2
+    times = row["forward_ms_p50"] / (moved / (roofs.tb_per_s * 1e9))
+    text = (
+        f"Plain PyTorch stays {'far ' if share < FAR else ''}below the roof{', as predicted' if share < FAR else ''}: "
+        f"{percent(share)} of the best product at most. At {figures.short(row['seq_len'])} tokens its forward pass "
+        f"takes {fmt(times, 2)} times as long as $4bn^2$ bytes at the best copy"
+    )
+    text += (
+        ", a lower bound: it also scales and masks the scores in passes of their own." if times > 1 else "."
+    )
+    host = rows[rows["forward_gpu_ms"] < HOST * rows["forward_ms_p50"]]
+    if len(host):
+        last = figures.short(host["seq_len"].max())
+        text += (
+            f" That memory binds it at any length was wrong for short ones: up to {last} tokens the GPU works for less "
+            "than half of the forward pass's time, and the host sets it."
+        )
+    return text
+
+
 def short(chapter: Chapter, roofs: Roofs, **where: Any) -> str:
     """What short sequences cost and why: `where` leaves one machine, dtype, head dimension, number of heads."""
     rows = chapter.measured(**where, repeat=0)
-    ours = rows[rows["impl"] == OURS].sort_values("seq_len")
+    ours = (
+        rows[rows["impl"] == OURS].dropna(subset=["forward_gpu_ms", "backward_gpu_ms"]).sort_values("seq_len")
+    )
     if ours.empty:
         return f"What short sequences cost: {NOT_MEASURED}."
-    both = ours["end_to_end_ms_p50"]
-    flat = ours.loc[both <= FLAT * both.min(), "seq_len"].max()
-    first = ours.iloc[0]
-    top = both[ours["seq_len"] <= flat].max()
-    work = (flat / first["seq_len"]) ** 2
+    gpu = ours["forward_gpu_ms"] + ours["backward_gpu_ms"]
+    bound = ours[gpu < HOST * ours["end_to_end_ms_p50"]]
+    if bound.empty:
+        return "At no length does the host take more than half of the time of both passes of ours."
+    gpu = gpu[bound.index]
+    last = bound["seq_len"].max()
     text = (
-        f"Up to {flat} tokens both passes of ours together take {fmt(both.min())} to {fmt(top)} ms, "
-        f"while the work grows {work:,.0f}-fold: this is the host's time, not the GPU's."
+        f"Up to {figures.short(last)} tokens both passes of ours together take {span(bound['end_to_end_ms_p50'])} ms, "
+        f"of which the GPU works for {span(gpu)} ms (in CUDA graphs): the host sets the time."
     )
-    peer = rows[(rows["impl"] == "sdpa") & (rows["seq_len"] <= flat)]["end_to_end_ms_p50"]
-    if len(peer):
-        less = peer.min() < both.min()
-        text += f" SDPA needs {fmt(peer.min())} ms at its least" + (
-            ": its autograd node is written in C++, while ours is a Python `autograd.Function` that the engine "
-            "calls back from a thread of its own. That is where ours loses at short lengths, and no faster "
-            "kernel would change it."
-            if less
-            else "."
+    peer = rows[rows["impl"] == "sdpa"].set_index("seq_len").reindex(bound["seq_len"])
+    peer_gpu = (peer["forward_gpu_ms"] + peer["backward_gpu_ms"]).to_numpy()
+    if not math.isnan(peer_gpu.sum()):
+        share = gpu.to_numpy() / peer_gpu
+        text += (
+            f" SDPA takes {span(peer['end_to_end_ms_p50'])} ms there, and of the GPU's time ours takes "
+            f"{span(share, 2)} of SDPA's."
         )
+        host = bound["backward_host_us"].median(), peer["backward_host_us"].median()
+        if share.max() < 1 and host[0] > host[1]:
+            text += (
+                " So what ours loses there is the host's: no faster kernel would change it. A call of the backward "
+                f"pass keeps the host for {fmt(host[0])} µs with ours and {fmt(host[1])} µs with SDPA (medians over "
+                "these lengths). SDPA's autograd node is written in C++, while ours is a Python `autograd.Function` "
+                "that the engine calls back from a thread of its own."
+            )
     if roofs.tb_per_s:
         clearing = L2_BUFFER_BYTES / (roofs.tb_per_s * 1e6)
         text += (
-            f" `do_bench` hides part of it: it zeroes 256 MB before each call, about {fmt(clearing, 2)} µs of the "
-            "GPU's time at the measured bandwidth, in which the host can already prepare the launch. A forward "
-            f"pass fits into that, so at {first['seq_len']} tokens it reads {fmt(1e3 * first['forward_ms_p50'])} µs, "
-            "the time of the kernel alone; a backward pass does not. In a model, the launches before play that "
-            "part, if the host is ahead; a CUDA graph removes the host altogether."
+            f"\n\n`do_bench` hides part of the host's time: it zeroes 256 MiB before each call, about "
+            f"{fmt(clearing, 2)} µs of the GPU's time at the measured bandwidth, in which the host can already prepare "
+            "the launch."
+        )
+        fits = bound[bound["forward_host_us"] < clearing]
+        late = bound[bound["forward_host_us"] >= clearing]
+        if len(fits):
+            text += f" A forward pass can fit into that:{_read(fits.iloc[0])}."
+        if len(late):
+            lengths = listed([figures.short(n) for n in late["seq_len"]])
+            text += f" It did not fit at {lengths} tokens, where the host took longer:{_read(late.iloc[0])}."
+        if bound["backward_host_us"].min() > clearing:
+            text += f" A backward pass, {fmt(bound['backward_host_us'].min())} µs or more of the host's, never does."
+        text += (
+            " In a model, the launches before play that part, if the host is ahead; a CUDA graph removes the host "
+            "altogether."
         )
     return text
+
+
+def _read(row: Any) -> str:
+    return (
+        f" at {figures.short(row['seq_len'])} the host needs {fmt(row['forward_host_us'])} µs, the GPU "
+        f"{fmt(1e3 * row['forward_gpu_ms'])} µs (cache warm), and `do_bench` reads "
+        f"{fmt(1e3 * row['forward_ms_p50'])} µs"
+    )
 
 
 def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> str:
@@ -177,8 +309,8 @@ def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> st
     text = f"Over {figures.label(peer)}'s, our GPU time is: {'; '.join(found)}."
     if reversed_by_host:
         return (
-            f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}. There it does not time "
-            "the kernels, but what emptying the cache leaves to be seen of the host's work."
+            f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}. There it times "
+            "the host's work, not the kernels."
         )
     return f"{text} `do_bench` agrees on who is faster in each of them."
 
@@ -193,12 +325,13 @@ def memory(chapter: Chapter, **where: Any) -> str:
     n, d, heads = int(row["seq_len"]), int(row["head_dim"]), int(row["heads"])
     size = page.BYTES[row["dtype"]]
     keep = heads * (8 * n * d * size + 2 * 4 * n) / 2**30  # Q, K, V, O and four gradients; L and D in fp32
-    base = rows["peak_gib"].min()
+    base, first = rows["peak_gib"].min(), ours.iloc[0]
     text = (
-        f"At {n} tokens ours peaks at {fmt(row['peak_gib'])} GiB. Inputs, output and gradients, eight matrices of "
+        f"At {fmt(n)} tokens ours peaks at {fmt(row['peak_gib'])} GiB. Inputs, output and gradients, eight matrices of "
         f"$n \\times d$, and $L$ and $D$ are {fmt(keep)} GiB of it, and where the kernels for Hopper serve, $dQ$ in "
-        f"fp32 comes on top; the curves start at {fmt(base)} GiB, most of which is workspace that cuBLAS holds in this "
-        "process for plain attention."
+        f"fp32 comes on top. The rest was there before: at {fmt(int(first['seq_len']))} tokens, where all that is "
+        f"next to nothing, ours already reads {fmt(first['peak_gib'])} GiB. It is workspace of cuBLAS for the most part, which "
+        "plain attention needs and the process keeps, more of it with each stream."
     )
     for impl in ("reference", "reference_compiled"):
         other = rows[(rows["impl"] == impl) & (rows["seq_len"] == n)]
@@ -206,8 +339,8 @@ def memory(chapter: Chapter, **where: Any) -> str:
             peak = other["peak_gib"].iloc[0]
             matrices = (peak - keep - base) * 2**30 / (heads * size * n * n)
             text += (
-                f" {figures.label(impl)[0].upper() + figures.label(impl)[1:]} peaks at {fmt(peak)} GiB, "
-                f"{fmt(peak / row['peak_gib'])} times as much: {fmt(matrices, 2)} matrices of $n \\times n$."
+                f" {figures.label(impl)[0].upper() + figures.label(impl)[1:]} peaks at {fmt(peak)} GiB; above the "
+                f"least peak, {fmt(base)} GiB, that is {fmt(matrices, 2)} matrices of $n \\times n$."
             )
     return text
 
@@ -222,9 +355,14 @@ def accuracy(chapter: Chapter) -> str:
         return f"Errors of ours over those of plain PyTorch: {NOT_MEASURED}."
     words = []
     for dtype, part in both.groupby("dtype", sort=False):
-        o = (part["error_out"] / part["error_out_plain"]).max()
-        g = (part["error_grads"] / part["error_grads_plain"]).max()
-        words.append(f"{figures.label(dtype)}: output {fmt(o, 2)}, gradients {fmt(g, 2)}")
+        said = []
+        for name, what in (("out", "output"), ("grads", "gradients")):
+            ratio = part[f"error_{name}"] / part[f"error_{name}_plain"]
+            worst = part.loc[ratio.idxmax()]
+            said.append(
+                f"{what} {fmt(ratio.max(), 2)} ($n$ = {figures.short(worst['seq_len'])}, $d$ = {worst['head_dim']})"
+            )
+        words.append(f"{figures.label(dtype)}: {', '.join(said)}")
     text = (
         "The error of ours over that of plain PyTorch on the same inputs is at most, in "
         + "; in ".join(words)
@@ -240,14 +378,45 @@ def accuracy(chapter: Chapter) -> str:
     if sdpa < FP32_ACCURATE:
         text += (
             f" SDPA's kernel does not use TF32 even where it may: its gradients have an error of {fmt(sdpa, 2)} at "
-            "most, so in the TF32 rows SDPA is slower but more accurate wherever ours is faster."
+            "most, so in the TF32 rows ours is compared with products that are more accurate."
         )
-    return text
+    return f"{text}{_beside_libraries(rows)}{_tf32_over_fp32(rows)}"
+
+
+def _beside_libraries(rows: pd.DataFrame, dtype: str = "bf16") -> str:
+    """How the gradients' error of ours compares with that of PyTorch's fused kernels."""
+    rows = rows[rows["dtype"] == dtype]
+    peers = rows[rows["impl"].str.startswith("sdpa")]
+    both = rows[rows["impl"] == OURS].merge(peers, on=[*page.SHAPE, "run"], suffixes=("", "_peer"))
+    if both.empty:
+        return ""
+    both["ratio"] = both["error_grads"] / both["error_grads_peer"]
+    words = [
+        f"{span(part['ratio'], 2)} where ours ran `{backend}`"
+        for backend, part in both.groupby("backend", sort=False)
+    ]
+    return f" Over SDPA's fused kernels, the gradients' error of ours in {dtype} is {listed(words)}."
+
+
+def _tf32_over_fp32(rows: pd.DataFrame) -> str:
+    """How much larger errors are with TF32 products than with fp32-accurate ones."""
+    words = []
+    for impl in (OURS, "reference"):
+        one = rows[(rows["impl"] == impl) & (rows["heads"] == 1)]
+        keys = ["machine", "heads", "head_dim", "seq_len"]
+        both = one[one["dtype"] == "tf32"].merge(one[one["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
+        if len(both):
+            ratio = pd.concat([both[f"error_{x}"] / both[f"error_{x}_fp32"] for x in ("out", "grads")])
+            words.append(f"{span(ratio, 2)} times for {figures.label(impl)}")
+    if not words:
+        return ""
+    return f" TF32 products make the errors, of the same shapes, larger than fp32-accurate ones: {listed(words)}."
 
 
 def findings(chapter: Chapter, machine: str) -> str:
-    """The answer to `flash_benchmarking` in a few lines: one head, bf16, every peer and pass."""
+    """The answer to `flash_benchmarking` in a few lines: one head, both passes, every peer and dtype."""
     out = []
+    again = page.spread(chapter).set_index("run")["end_to_end"]
     for peer in page.implementations(chapter, heads=1):
         if peer == OURS:
             continue
@@ -256,14 +425,25 @@ def findings(chapter: Chapter, machine: str) -> str:
             if table.empty:
                 continue
             said = [page.verdict(r.ratio, r.noise) for r in table.itertuples()]
-            top, low = table.loc[table["ratio"].idxmax()], table.loc[table["ratio"].idxmin()]
-            out.append(
-                f"- {figures.label(peer)}, {figures.label(dtype)}: ours is faster in {said.count('faster')} of "
-                f"{len(said)} shapes and slower in {said.count('slower')}; time over ours from {fmt(low['ratio'])} "
-                f"(n = {figures.short(low['seq_len'])}, d = {low['head_dim']}) to {fmt(top['ratio'])} "
-                f"(n = {figures.short(top['seq_len'])}, d = {top['head_dim']})."
+            text = (
+                f"- {figures.label(peer)}, {figures.label(dtype)}: of {len(said)} shapes ours is faster in "
+                f"{said.count('faster')}, even in {said.count('even')}, slower in {said.count('slower')}"
             )
-    return "\n".join(out) or f"Ours against its peers on the handout's grid: {NOT_MEASURED}."
+            steady = table[again.reindex(table["run"]).to_numpy() <= STEADY]
+            if len(steady):
+                low, top = (steady.loc[i] for i in (steady["ratio"].idxmin(), steady["ratio"].idxmax()))
+                text += (
+                    f"; time over ours from {fmt(low['ratio'])} (n = {figures.short(low['seq_len'])}, "
+                    f"d = {low['head_dim']}) to {fmt(top['ratio'])} (n = {figures.short(top['seq_len'])}, "
+                    f"d = {top['head_dim']})"
+                )
+            out.append(f"{text}.")
+    if not out:
+        return f"Ours against its peers on the handout's grid: {NOT_MEASURED}."
+    return (
+        f"Both passes together; the times over ours are the extremes of runs whose pair differs by at most "
+        f"{percent(STEADY)}.\n\n" + "\n".join(out)
+    )
 
 
 def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ...] = ("fp32", "tf32")) -> str:
@@ -279,18 +459,24 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
                     continue
                 at = [lengths for word, lengths in page.stretches(table) if word == "slower"]
                 if at:
-                    worst = 1 / table["ratio"].min()
-                    words.append(f"{figures.label(peer)} at {', '.join(at)} (at most {fmt(worst)} ×)")
+                    slower = [
+                        r.ratio for r in table.itertuples() if page.verdict(r.ratio, r.noise) == "slower"
+                    ]
+                    words.append(
+                        f"{figures.label(peer)} at {', '.join(at)} (at most {fmt(1 / min(slower))} ×)"
+                    )
             if words:
                 out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")
     if not out:
         known = len(chapter.measured(machine=machine, heads=heads, dtype=list(dtypes), impl=OURS))
-        return "Ours is slower nowhere." if known else f"Where ours is slower: {NOT_MEASURED}."
-    return "With fp32 tensors, both passes of ours take longer than those of:\n\n" + "\n".join(out)
+        if not known:
+            return f"Where ours is slower: {NOT_MEASURED}."
+        return f"In {listed([figures.label(t) for t in dtypes])}, ours is slower nowhere beyond the noise."
+    return "Both passes of ours take longer, beyond the noise, than those of:\n\n" + "\n".join(out)
 
 
 def rates(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """The best rate of each pass with many heads, in TFLOP/s and as shares of both roofs."""
+    """The best rate of each pass, in TFLOP/s and as shares of both roofs."""
     rows = chapter.measured(machine=machine, impl=OURS, repeat=0, dtype="bf16")
     if rows.empty or math.isnan(rows["forward_tflops"].max()):
         return f"The best rates: {NOT_MEASURED}."
