@@ -54,7 +54,7 @@ METRICS = (
 )  # fmt: skip
 KINDS = ("harness", "kernel", "ladder", "counters", "first")
 PARTS = ("forward", "backward", "end_to_end")
-DTYPES = ("bf16", "fp16")
+DTYPES = ("bf16", "fp16", "fp32")
 LEAVES = ("stacked", "separate")
 GRAD_O = ("number", "matrix")
 OURS, PEERS = peers.OURS, peers.PEERS
@@ -95,6 +95,10 @@ def grid(preset: str) -> list[Case]:
             out += _twice("kernel", impls, part, shape, "separate", "matrix", KERNEL_MS, is_causal, dtype)
         if (head_dim, is_causal, dtype) == (64, True, "bf16"):
             out += _twice("kernel", impls, "backward", shape, "separate", "number", KERNEL_MS)
+    for head_dim in (64, 128):
+        for part in ("forward", "backward"):
+            shape, impls = (*WORK[:2], head_dim), ("flash_triton", "plain_triton", "sdpa_efficient")
+            out += _twice("kernel", impls, part, shape, "separate", "matrix", KERNEL_MS, True, "fp32")
     for head_dim in (64, 128):
         for part in ("forward", "backward"):
             shape = (*WORK[:2], head_dim)

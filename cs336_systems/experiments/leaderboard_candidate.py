@@ -46,7 +46,7 @@ def data_of(case: Case, device: str) -> list[torch.Tensor]:
     """q, k, v and dO of a case: (heads, n, d) each, the same for all that are compared."""
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
     generator = torch.Generator(device).manual_seed(case.seq_len + case.head_dim)
     shape = (4, case.heads, case.seq_len, case.head_dim)
     return list(torch.randn(shape, generator=generator, device=device, dtype=dtype))

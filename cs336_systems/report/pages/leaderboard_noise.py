@@ -177,10 +177,10 @@ def sorted_out(
 
 
 def kernels(chapter: Chapter, machine: str) -> str:
-    """FlashAttention-4's and cuDNN's kernels against ours in the same run, over all shapes and both passes."""
+    """The peers' kernels against ours in the same run, over all shapes that they take and both passes."""
     rows = chapter.measured(machine=machine, **page.KERNEL)
     text = []
-    for impl in ("fa4", "sdpa_cudnn"):
+    for impl in ("fa4", "sdpa_cudnn", "sdpa_efficient"):
         found = []
         for row in rows[rows["impl"] == impl].to_dict("records"):
             ours = rows[rows["impl"].isin(page.OURS) & (rows["run"] == row["run"])]
