@@ -17,6 +17,7 @@ from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import headline
 from cs336_systems.report.pages import flash_bench as page
+from cs336_systems.report.pages import flash_bench_host as host
 from cs336_systems.report.pages import flash_bench_words as words
 from cs336_systems.report.roofs import roofs
 
@@ -280,7 +281,8 @@ def test_what_loses_is_named_with_its_lengths(results_root):
     text = words.losses(chapter, "h100-x1", heads=16, dtypes=("bf16",))
     assert "SDPA (cuDNN) at" in text  # 0.7 of our time where the host's share is small
     assert "FlexAttention" not in text  # 1.5 times ours
-    assert words.losses(chapter, "h100-x1", dtypes=("fp32",)) == "Ours is slower nowhere."
+    nowhere = words.losses(chapter, "h100-x1", dtypes=("fp32",))
+    assert nowhere == "In fp32, ours is slower nowhere beyond the noise."
     table = page.courses(chapter, heads=16, dtype="bf16")
     cudnn = table[(table["peer"] == "SDPA (cuDNN)") & (table["d"] == 128)].iloc[0]
     assert cudnn["forward + backward"] == "slower at 1k–32k"
@@ -314,10 +316,219 @@ def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
     write_rows(results_root)
     chapter = report.Chapter("flash_bench", measure="no")
     many = {"machine": "h100-x1", "heads": 16, "dtype": "bf16"}
-    text = words.without_host(chapter, **many)
+    text = host.without_host(chapter, **many)
     assert "forward 0.67 to 0.67" in text  # the peer's kernels take 1.5 times ours
     assert "backward at 1024 tokens, $d = 64$" in text and "800" in text and "700" in text
     assert text.count("tokens") == 1
     table = page.gpu_and_host(chapter, 2048, **many)
     assert len(table) == 2 * 2 * 4
     assert table.iloc[0]["B: host µs"] == "800"
+
+
+def test_times_whose_bands_overlap_are_even(results_root, monkeypatch):
+    of_case = metrics_of
+
+    def with_a_wide_band(case):
+        wide = {"end_to_end_ms_p80": 100.0} if case.heads == 16 and case.seq_len == 1024 else {}
+        return of_case(case) | wide
+
+    monkeypatch.setitem(globals(), "metrics_of", with_a_wide_band)
+    write_rows(results_root)
+    chapter = report.Chapter("flash_bench", measure="no")
+    table = page.ratios(chapter, "flex_compiled", "end_to_end", heads=16, head_dim=128).set_index("seq_len")
+    assert page.verdict(*table.loc[1024, ["ratio", "noise"]]) == "even"
+    assert page.verdict(*table.loc[2048, ["ratio", "noise"]]) == "faster"
+    figure = page.ratio_figure(chapter, ["flex_compiled"], heads=16)
+    colours = figure.axes[0].images[0].get_array()
+    assert (colours[:, 0, :3] == pytest.approx(0.93)).all()  # even: the number stays, the colour goes
+    assert (colours[:, 1, 2] > colours[:, 1, 0]).all()  # blue
+    assert len({text.get_text() for text in figure.axes[0].texts} & {"–", ""}) == 0
+
+
+def test_a_note_about_earlier_code_stands_only_under_rows_of_such(results_root, monkeypatch):
+    write_rows(results_root)
+    path = results_root / "h100-x1" / "flash_bench.csv"
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    code, head = rows[0].index("code"), rows[0].index("heads")
+    for row in rows[1:]:
+        row[code] = "00000000" if row[head] == "1" else row[code]
+    path.write_text("\n".join(",".join(row) for row in rows) + "\n")
+    chapter = report.Chapter("flash_bench", measure="no")
+    notes = []
+    monkeypatch.setattr(page, "show", lambda table, caption, name, note: notes.append(note))
+    for heads in (1, 16):
+        page.show_rows(chapter, page.errors(chapter, heads), "Errors.", "errors", {"heads": heads})
+    assert notes == ["measured with earlier code", ""]
+
+
+ONE_HEAD = {"machine": "h100-x1", "heads": 1, "head_dim": 64, "dtype": "bf16"}
+
+
+def chapter_of(results_root, monkeypatch, change):
+    """The made-up machine with some metrics changed: `change` has them for a case."""
+    of_case = metrics_of
+    monkeypatch.setitem(globals(), "metrics_of", lambda case: of_case(case) | change(case))
+    write_rows(results_root)
+    return report.Chapter("flash_bench", measure="no"), roofs("h100-x1")
+
+
+def test_growth_tells_linear_from_quadratic(results_root, monkeypatch):
+    chapter, _ = chapter_of(
+        results_root, monkeypatch, lambda c: {"forward_gpu_ms": max(c.seq_len, c.seq_len**2 / 8192)}
+    )
+    text = words.growth(chapter, **ONE_HEAD)
+    assert (
+        "(in a CUDA graph) by 4.00 at the last one, to 64k; $n^2$" in text
+    )  # twice as long is not less than that
+    chapter._frame["forward_gpu_ms"] = [
+        max(n**0.9, n**2 / 8192**1.1) for n in chapter._frame["seq_len"].astype(float)
+    ]
+    text = words.growth(chapter, **ONE_HEAD)
+    assert "by 1.87 up to 8k tokens and by 4.00 at the last one, to 64k" in text
+
+
+def test_the_host_is_blamed_only_where_the_gpu_works_less(results_root, monkeypatch):
+    def hosts(case):
+        ours = case.impl == "flash_triton"
+        gpu = case.seq_len / 1e5 * (0.5 if ours else 1.0)
+        out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
+        if case.seq_len > 4096:
+            return out | {"end_to_end_ms_p50": 2 * gpu}
+        low, middle, high = (0.4, 0.41, 0.42) if ours else (0.2, 0.21, 0.22)
+        out |= {
+            f"end_to_end_ms_{q}": v for q, v in zip(("p20", "p50", "p80"), (low, middle, high), strict=True)
+        }
+        out |= {
+            "backward_host_us": 200.0 if ours else 100.0,
+            "forward_host_us": 40.0,
+            "forward_ms_p50": gpu + 0.004,
+        }
+        return out | (
+            {"forward_host_us": 120.0, "forward_ms_p50": gpu + 0.05} if case.seq_len == 2048 else {}
+        )
+
+    chapter, found = chapter_of(results_root, monkeypatch, hosts)
+    text = host.short(chapter, found, **ONE_HEAD)
+    assert "Up to 4k tokens both passes of ours together take 0.410 ms" in text
+    assert "ours takes 0.50 of SDPA's" in text
+    assert "no faster kernel" in text and "200 µs with ours and 100 µs" in text
+    assert "reads 4.0 µs more" in text and "where it needed more, at 2k tokens, 50 µs more" in text
+    slow_gpu = chapter._frame["impl"] == "flash_triton"
+    chapter._frame.loc[slow_gpu, "forward_gpu_ms"] *= 4  # now the GPU works longer for ours as well
+    assert "no faster kernel" not in host.short(chapter, found, **ONE_HEAD)
+
+
+def test_what_was_predicted_of_plain_attention_is_held_against_rows(results_root, monkeypatch):
+    def slow(case):
+        if case.impl != "reference":
+            return {}
+        ms = 1.0 if case.seq_len < 4096 else 5 * 4 * 2 * case.seq_len**2 / 3e9
+        return {"forward_gpu_ms": 0.1 if case.seq_len < 4096 else ms, "forward_ms_p50": ms} | {
+            f"{part}_tflops": 60.0 for part in flash_bench.PARTS
+        }
+
+    chapter, found = chapter_of(results_root, monkeypatch, slow)
+    text = words.plain(chapter, found, **ONE_HEAD)
+    assert "far below the roof, as predicted: 10 %" in text  # 60 of 600 TFLOP/s
+    assert "takes 5.0 times as long" in text
+    assert "up to 2k tokens the GPU works for less than half" in text
+    plain = chapter._frame["impl"] == "reference"
+    chapter._frame.loc[plain, "forward_tflops"] = 300.0
+    chapter._frame.loc[plain, "forward_gpu_ms"] = chapter._frame["forward_ms_p50"]
+    text = words.plain(chapter, found, **ONE_HEAD)
+    assert "predicted" not in text and "wrong" not in text
+
+
+def test_exponentials_are_the_floor_of_small_heads(results_root):
+    write_rows(results_root)
+    chapter = report.Chapter("flash_bench", measure="no")
+    flops = 600e12 / (132 * 16 * 1980e6)  # in the time of one exponential
+    text = words.exponentials(chapter, roofs("h100-x1"), "h100-x1")
+    assert f"$d$ = {flops / 4:.0f} forward and below $d$ = {flops / 10:.0f} backward" in text
+    assert "not measured" in words.exponentials(chapter, roofs(""), "h100-x1")
+
+
+def test_extremes_are_quoted_from_steady_runs_only(results_root, monkeypatch):
+    def shaken(case):
+        shape = (case.heads, case.seq_len, case.head_dim, case.dtype) == (1, 128, 16, "bf16")
+        if shape and case.impl == "sdpa":
+            return {
+                f"end_to_end_ms_{q}": 1e-3 for q in ("p20", "p50", "p80")
+            }  # as if ours took 100 times as long
+        return {"end_to_end_ms_p50": 0.2} if shape and case.repeat else {}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, shaken)
+    [line] = [x for x in words.findings(chapter, "h100-x1").splitlines() if "SDPA, bf16" in x]
+    assert "of 40 shapes" in line and "slower in 1;" in line
+    assert "n = 128, d = 16" not in line
+    assert "In 1 runs" not in (text := words.spread(chapter)) and "In one run" in text
+
+
+def test_only_lengths_where_ours_is_slower_give_the_worst(results_root, monkeypatch):
+    def shaken(case):
+        if (case.heads, case.head_dim, case.impl) != (16, 128, "sdpa_cudnn") or case.seq_len != 1024:
+            return {}
+        return {"end_to_end_ms_p20": 1e-3, "end_to_end_ms_p50": 1e-2, "end_to_end_ms_p80": 1e3}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, shaken)
+    text = words.losses(chapter, "h100-x1", heads=16, dtypes=("bf16",))
+    assert "$d = 128$: SDPA (cuDNN) at 2k–32k (at most 1.43 ×)" in text  # 1 / 0.7, not what 1k reads
+
+
+def test_the_kernels_that_served_are_counted(results_root, monkeypatch):
+    mixed = "split forward, portable backward"
+    chapter, _ = chapter_of(
+        results_root, monkeypatch,
+        lambda c: {"backend": mixed if c.dtype == "fp32" and c.seq_len > 256 else "portable kernels"},
+    )  # fmt: skip
+    assert f"in fp32 `{mixed}` in 32 and `portable kernels` in 8 of 40 shapes" in words.backends(chapter)
+
+
+def test_errors_beyond_what_was_predicted_are_called_so(results_root, monkeypatch):
+    def errors(case):
+        if case.impl not in ("flash_triton", "reference", "sdpa"):
+            return {}
+        error = {"bf16": 2e-3, "fp32": 1e-6, "tf32": 3e-3 if case.impl == "flash_triton" else 1e-4}[
+            case.dtype
+        ]
+        worse = 1.25 if case.impl == "flash_triton" and case.dtype == "bf16" else 1.0
+        return {"error_out": error, "error_grads": error * worse}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, errors)
+    text = words.accuracy(chapter)
+    assert (
+        "3,000 times for ours (more than predicted) and 100 times for plain PyTorch (less than predicted)"
+        in text
+    )
+    assert "ours is worse than PyTorch" in text
+    chapter._frame["error_grads"] = 2e-3
+    assert "ours is worse than PyTorch" not in words.accuracy(chapter)
+
+
+def test_peaks_are_counted_in_matrices_above_the_least(results_root, monkeypatch):
+    n = 65536
+    chapter, _ = chapter_of(
+        results_root, monkeypatch,
+        lambda c: {"peak_gib": 1.5 + (3 * 2 * c.seq_len**2 / 2**30 if c.impl == "reference" else 0.0)},
+    )  # fmt: skip
+    text = words.memory(chapter, **ONE_HEAD)
+    assert f"At {n} tokens ours peaks at 1.50 GiB" in text
+    assert "Above the least of all peaks, 1.50 GiB, plain PyTorch's" in text
+    assert "3.0 matrices" in text
+
+
+def test_the_longest_shapes_are_those_of_one_machine(results_root):
+    write_rows(results_root)
+    chapter = report.Chapter("flash_bench", measure="no")
+    text = words.longest(chapter, machine="h100-x1", heads=16, dtype="bf16")
+    assert "ours takes 1.43 times as long as SDPA (cuDNN)" in text
+    assert text.count("32k tokens, $d = 128$") == 3
+    assert "not measured" in words.longest(chapter, machine="h200-x1", heads=16, dtype="bf16")
+
+
+def test_a_pair_lies_as_far_apart_whichever_time_is_the_longer(results_root, monkeypatch):
+    def halved(case):
+        return {"forward_ms_p50": {0: 2.0, 1: 1.0}[case.repeat]} if case.impl == "flash_triton" else {}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, halved)
+    assert (page.spread(chapter)["forward"] == 1.0).all()

@@ -223,6 +223,12 @@ def test_only_long_texts_of_short_words_break_in_the_pdf():
     assert "tabularcolumns} lll" in tables.to_markdown(frame)
 
 
+def test_a_distance_is_the_same_whichever_stands_first():
+    assert tables.distance(1.25) == tables.distance(0.8) == 0.25 and tables.distance(1.0) == 0
+    assert tables.distance(pd.Series([1.25, 0.8, 1.0])).tolist() == [0.25, 0.25, 0]
+    assert tables.distance(pd.Series([math.nan])).isna().all()
+
+
 def test_si():
     assert tables.si(2.1e9, "FLOP") == "2.10 GFLOP"
     assert tables.si(3.0, "FLOP") == "3.00 FLOP"

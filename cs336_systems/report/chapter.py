@@ -279,11 +279,12 @@ class Chapter:
         return f"Measured on `{machine}` ({what}), {when}: {count} cases.{beside}{earlier}"
 
     def note(self, frame: pd.DataFrame | None = None) -> str:
-        """What must stand under a table of these rows: `measured with earlier code`, or nothing."""
-        stale = self.stale()
-        if frame is not None and "run" in frame:
-            stale = stale[stale["run"].isin(frame["run"])]
-        return "measured with earlier code" if len(stale) else ""
+        """What must stand under a table of these rows, or of some of the chapter: that they were measured with earlier
+        code, or nothing."""
+        stale, earlier = self.stale(), "measured with earlier code"
+        if frame is None or "run" not in frame:
+            return f"some rows of this chapter were {earlier}" if len(stale) else ""
+        return earlier if stale["run"].isin(frame["run"]).any() else ""
 
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
         """`tables.show`, with the chapter's note about earlier code under it.

@@ -60,6 +60,13 @@ def percent(share: float | None, digits: int = 2) -> str:
     return EMPTY if pd.isna(share) else f"{fmt(100 * share, digits)} %"
 
 
+def distance(ratio: Any) -> Any:
+    """How far apart two values lie by their ratio (a number or a Series), whichever stands first: the larger over the
+    smaller, less one. That of a case measured twice (A/A) is the noise that other distances are held against."""
+    larger = ratio.where(ratio >= 1, 1 / ratio) if isinstance(ratio, pd.Series) else max(ratio, 1 / ratio)
+    return larger - 1
+
+
 def span(values: Iterable[float], digits: int = 3, show: Callable[[float, int], str] = fmt) -> str:
     """`"1.00 to 1.91"`, the least and the greatest of one or more values; one of them where they read the same."""
     values = list(values)

@@ -5,9 +5,9 @@ are computed, which is as accurate as fp32.
     a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is about 2⁻²⁴ of a b
 
 On Hopper's tensor cores six products of bf16 take as long as three of TF32, the other way to that accuracy
-(`triton_kernels`). But tiles of bf16 are half as large, both operands may come from shared memory in either order, and
-Q, K, V and dO can be taken apart once, by a small kernel, instead of in every step of every program; P and dS, which
-are made on the chip, are taken apart there.
+(`triton_kernels`). But both operands may come from shared memory in either order, and Q, K, V and dO can be taken apart
+once, by a small kernel, instead of in every step of every program; P and dS are taken apart on the chip, where they are
+made.
 
 Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols,
 passes and their order are those of `triton_kernels`, and gradients are the same bits every time.

@@ -18,7 +18,7 @@ from cs336_systems.report.pages.allreduce import (
     percent,
     place_of,
 )
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import distance, fmt
 
 PROMISE = 0.03  # a bucket's all-reduce alone is to be this close to `dist.all_reduce` of as many bytes
 NEAR = 0.1  # what is closer than this to a prediction counts as having met it
@@ -231,7 +231,7 @@ def noise_words(chapter: Chapter) -> str:
         ms = [1e3 * line.seconds(x) for x in rows["num_bytes"]]
         outside = int(((rows["ms_p20"] > ms) | (rows["ms_p80"] < ms)).sum())
         again = [
-            abs(p["again"] - 1)
+            distance(p["again"])
             for p in pairs_of.get((ranks.machine, ranks.backend), [])
             if p["world_size"] == ranks.world_size
         ]
@@ -258,7 +258,7 @@ def bucket_words(chapter: Chapter) -> str:
     said = []
     for (machine, backend), part in _by_backend(chapter).items():
         within = [p for p in part if p["bucket"] - 1 <= PROMISE]
-        noise = max(abs(p["again"] - 1) for p in part)
+        noise = max(distance(p["again"]) for p in part)
         text = (
             f"- `{machine}`, {NAMES[backend]}: a bucket's all-reduce takes at most {100 * PROMISE:.0f} % longer than"
             f" `dist.all_reduce` in {len(within)} of {len(part)} pairs"

@@ -14,7 +14,7 @@ from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages.flash_bench import verdict
 from cs336_systems.report.roofs import Roofs, machine_environment
-from cs336_systems.report.tables import EMPTY, fmt, percent
+from cs336_systems.report.tables import EMPTY, distance, fmt, percent
 
 PARTS = ("forward", "backward")
 PLAIN, COMPILED, OURS = "reference", "reference_compiled", "flash_triton"
@@ -334,8 +334,7 @@ def spread(chapter: Chapter) -> pd.DataFrame:
     first, second = rows[rows["repeat"] == 0], rows[rows["repeat"] == 1]
     both = first.merge(second, on=[*SHAPE, "impl", "run"], suffixes=("", "_again"))
     for part in PARTS:
-        factor = (both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"]).astype(float)
-        both[part] = factor.where(factor >= 1, 1 / factor) - 1
+        both[part] = distance((both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"]).astype(float))
     return both[[*SHAPE, "run", *PARTS]]
 
 

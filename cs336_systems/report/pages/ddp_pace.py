@@ -17,7 +17,7 @@ import pandas as pd
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.pages import ddp_predictions as predictions
-from cs336_systems.report.tables import EMPTY, fmt, listed, percent
+from cs336_systems.report.tables import EMPTY, distance, fmt, listed, percent
 
 EVEN = 0.05  # of the median step: a p20–p80 range up to this is that of an even step
 PRECISIONS = {"tf32": "TF32", "fp32": "fp32", "bf16": "bf16"}
@@ -121,8 +121,8 @@ def again(chapter: Chapter) -> pd.DataFrame:
         "batch",
     ]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    apart = both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1
-    return both[keys].assign(apart=apart.abs())
+    ratio = both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float)
+    return both[keys].assign(apart=distance(ratio))
 
 
 def traced(chapter: Chapter, machine: str, context: int, wrapper: str) -> dict[str, Any] | None:

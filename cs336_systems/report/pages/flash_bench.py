@@ -15,7 +15,7 @@ from cs336_systems import accounting
 from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import EMPTY, fmt, show
+from cs336_systems.report.tables import EMPTY, distance, fmt, show
 
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
@@ -53,6 +53,9 @@ def show_rows(
     chapter: Chapter, table: pd.DataFrame, caption: str, name: str, rows: dict[str, Any], **options: Any
 ) -> None:
     """A table with the note about earlier code only where the rows it shows are such: `rows` chooses them."""
+    if "machine" in table and table["machine"].nunique() == 1:
+        caption += f" Machine: `{table['machine'].iloc[0]}`."
+        table = table.drop(columns="machine")
     show(table, caption=caption, name=name, note=chapter.note(chapter.rows(**rows)), **options)
 
 
@@ -216,7 +219,7 @@ def spread(chapter: Chapter) -> pd.DataFrame:
     first, second = rows[rows["repeat"] == 0], rows[rows["repeat"] == 1]
     both = first.merge(second, on=[*SHAPE, "impl", "run"], suffixes=("", "_again"))
     for part in PARTS:
-        both[part] = (both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"] - 1).abs()
+        both[part] = distance((both[f"{part}_ms_p50_again"] / both[f"{part}_ms_p50"]).astype(float))
     return both[[*SHAPE, "run", *PARTS]]
 
 
@@ -299,33 +302,6 @@ def stretches(table: pd.DataFrame) -> list[tuple[str, str]]:
     return [(w, short(ns[0]) + (f"–{short(ns[-1])}" if len(ns) > 1 else "")) for w, ns in found]
 
 
-def verdicts(chapter: Chapter, part: str = "end_to_end") -> pd.DataFrame:
-    """For each peer and dtype: in how many shapes ours is faster, even (within the A/A spread) or slower,
-    and how much.
-    """
-    out = []
-    for heads in values(chapter, "heads"):
-        for peer in implementations(chapter, heads=heads):
-            if peer == OURS:
-                continue
-            for dtype in dict.fromkeys(chapter.rows(heads=heads, impl=peer)["dtype"]):
-                table = ratios(chapter, peer, part, heads=heads, dtype=dtype)
-                if table.empty:
-                    continue
-                said = [verdict(r.ratio, r.noise) for r in table.itertuples()]
-                low, high = table.loc[table["ratio"].idxmin()], table.loc[table["ratio"].idxmax()]
-                ends = [
-                    f"{fmt(r['ratio'])} × ({figures.short(r['seq_len'])}, {r['head_dim']})"
-                    for r in (low, high)
-                ]
-                out.append({
-                    "peer": figures.label(peer), "heads": heads, "dtype": dtype, "shapes": len(table),
-                    **{word: said.count(word) for word in ("faster", "even", "slower")},
-                    "median": f"{fmt(table['ratio'].median())} ×", "least": ends[0], "most": ends[1],
-                })  # fmt: skip
-    return pd.DataFrame(out)
-
-
 # ------------------------------------------------------------------------------------------------ figures
 def speed_figure(chapter: Chapter, roofs: Roofs, what: str, **where: Any) -> Figure:
     """Three panels over the sequence length: `what` is `"ms"` (with the 20 % to 80 % band) or `"tflops"`
@@ -372,10 +348,10 @@ def ratio_figure(chapter: Chapter, peers: list[str], part: str = "end_to_end", *
             index="head_dim", columns="seq_len", values="word", aggfunc="first"
         )
         words = words.replace("ok", EMPTY)
-        even = [verdict(row.ratio, row.noise) == "even" for row in table.itertuples()]
+        even = np.array([verdict(row.ratio, row.noise) == "even" for row in table.itertuples()], dtype=bool)
         for row in table[even].itertuples():
             words.loc[row.head_dim, row.seq_len] = fmt(row.ratio, 2)
-        table = table[[not e for e in even]]
+        table = table[~even]
         shown = table.pivot_table(index="head_dim", columns="seq_len", values="ratio", aggfunc="first")
         figures.heat(ax, shown.reindex(index=words.index, columns=words.columns), words=words)
         ax.set_ylabel("d")

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter, status_words
 from cs336_systems.report.roofs import roofs
-from cs336_systems.report.tables import EMPTY, fmt, si
+from cs336_systems.report.tables import EMPTY, distance, fmt, si
 
 
 def _share(number: float | None, promised: float | None) -> str:
@@ -116,7 +116,7 @@ def spread_table(chapter: Chapter) -> pd.DataFrame:
         {
             "machine": r["machine"], "case": f"{r['kind']}, {r['dtype']}", "size": figures.short(r["size"]),
             "first, ms": fmt(r["ms_p50"]), "again, ms": fmt(r["ms_p50_again"]),
-            "apart": f"{fmt(100 * abs(r['ms_p50_again'] / r['ms_p50'] - 1), 2)} %",
+            "apart": f"{fmt(100 * distance(r['ms_p50_again'] / r['ms_p50']), 2)} %",
         }
         for _, r in both[both["status"] == "ok"].iterrows()
     ]  # fmt: skip

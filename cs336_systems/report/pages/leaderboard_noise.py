@@ -12,7 +12,7 @@ from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
-from cs336_systems.report.tables import fmt, listed, percent
+from cs336_systems.report.tables import distance, fmt, listed, percent
 
 KINDS = {
     "harness": "the harness",
@@ -32,7 +32,7 @@ VERDICTS = {
 
 def pairs(chapter: Chapter, machine: str) -> pd.DataFrame:
     """The cases measured twice in one run, a row each: that of the first, `again` with what was `compared` for the
-    second, `mhz_again`, and `apart`, by which share the two differ."""
+    second, `mhz_again`, and `apart`, how far the two lie apart (`tables.distance`)."""
     rows = chapter.measured(machine=machine)
     kinds = {kind: _COMPARED.get(kind, "ms_p50") for kind in KINDS}
     columns = rows["kind"].map(kinds)
@@ -42,7 +42,7 @@ def pairs(chapter: Chapter, machine: str) -> pd.DataFrame:
     second = rows[rows["repeat"] == 1][["run", "kind", "impl", "part", "compared", "sm_mhz"]]
     second = second.rename(columns={"compared": "again", "sm_mhz": "mhz_again"})
     both = rows[rows["repeat"] == 0].merge(second, on=["run", "kind", "impl", "part"])
-    both["apart"] = (both["again"] / both["compared"] - 1).abs()
+    both["apart"] = distance(both["again"] / both["compared"])
     return both.dropna(subset="apart")
 
 
@@ -64,7 +64,7 @@ def verdict(ratio: float, own: float | None, most: float | None) -> str:
     """A key of VERDICTS for a ratio of times. own: what the repetition of that run differs by; most: the largest of the
     kind. Where only one is known it stands for both; where none is, any difference counts."""
     known = [share for share in (own, most) if share is not None]
-    away = max(ratio, 1 / ratio) - 1
+    away = distance(ratio)
     if away <= min(known, default=0.0):
         return "even"
     if away <= max(known, default=0.0):

@@ -14,7 +14,7 @@ from cs336_systems import accounting
 from cs336_systems.measure.phases import each
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs, roofs
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, distance, fmt
 from cs336_systems.sizes import SIZES, size
 
 PHASES = ("forward", "backward", "optimizer")
@@ -116,10 +116,10 @@ def passes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def noise(rows: pd.DataFrame, metric: str = "step_ms_p50") -> pd.Series:
-    """How far the two rows of each A/A pair lie apart, as a share of the first."""
+    """How far the two rows of each A/A pair lie apart (`tables.distance`)."""
     keys = [c for c in (*SHAPE, "mode", "dtype", "attention", "compile", "warmup", "run") if c in rows]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    return (both[f"{metric}_again"].astype(float) / both[metric].astype(float) - 1).abs()
+    return distance(both[f"{metric}_again"].astype(float) / both[metric].astype(float))
 
 
 def noise_words(chapter: Chapter, metric: str = "step_ms_p50") -> str:

@@ -13,7 +13,7 @@ from cs336_systems.experiments.torch_compile import SPEED_CONTEXT
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import steps
-from cs336_systems.report.tables import EMPTY, fmt, listed, percent, span
+from cs336_systems.report.tables import EMPTY, distance, fmt, listed, percent, span
 from cs336_systems.sizes import SIZES
 
 ATTENTION = {"reference": "plain", "sdpa": "SDPA", "flash_triton": "ours, Triton"}
@@ -307,13 +307,13 @@ def target_words(chapter: Chapter) -> str:
             if plain is not None and _ok(ours, plain):
                 ratio = plain["step_ms_p50"] / ours["step_ms_p50"]
                 words += f", {fmt(ratio)} × plain alike ({'above' if ratio >= TARGET else 'below'} the aim of {TARGET}"
-                words += f"{f'; {MERE_NOISE}' if abs(ratio - 1) <= apart else ''})"
+                words += f"{f'; {MERE_NOISE}' if distance(ratio) <= apart else ''})"
             elif plain is not None and plain["status"] != NOT_MEASURED:
                 words += f"; plain alike: {steps.word(plain['status'])}"
             if sdpa is not None and _ok(ours, sdpa):
                 ratio = sdpa["step_ms_p50"] / ours["step_ms_p50"]
                 words += f", {fmt(ratio)} × SDPA alike"
-                words += f" ({MERE_NOISE})" if abs(ratio - 1) <= apart else ""
+                words += f" ({MERE_NOISE})" if distance(ratio) <= apart else ""
             said.append(words + ".")
     if not said:
         return f"Ours against the others: {NOT_MEASURED}."
@@ -336,7 +336,7 @@ def aims_words(chapter: Chapter) -> str:
                 if None in (ours, plain, sdpa) or not _ok(ours, plain, sdpa):
                     continue
                 fast = plain["step_ms_p50"] / ours["step_ms_p50"] >= TARGET
-                fast &= sdpa["step_ms_p50"] / ours["step_ms_p50"] >= 1 - apart
+                fast &= ours["step_ms_p50"] / sdpa["step_ms_p50"] <= 1 + apart
                 (met if fast else missed).append(f"`{size}`, batch {batch}, {COMPILE[compile]}")
         said += [f"- `{machine}`, met: {'; '.join(met)}."] * bool(met)
         said += [f"- `{machine}`, missed: {'; '.join(missed)}."] * bool(missed)

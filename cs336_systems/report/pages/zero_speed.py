@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -30,7 +29,7 @@ from cs336_systems.report.pages.zero import (
     world_size,
 )
 from cs336_systems.report.roofs import roofs
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import EMPTY, distance, fmt
 from cs336_systems.sizes import size
 
 ROUNDS = 4  # of ShardedOptimizer, by default
@@ -263,11 +262,11 @@ def timed(chapter: Chapter, **where: Any) -> pd.DataFrame:
 
 
 def noise(chapter: Chapter, team: tuple[str, int] | None = None) -> dict[int, float]:
-    """Context → how far the medians of its A/A pair lie apart, as a share of the first; of the main team, or this."""
+    """Context → how far the medians of its A/A pair lie apart (`tables.distance`); of the main team, or this."""
     rows = timed(chapter, **_of(chapter, team))
     keys = ["variant", "context_length", "size", "run"]
     both = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    apart = np.abs(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float) - 1)
+    apart = distance(both["step_ms_p50_again"].astype(float) / both["step_ms_p50"].astype(float))
     return dict(sorted(zip(both["context_length"].astype(int), apart, strict=True)))
 
 
@@ -283,7 +282,7 @@ def doubt(chapter: Chapter, row: Row, other: Row) -> str:
     or ranges from 20 to 80 % that overlap; empty if nothing does.
     """
     known = noise(chapter, (row["machine"], int(row["world_size"])))
-    if abs(row["step_ms_p50"] / other["step_ms_p50"] - 1) <= known.get(int(row["context_length"]), 0.0):
+    if distance(row["step_ms_p50"] / other["step_ms_p50"]) <= known.get(int(row["context_length"]), 0.0):
         return NO_MORE
     overlap = row["step_ms_p20"] <= other["step_ms_p80"] and other["step_ms_p20"] <= row["step_ms_p80"]
     return "ranges overlap" if overlap else ""
