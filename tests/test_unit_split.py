@@ -37,16 +37,28 @@ SHIPPED = [
     "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_pieces_add_up_and_the_padding_is_zero(device):
-    x = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3, device=device).transpose(1, 2)
-    x[0, 0, 0, :4] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
-    pieces = torch.full_like(launch._pieces(x), float("nan"))
-    launch._split(x, pieces)
-    three = pieces.double().view(3, 2, 3, 128, 32)
-    assert not three[..., 70:, :].any() and not three[..., 24:].any()
-    exact = x.double()
-    found = three.sum(0)[..., :70, :24]
-    assert ((found - exact).abs() <= 2.0**-24 * exact.abs()).all()
-    assert three[1:].any()  # one piece would not do
+    q = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3, device=device).transpose(1, 2)
+    k = fresh(2, 3, 130, 24, requires_grad=False, device=device)
+    v = fresh(2, 3, 24, 130, requires_grad=False, scale=1e-3, device=device).transpose(2, 3)
+    q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
+    rows = launch._piece_rows(q, k, gradient=False)
+    pieces = torch.full_like(launch._pieces(q, rows), float("nan"))
+    launch._split(q, k, v, pieces)
+    for x, part in zip((q, k, v), pieces.split(rows), strict=True):
+        n = x.shape[2]
+        three = part.double().view(3, 2, 3, -1, 32)
+        assert not three[..., n:, :].any() and not three[..., 24:].any()
+        exact = x.double()
+        found = three.sum(0)[..., :n, :24]
+        assert ((found - exact).abs() <= 2.0**-24 * exact.abs()).all()
+        assert three[1:].any()  # one piece would not do
+
+
+def test_pieces_lie_where_launches_look_for_them():
+    q, k = torch.zeros(1, 2, 70, 24), torch.zeros(1, 2, 130, 24)
+    rows = launch._piece_rows(q, k, gradient=True)
+    pieces = launch._pieces(q, rows)
+    assert launch._addresses(pieces, rows) == tuple(x.data_ptr() for x in pieces.split(rows))
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])

@@ -82,15 +82,35 @@ def _store_pieces(pieces_ptr, row, piece_rows, tile, ROWS: tl.constexpr, D: tl.c
     tl.store(pieces_ptr + 2 * piece + at, x2)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def split_kernel(x_ptr, pieces_ptr, x_batch, x_head, x_row, x_col, heads, batch_heads, num_rows, padded_rows,
+@triton.jit
+def _split_rows(x_ptr, pieces_ptr, x_batch, x_head, x_row, x_col, index, first, heads, batch_heads, num_rows,
+                padded_rows, ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
+    """The pieces of ROWS rows of a head, if it has them."""
+    if first < padded_rows:
+        x = _load_tile(_head(x_ptr, index, heads, x_batch, x_head), x_row, x_col, first, num_rows, ROWS, D, HEAD_DIM,
+                       True)  # fmt: skip
+        _store_pieces(pieces_ptr, index * padded_rows + first, batch_heads * padded_rows, x, ROWS, D)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
+                 v_batch, v_head, v_row, v_col, heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys,
                  ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
-    """The pieces of one of Q, K, V: (batch, heads, num_rows, HEAD_DIM), any strides. Grid: (row tiles · heads,)."""
+    """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, one behind the other. Grid: (tiles
+    of the longer's rows · heads, 3)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
-    x = _load_tile(_head(x_ptr, index, heads, x_batch, x_head), x_row, x_col, first, num_rows, ROWS, D, HEAD_DIM,
-                   True)  # fmt: skip
-    _store_pieces(pieces_ptr, index * padded_rows + first, batch_heads * padded_rows, x, ROWS, D)
+    keys_ptr = pieces_ptr + tl.cast(batch_heads, tl.int64) * padded_queries * (3 * D)
+    if tl.program_id(1) == 0:
+        _split_rows(q_ptr, pieces_ptr, q_batch, q_head, q_row, q_col, index, first, heads, batch_heads, num_queries,
+                    padded_queries, ROWS, D, HEAD_DIM)  # fmt: skip
+    elif tl.program_id(1) == 1:
+        _split_rows(k_ptr, keys_ptr, k_batch, k_head, k_row, k_col, index, first, heads, batch_heads, num_keys,
+                    padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+    else:
+        values_ptr = keys_ptr + tl.cast(batch_heads, tl.int64) * padded_keys * (3 * D)
+        _split_rows(v_ptr, values_ptr, v_batch, v_head, v_row, v_col, index, first, heads, batch_heads, num_keys,
+                    padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries"])

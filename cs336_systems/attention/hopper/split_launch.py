@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -89,37 +90,51 @@ def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def _launch(
-    kernel: Any, grid: int, descriptors: tuple[TensorDescriptor, ...], pointers: int, arguments: dict[str, Any],
-    tiles: Tiles | None = None,
+    kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
+    arguments: dict[str, Any], tiles: Tiles | None = None,
 ) -> list[Plan]:  # fmt: skip
     """Launches a kernel; how to do so again, or nothing in Triton's interpreter."""
     options = {} if tiles is None else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if INTERPRETED:
-        kernel[(grid, 1, 1)](*descriptors, **arguments)
+        kernel[grid](*descriptors, **arguments)
         return []
-    return [first_launch(kernel, (grid, 1, 1), descriptors, pointers, arguments, **options)]
+    return [first_launch(kernel, grid, descriptors, pointers, arguments, **options)]
 
 
 def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
     return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
 
 
-def _pieces(x: torch.Tensor) -> torch.Tensor:
-    """Room for the pieces of x (batch, heads, n, d)."""
-    batch, heads, length, head_dim = x.shape
-    rows = 3 * batch * heads * padded_rows(length)
-    return torch.empty((rows, padded(head_dim)), device=x.device, dtype=torch.bfloat16)
+def _piece_rows(q: torch.Tensor, k: torch.Tensor, gradient: bool) -> list[int]:
+    """The rows of the pieces of Q, K, V and, if asked for, dO."""
+    heads = q.shape[0] * q.shape[1]
+    queries, keys = 3 * heads * padded_rows(q.shape[2]), 3 * heads * padded_rows(k.shape[2])
+    return [queries, keys, keys, queries] if gradient else [queries, keys, keys]
 
 
-def _split(x: torch.Tensor, pieces: torch.Tensor) -> list[Plan]:
-    batch, heads, length, head_dim = x.shape
-    rows = padded_rows(length)
-    arguments = dict(x_ptr=x, pieces_ptr=pieces) | _strides("x", x)
+def _pieces(q: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Room for all pieces, one behind the other."""
+    return torch.empty((sum(rows), padded(q.shape[3])), device=q.device, dtype=torch.bfloat16)
+
+
+def _addresses(pieces: torch.Tensor, rows: list[int]) -> tuple[int, ...]:
+    """Where the pieces of each tensor begin."""
+    row_bytes = 2 * pieces.shape[1]
+    return tuple(itertools.accumulate((n * row_bytes for n in rows[:-1]), initial=pieces.data_ptr()))
+
+
+def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor) -> list[Plan]:
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
+    queries, keys = padded_rows(num_queries), padded_rows(num_keys)
+    arguments = dict(q_ptr=q, k_ptr=k, v_ptr=v, pieces_ptr=pieces)
+    arguments |= _strides("q", q) | _strides("k", k) | _strides("v", v)
     arguments |= dict(
-        heads=heads, batch_heads=batch * heads, num_rows=length, padded_rows=rows, ROWS=_ROWS, D=pieces.shape[1],
-        HEAD_DIM=head_dim,
+        heads=heads, batch_heads=batch * heads, num_queries=num_queries, num_keys=num_keys, padded_queries=queries,
+        padded_keys=keys, ROWS=_ROWS, D=pieces.shape[1], HEAD_DIM=head_dim,
     )  # fmt: skip
-    return _launch(split.split_kernel, batch * heads * rows // _ROWS, (), 2, arguments)
+    grid = (batch * heads * max(queries, keys) // _ROWS, 3, 1)
+    return _launch(split.split_kernel, grid, (), 4, arguments)
 
 
 def _alignment(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -136,21 +151,21 @@ def launch_forward(
             return launch_forward(q, k, v, is_causal, tiles)
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    pieces = [_pieces(x) for x in (q, k, v)]
+    piece_rows = _piece_rows(q, k, gradient=False)
+    pieces = _pieces(q, piece_rows)
     key = (
         "split", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
         _alignment(q, k, v),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), tuple(x.data_ptr() for x in pieces)
-        for plan, x, address in zip(plans, (q, k, v), at, strict=False):
-            plan.again(index, (), x.data_ptr(), address)
-        plans[3].again(index, at, o.data_ptr(), logsumexp.data_ptr())
+        index, at = q.get_device(), _addresses(pieces, piece_rows)
+        plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
+        plans[1].again(index, at, o.data_ptr(), logsumexp.data_ptr())
         return o, logsumexp
     batch, heads, num_queries, head_dim = q.shape
-    num_keys, d = k.shape[2], pieces[0].shape[1]
+    num_keys, d = k.shape[2], pieces.shape[1]
     tiles = tiles or tiles_for("forward", head_dim, batch * heads, num_queries, _multiprocessors(q))
-    plans = [plan for x, y in zip((q, k, v), pieces, strict=True) for plan in _split(x, y)]
+    plans = _split(q, k, v, pieces)
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | _strides("o", o)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
@@ -159,8 +174,8 @@ def launch_forward(
         EVEN_N=num_keys % tiles.block_n == 0,
     )  # fmt: skip
     rows = (tiles.block_m, tiles.block_n, tiles.block_n)
-    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
-    grid = triton.cdiv(num_queries, tiles.block_m) * batch * heads
+    described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(piece_rows), rows, strict=True))
+    grid = (triton.cdiv(num_queries, tiles.block_m) * batch * heads, 1, 1)
     plans += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
     remember(key, plans)
     return o, logsumexp
@@ -182,30 +197,32 @@ def launch_backward(
     num_keys, batch_heads = k.shape[2], batch * heads
     padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    pieces = [_pieces(x) for x in (q, k, v, do)]
+    piece_rows = _piece_rows(q, k, gradient=True)
+    pieces = _pieces(q, piece_rows)
     delta = torch.empty((batch_heads, padded_queries), device=q.device, dtype=torch.float32)
     key = (
         "split backward", is_causal, query_tiles, key_tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
         v.stride(), o.stride(), do.stride(), _alignment(q, k, v, o, do, logsumexp),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), tuple(x.data_ptr() for x in pieces)
-        for plan, x, address in zip(plans, (q, k, v), at, strict=False):
-            plan.again(index, (), x.data_ptr(), address)
+        index, at = q.get_device(), _addresses(pieces, piece_rows)
+        plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
         l_at, delta_at = logsumexp.data_ptr(), delta.data_ptr()
-        plans[3].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
-        plans[4].again(index, at, l_at, delta_at, dq.data_ptr())
-        plans[5].again(index, at, l_at, delta_at, dk.data_ptr(), dv.data_ptr())
+        plans[1].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
+        plans[2].again(index, at, l_at, delta_at, dq.data_ptr())
+        plans[3].again(index, at, l_at, delta_at, dk.data_ptr(), dv.data_ptr())
         return dq, dk, dv
-    d, scale = pieces[0].shape[1], head_dim**-0.5
-    plans = [plan for x, y in zip((q, k, v), pieces, strict=False) for plan in _split(x, y)]
-    arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=pieces[3], delta_ptr=delta)
+    d, scale = pieces.shape[1], head_dim**-0.5
+    plans = _split(q, k, v, pieces)
+    of_each = pieces.split(piece_rows)
+    arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=of_each[3], delta_ptr=delta)
     arguments |= _strides("o", o) | _strides("do", do)
     arguments |= dict(
         heads=heads, batch_heads=batch_heads, num_queries=num_queries, padded_queries=padded_queries, ROWS=_ROWS, D=d,
         HEAD_DIM=head_dim, EXPANDED=do.stride(3) == 0,
     )  # fmt: skip
-    plans += _launch(split.split_gradient_kernel, batch_heads * padded_queries // _ROWS, (), 4, arguments)
+    grid = (batch_heads * padded_queries // _ROWS, 1, 1)
+    plans += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
     sizes = dict(
         batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_queries, padded_keys=padded_keys, c=scale * LOG2_E, scale=scale,
@@ -218,16 +235,16 @@ def launch_backward(
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq) | _strides("dq", dq) | sizes | constants
     arguments |= dict(EVEN_N=num_keys % tiles.block_n == 0)
     rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
-    grid = triton.cdiv(num_queries, tiles.block_m) * batch_heads
+    described = tuple(_descriptor(x, n) for x, n in zip(of_each, rows, strict=True))
+    grid = (triton.cdiv(num_queries, tiles.block_m) * batch_heads, 1, 1)
     plans += _launch(split.backward_queries_kernel, grid, described, 3, arguments, tiles)
     tiles = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
     constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv) | _strides("dk", dk)
     arguments |= _strides("dv", dv) | sizes | constants | dict(EVEN_M=num_queries % tiles.block_m == 0)
     rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-    described = tuple(_descriptor(x, n) for x, n in zip(pieces, rows, strict=True))
-    grid = triton.cdiv(num_keys, tiles.block_n) * batch_heads
+    described = tuple(_descriptor(x, n) for x, n in zip(of_each, rows, strict=True))
+    grid = (triton.cdiv(num_keys, tiles.block_n) * batch_heads, 1, 1)
     plans += _launch(split.backward_keys_kernel, grid, described, 4, arguments, tiles)
     remember(key, plans)
     return dq, dk, dv
