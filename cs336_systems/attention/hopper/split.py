@@ -219,14 +219,14 @@ def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, k
     return dq
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def backward_queries_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch, dq_head, dq_row,
-                            dq_col, batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, c, scale,
-                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                            IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
-    """dQ of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first."""
-    index = tl.program_id(0) % batch_heads
-    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
+@triton.jit
+def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch, dq_head, dq_row,
+                   dq_col, batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, c, scale,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """dQ of one tile of queries of one head, heaviest first."""
+    index = program % batch_heads
+    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - program // batch_heads
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
     row, piece = index * padded_queries + first_query, batch_heads * padded_queries
@@ -284,15 +284,14 @@ def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
-                         dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries, num_keys,
-                         padded_queries, padded_keys, c, scale,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                         IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
-    """dK and dV of one tile of keys of one head. Grid: (key tiles · heads,), heaviest first."""
-    index = tl.program_id(0) % batch_heads
-    first_key = (tl.program_id(0) // batch_heads) * BLOCK_N
+@triton.jit
+def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
+                 dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries, num_keys, padded_queries,
+                 padded_keys, c, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+    """dK and dV of one tile of keys of one head, heaviest first."""
+    index = program % batch_heads
+    first_key = (program // batch_heads) * BLOCK_N
     row, piece = index * padded_keys + first_key, batch_heads * padded_keys
     k0, k1, k2 = _load(k_desc, row, piece)
     v0, v1, v2 = _load(v_desc, row, piece)
@@ -319,3 +318,28 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_p
                 BLOCK_N, D, HEAD_DIM)  # fmt: skip
     _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
                 BLOCK_N, D, HEAD_DIM)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ backward: both
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "query_programs", "key_programs"])
+def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_desc, v_desc, do_step_desc,
+                    l_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dq_batch, dq_head, dq_row, dq_col,
+                    dk_batch, dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads,
+                    num_queries, num_keys, padded_queries, padded_keys, query_programs, key_programs, c, scale,
+                    QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, KEY_M: tl.constexpr, KEY_N: tl.constexpr,
+                    D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr,
+                    EVEN_N: tl.constexpr):  # fmt: skip
+    """Both passes in one launch, their programs in turns: they do not depend on one another, and few programs of one
+    would leave multiprocessors idle. Grid: (twice the programs of the pass that has more,)."""
+    program = tl.program_id(0) // 2
+    if tl.program_id(0) % 2 == 0:
+        if program < key_programs:
+            _key_program(program, q_step_desc, k_desc, v_desc, do_step_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch,
+                         dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries,
+                         num_keys, padded_queries, padded_keys, c, scale, KEY_M, KEY_N, D, HEAD_DIM, IS_CAUSAL,
+                         EVEN_M)  # fmt: skip
+    else:
+        if program < query_programs:
+            _query_program(program, q_desc, k_step_desc, v_step_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch,
+                           dq_head, dq_row, dq_col, batch_heads, heads, num_queries, num_keys, padded_queries,
+                           padded_keys, c, scale, QUERY_M, QUERY_N, D, HEAD_DIM, IS_CAUSAL, EVEN_N)  # fmt: skip

@@ -209,8 +209,7 @@ def launch_backward(
         plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
         l_at, delta_at = logsumexp.data_ptr(), delta.data_ptr()
         plans[1].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
-        plans[2].again(index, at, l_at, delta_at, dq.data_ptr())
-        plans[3].again(index, at, l_at, delta_at, dk.data_ptr(), dv.data_ptr())
+        plans[2].again(index, at + at, l_at, delta_at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
         return dq, dk, dv
     d, scale = pieces.shape[1], head_dim**-0.5
     plans = _split(q, k, v, pieces)
@@ -223,28 +222,24 @@ def launch_backward(
     )  # fmt: skip
     grid = (batch_heads * padded_queries // _ROWS, 1, 1)
     plans += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
-    sizes = dict(
-        batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
-        padded_queries=padded_queries, padded_keys=padded_keys, c=scale * LOG2_E, scale=scale,
-    )  # fmt: skip
     here = _multiprocessors(q)
-    tiles = query_tiles or tiles_for("backward_queries", head_dim, batch_heads, num_queries, here)
-    constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal
-    )
-    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq) | _strides("dq", dq) | sizes | constants
-    arguments |= dict(EVEN_N=num_keys % tiles.block_n == 0)
-    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-    described = tuple(_descriptor(x, n) for x, n in zip(of_each, rows, strict=True))
-    grid = (triton.cdiv(num_queries, tiles.block_m) * batch_heads, 1, 1)
-    plans += _launch(split.backward_queries_kernel, grid, described, 3, arguments, tiles)
-    tiles = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
-    constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
-    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv) | _strides("dk", dk)
-    arguments |= _strides("dv", dv) | sizes | constants | dict(EVEN_M=num_queries % tiles.block_m == 0)
-    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-    described = tuple(_descriptor(x, n) for x, n in zip(of_each, rows, strict=True))
-    grid = (triton.cdiv(num_keys, tiles.block_n) * batch_heads, 1, 1)
-    plans += _launch(split.backward_keys_kernel, grid, described, 4, arguments, tiles)
+    by_query = query_tiles or tiles_for("backward_queries", head_dim, batch_heads, num_queries, here)
+    by_key = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
+    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
+    arguments |= _strides("dq", dq) | _strides("dk", dk) | _strides("dv", dv)
+    query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
+    key_programs = triton.cdiv(num_keys, by_key.block_n) * batch_heads
+    arguments |= dict(
+        batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
+        padded_queries=padded_queries, padded_keys=padded_keys, query_programs=query_programs,
+        key_programs=key_programs, c=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m, QUERY_N=by_query.block_n,
+        KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
+        EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0,
+    )  # fmt: skip
+    rows = (by_query.block_m, by_query.block_n, by_query.block_n, by_query.block_m)
+    rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)
+    described = tuple(_descriptor(x, n) for x, n in zip(of_each * 2, rows, strict=True))
+    grid = (2 * max(query_programs, key_programs), 1, 1)
+    plans += _launch(split.backward_kernel, grid, described, 5, arguments, by_key)
     remember(key, plans)
     return dq, dk, dv
