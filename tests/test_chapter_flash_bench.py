@@ -355,9 +355,9 @@ def test_a_note_about_earlier_code_stands_only_under_rows_of_such(results_root, 
     path.write_text("\n".join(",".join(row) for row in rows) + "\n")
     chapter = report.Chapter("flash_bench", measure="no")
     notes = []
-    monkeypatch.setattr(page, "show", lambda table, caption, name, note: notes.append(note))
+    monkeypatch.setattr(report.chapter, "show", lambda table, caption, name, note: notes.append(note))
     for heads in (1, 16):
-        page.show_rows(chapter, page.errors(chapter, heads), "Errors.", "errors", {"heads": heads})
+        chapter.show(page.errors(chapter, heads), "Errors.", "errors", {"heads": heads})
     assert notes == ["measured with earlier code", ""]
 
 

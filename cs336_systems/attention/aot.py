@@ -86,10 +86,14 @@ def compile_kernel(
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return _compiled(source, capability, options)
+
+
+def _compiled(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], capability)
-    threads = 32 * tiles.num_warps
-    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    registers, spills, serialized = ptxas_report(ptx, capability)
+    return Compiled(registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized)
 
 
 def compile_hopper_kernel(
@@ -140,10 +144,7 @@ def compile_hopper_kernel(
     options = {"num_warps": 4}
     if kernel == "forward" and config.registers:
         options["maxnreg"] = config.registers
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], 90)
-    threads = 32 * compiled.metadata.num_warps
-    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
+    return _compiled(source, 90, options)
 
 
 def compile_split_kernel(
@@ -177,11 +178,7 @@ def compile_split_kernel(
         if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spills, serialized = ptxas_report(compiled.asm["ptx"], 90)
-    threads = 32 * tiles.num_warps
-    return Compiled(registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"], serialized)
+    return _compiled(source, 90, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
 
 
 def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:

@@ -1,7 +1,7 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels` and, for Hopper, in `hopper`; their launching in
-`triton_launch` and `hopper.launch`, which says what those serve.
+The kernels stand in `triton_kernels` and, for Hopper, in `hopper`; their launching in `triton_launch`, and in
+`hopper.launch` and `hopper.split_launch`, which say what those serve.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ def _precision(dtype: torch.dtype) -> str:
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    """The arguments of a kernel that are the strides of a tensor (batch, heads, n, d)."""
+    return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
+
+
 def _arguments(
     kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles
 ) -> dict[str, Any]:
@@ -43,8 +48,7 @@ def _arguments(
     arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
     for name, x in tensors.items():
         if x.ndim == 4:  # L and D are contiguous and have no strides among the arguments
-            axes = ("batch", "head", "row", "col")
-            arguments |= {f"{name}_{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+            arguments |= strides(name, x)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], scale=head_dim**-0.5,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,

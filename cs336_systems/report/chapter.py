@@ -286,8 +286,11 @@ class Chapter:
             return f"some rows of this chapter were {earlier}" if len(stale) else ""
         return earlier if stale["run"].isin(frame["run"]).any() else ""
 
-    def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
-        """`tables.show`, with the chapter's note about earlier code under it.
+    def show(
+        self, frame: pd.DataFrame, caption: str, name: str, rows: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`tables.show`, with a note about earlier code under it: of the rows that `rows` chooses, as the method does,
+        where the table is made of those alone; else of the chapter.
 
         A column `machine` that holds only one name is left out, and the caption says the name.
         """
@@ -295,7 +298,8 @@ class Chapter:
             name_of = frame["machine"].iloc[0]
             frame = frame.drop(columns="machine")
             caption += f" Machine: `{name_of}`." if name_of in self.machines else ""
-        note = "; ".join(filter(None, [options.pop("note", ""), self.note()]))
+        earlier = self.note() if rows is None else self.note(self.rows(**rows))
+        note = "; ".join(filter(None, [options.pop("note", ""), earlier]))
         show(frame, caption=caption, name=name, note=note, **options)
 
     def problems(self) -> list[str]:

@@ -304,9 +304,8 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
     if IS_CAUSAL:
         begin = (first_key // BLOCK_M) * BLOCK_M
         whole = begin
-        if (
-            D < 128
-        ):  # at 128 columns a loop of its own for the diagonal would cost registers that are not there
+        # at 128 columns a loop of its own for the diagonal would cost registers that are not there
+        if D < 128:
             whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
             dk, dv = _key_steps(
                 k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,

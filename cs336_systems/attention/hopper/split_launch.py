@@ -13,7 +13,14 @@ from cs336_systems.attention.hopper import split
 from cs336_systems.attention.hopper.launch import LOG2_E
 from cs336_systems.attention.hopper.tma import Plan, first_launch
 from cs336_systems.attention.tiles import Tiles
-from cs336_systems.attention.triton_launch import INTERPRETED, elsewhere, remember, remembered, watched
+from cs336_systems.attention.triton_launch import (
+    INTERPRETED,
+    elsewhere,
+    remember,
+    remembered,
+    strides,
+    watched,
+)
 
 MAX_HEAD_DIM = 128
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
@@ -101,10 +108,6 @@ def _launch(
     return [first_launch(kernel, grid, descriptors, pointers, arguments, **options)]
 
 
-def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
-
-
 def _piece_rows(q: torch.Tensor, k: torch.Tensor, gradient: bool) -> list[int]:
     """The rows of the pieces of Q, K, V and, if asked for, dO."""
     heads = q.shape[0] * q.shape[1]
@@ -128,7 +131,7 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tens
     num_keys = k.shape[2]
     queries, keys = padded_rows(num_queries), padded_rows(num_keys)
     arguments = dict(q_ptr=q, k_ptr=k, v_ptr=v, pieces_ptr=pieces)
-    arguments |= _strides("q", q) | _strides("k", k) | _strides("v", v)
+    arguments |= strides("q", q) | strides("k", k) | strides("v", v)
     arguments |= dict(
         heads=heads, batch_heads=batch * heads, num_queries=num_queries, num_keys=num_keys, padded_queries=queries,
         padded_keys=keys, ROWS=_ROWS, D=pieces.shape[1], HEAD_DIM=head_dim,
@@ -166,7 +169,7 @@ def launch_forward(
     num_keys, d = k.shape[2], pieces.shape[1]
     tiles = tiles or tiles_for("forward", head_dim, batch * heads, num_queries, _multiprocessors(q))
     plans = _split(q, k, v, pieces)
-    arguments = dict(o_ptr=o, l_ptr=logsumexp) | _strides("o", o)
+    arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), c=head_dim**-0.5 * LOG2_E,
@@ -215,7 +218,7 @@ def launch_backward(
     plans = _split(q, k, v, pieces)
     of_each = pieces.split(piece_rows)
     arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=of_each[3], delta_ptr=delta)
-    arguments |= _strides("o", o) | _strides("do", do)
+    arguments |= strides("o", o) | strides("do", do)
     arguments |= dict(
         heads=heads, batch_heads=batch_heads, num_queries=num_queries, padded_queries=padded_queries, ROWS=_ROWS, D=d,
         HEAD_DIM=head_dim, EXPANDED=do.stride(3) == 0,
@@ -226,7 +229,7 @@ def launch_backward(
     by_query = query_tiles or tiles_for("backward_queries", head_dim, batch_heads, num_queries, here)
     by_key = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
-    arguments |= _strides("dq", dq) | _strides("dk", dk) | _strides("dv", dv)
+    arguments |= strides("dq", dq) | strides("dk", dk) | strides("dv", dv)
     query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
     key_programs = triton.cdiv(num_keys, by_key.block_n) * batch_heads
     arguments |= dict(

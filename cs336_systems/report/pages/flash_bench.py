@@ -15,7 +15,7 @@ from cs336_systems import accounting
 from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import EMPTY, distance, fmt, show
+from cs336_systems.report.tables import EMPTY, distance, fmt
 
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
@@ -49,16 +49,6 @@ def _word(status: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ tables
-def show_rows(
-    chapter: Chapter, table: pd.DataFrame, caption: str, name: str, rows: dict[str, Any], **options: Any
-) -> None:
-    """A table with the note about earlier code only where the rows it shows are such: `rows` chooses them."""
-    if "machine" in table and table["machine"].nunique() == 1:
-        caption += f" Machine: `{table['machine'].iloc[0]}`."
-        table = table.drop(columns="machine")
-    show(table, caption=caption, name=name, note=chapter.note(chapter.rows(**rows)), **options)
-
-
 def ms_text(value: float) -> str:
     """Milliseconds with three digits, at most four of them decimals: CUDA events do not resolve more."""
     return fmt(value) if value >= 0.1 else f"{value:.4f}"
@@ -271,8 +261,9 @@ def _microseconds(value: float) -> str:
 
 def verdict(ratio: float, noise: float) -> str:
     """`faster`, `even` or `slower`: a peer's time over ours, where less than `noise` apart says nothing."""
-    noise = 0.0 if math.isnan(noise) else noise
-    return "faster" if ratio > 1 + noise else "slower" if 1 / ratio > 1 + noise else "even"
+    if distance(ratio) <= (0.0 if math.isnan(noise) else noise):
+        return "even"
+    return "faster" if ratio > 1 else "slower"
 
 
 def courses(chapter: Chapter, **where: Any) -> pd.DataFrame:

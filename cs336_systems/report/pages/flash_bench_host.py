@@ -3,8 +3,9 @@ computed from its rows."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
+
+import pandas as pd
 
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
@@ -25,60 +26,69 @@ def short(chapter: Chapter, roofs: Roofs, **where: Any) -> str:
     )
     if ours.empty:
         return f"What short sequences cost: {NOT_MEASURED}."
-    gpu = ours["forward_gpu_ms"] + ours["backward_gpu_ms"]
-    bound = ours[gpu < HOST * ours["end_to_end_ms_p50"]]
+    bound = ours[_gpu_ms(ours) < HOST * ours["end_to_end_ms_p50"]]
     if bound.empty:
         return "At no length does the host take more than half of the time of both passes of ours."
-    gpu = gpu[bound.index]
     last = bound["seq_len"].max()
     text = (
         f"Up to {figures.short(last)} tokens both passes of ours together take {span(bound['end_to_end_ms_p50'])} ms, "
-        f"of which the GPU works for {span(gpu)} ms (in CUDA graphs): the host sets the time."
+        f"of which the GPU works for {span(_gpu_ms(bound))} ms (in CUDA graphs): the host sets the time."
     )
     peer = rows[rows["impl"] == "sdpa"].set_index("seq_len").reindex(bound["seq_len"])
-    peer_gpu = (peer["forward_gpu_ms"] + peer["backward_gpu_ms"]).to_numpy()
-    if not math.isnan(peer_gpu.sum()):
-        share = gpu.to_numpy() / peer_gpu
-        text += (
-            f" SDPA takes {span(peer['end_to_end_ms_p50'])} ms there, and of the GPU's time ours takes "
-            f"{span(share, 2)} of SDPA's."
-        )
-        host = bound["backward_host_us"].median(), peer["backward_host_us"].median()
+    if not _gpu_ms(peer).isna().any():
         table = page.ratios(chapter, "sdpa", "end_to_end", **where)
-        table = table[table["seq_len"].isin(bound["seq_len"])]
-        loses = any(page.verdict(r.ratio, r.noise) == "slower" for r in table.itertuples())
-        if loses and share.max() < 1 and host[0] > host[1]:
-            text += (
-                " So what ours loses there is the host's: no faster kernel would change it. A call of the backward "
-                f"pass keeps the host for {fmt(host[0])} µs with ours and {fmt(host[1])} µs with SDPA (medians over "
-                "these lengths). SDPA's autograd node is written in C++, while ours is a Python `autograd.Function` "
-                "that the engine calls back from a thread of its own."
-            )
-    if roofs.tb_per_s:
-        clearing = L2_BUFFER_BYTES / (roofs.tb_per_s * 1e6)
+        text += _beside_sdpa(bound, peer, table[table["seq_len"].isin(bound["seq_len"])])
+    return text + (_do_bench(bound, roofs.tb_per_s) if roofs.tb_per_s else "")
+
+
+def _gpu_ms(rows: pd.DataFrame) -> pd.Series:
+    return rows["forward_gpu_ms"] + rows["backward_gpu_ms"]
+
+
+def _beside_sdpa(bound: pd.DataFrame, peer: pd.DataFrame, table: pd.DataFrame) -> str:
+    """SDPA at the lengths where the host sets our time, and whose the difference is; `table`: `page.ratios` of them."""
+    share = _gpu_ms(bound).to_numpy() / _gpu_ms(peer).to_numpy()
+    text = (
+        f" SDPA takes {span(peer['end_to_end_ms_p50'])} ms there, and of the GPU's time ours takes "
+        f"{span(share, 2)} of SDPA's."
+    )
+    host = bound["backward_host_us"].median(), peer["backward_host_us"].median()
+    loses = any(page.verdict(r.ratio, r.noise) == "slower" for r in table.itertuples())
+    if loses and share.max() < 1 and host[0] > host[1]:
         text += (
-            f"\n\n`do_bench` hides part of the host's time: it zeroes 256 MiB before each call, about "
-            f"{fmt(clearing, 2)} µs of the GPU's time at the measured bandwidth, in which the host can already prepare "
-            "the launch."
-        )
-        more = 1e3 * (bound["forward_ms_p50"] - bound["forward_gpu_ms"])
-        fits = bound["forward_host_us"] < clearing
-        if fits.any():
-            text += (
-                " Where the host needs less than that for a forward pass, "
-                f"`do_bench` reads {span(more[fits], 2)} µs more than the GPU takes in a CUDA graph, with a warm cache"
-            )
-            if len(late := bound[~fits]):
-                lengths = listed([figures.short(n) for n in late["seq_len"]])
-                text += f"; where it needed more, at {lengths} tokens, {span(more[~fits], 2)} µs more"
-            text += "."
-        if bound["backward_host_us"].min() > clearing:
-            text += f" A backward pass takes {fmt(bound['backward_host_us'].min())} µs of the host's or more."
-        text += (
-            " In a model, the launches before play that part, if the host is ahead; a CUDA graph removes the host "
-            "altogether."
+            " So what ours loses there is the host's: no faster kernel would change it. A call of the backward "
+            f"pass keeps the host for {fmt(host[0])} µs with ours and {fmt(host[1])} µs with SDPA (medians over "
+            "these lengths). SDPA's autograd node is written in C++, while ours is a Python `autograd.Function` "
+            "that the engine calls back from a thread of its own."
         )
     return text
+
+
+def _do_bench(bound: pd.DataFrame, tb_per_s: float) -> str:
+    """What of the host's time `do_bench` shows at these lengths."""
+    clearing = L2_BUFFER_BYTES / (tb_per_s * 1e6)
+    text = (
+        f"\n\n`do_bench` hides part of the host's time: it zeroes 256 MiB before each call, about "
+        f"{fmt(clearing, 2)} µs of the GPU's time at the measured bandwidth, in which the host can already prepare "
+        "the launch."
+    )
+    more = 1e3 * (bound["forward_ms_p50"] - bound["forward_gpu_ms"])
+    fits = bound["forward_host_us"] < clearing
+    if fits.any():
+        text += (
+            " Where the host needs less than that for a forward pass, "
+            f"`do_bench` reads {span(more[fits], 2)} µs more than the GPU takes in a CUDA graph, with a warm cache"
+        )
+        if len(late := bound[~fits]):
+            lengths = listed([figures.short(n) for n in late["seq_len"]])
+            text += f"; where it needed more, at {lengths} tokens, {span(more[~fits], 2)} µs more"
+        text += "."
+    if bound["backward_host_us"].min() > clearing:
+        text += f" A backward pass takes {fmt(bound['backward_host_us'].min())} µs of the host's or more."
+    return (
+        f"{text} In a model, the launches before play that part, if the host is ahead; a CUDA graph removes the host "
+        "altogether."
+    )
 
 
 def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> str:

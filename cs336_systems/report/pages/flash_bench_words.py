@@ -373,14 +373,10 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
                 table = page.ratios(chapter, peer, "end_to_end", **where, head_dim=d) if peer != OURS else ()
                 if not len(table):
                     continue
-                at = [lengths for word, lengths in page.stretches(table) if word == "slower"]
-                if at:
-                    slower = [
-                        r.ratio for r in table.itertuples() if page.verdict(r.ratio, r.noise) == "slower"
-                    ]
-                    words.append(
-                        f"{figures.label(peer)} at {', '.join(at)} (at most {fmt(1 / min(slower))} ×)"
-                    )
+                slower = [r.ratio for r in table.itertuples() if page.verdict(r.ratio, r.noise) == "slower"]
+                if slower:
+                    at = ", ".join(lengths for word, lengths in page.stretches(table) if word == "slower")
+                    words.append(f"{figures.label(peer)} at {at} (at most {fmt(1 / min(slower))} ×)")
             if words:
                 out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")
     if not out:
