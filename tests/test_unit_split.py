@@ -16,20 +16,13 @@ from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = Tiles(32, 32, 4, 1)
-TABLES = {
-    "forward": (launch.FORWARD, launch.FEW_FORWARD),
-    "backward_queries": (launch.QUERIES, launch.FEW_QUERIES),
-    "backward_keys": (launch.KEYS, launch.FEW_KEYS),
-}
-SPILLS = {  # bytes, at most
-    ("forward", launch.FEW_FORWARD[128]): 640,
-    ("backward_queries", launch.QUERIES[128]): 320,
-    ("backward_keys", launch.KEYS[128]): 1024,
-    ("backward_keys", launch.KEYS[16]): 512,
-}
-SHIPPED = [
-    (kernel, d, tiles) for kernel, both in TABLES.items() for table in both for d, tiles in table.items()
+SHIPPED = [(d, tiles) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
+SHIPPED += [
+    (d, (by_query[d], by_key[d]))
+    for by_query, by_key in ((launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS))
+    for d in by_query
 ]
+SPILLS = {}  # bytes, at most
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -64,18 +57,27 @@ def test_pieces_lie_where_launches_look_for_them():
 @pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])
 def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
     assert launch.padded_rows(n) == rows
-    for _, _, tiles in SHIPPED:
-        assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
+    for _, shipped in SHIPPED:
+        for tiles in (shipped,) if isinstance(shipped, Tiles) else shipped:
+            assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
 
 
-@pytest.mark.parametrize(("kernel", "axis"), [("forward", 0), ("backward_queries", 0), ("backward_keys", 1)])
-def test_few_programs_get_smaller_tiles(kernel, axis):
-    many, few = TABLES[kernel]
-    for d in many:
-        side = (many[d].block_m, many[d].block_n)[axis]
-        assert launch.tiles_for(kernel, d, 2, 66 * side, 132) == many[d]
-        assert launch.tiles_for(kernel, d, 2, 65 * side, 132) == few.get(d, many[d])
-        assert launch.tiles_for(kernel, d - 1, 2, 65 * side + 1, 132) == many[d]
+@pytest.mark.parametrize("d", launch.FORWARD)
+def test_few_programs_get_smaller_tiles(d):
+    many, few, side = launch.FORWARD[d], launch.FEW_FORWARD[d], launch.FORWARD[d].block_m
+    assert launch.forward_tiles(d, 2, 66 * side, 132) == many
+    assert launch.forward_tiles(d, 2, 65 * side, 132) == few
+    assert launch.forward_tiles(d - 1, 2, 65 * side + 1, 132) == many
+    many, few = (launch.QUERIES[d], launch.KEYS[d]), (launch.FEW_QUERIES[d], launch.FEW_KEYS[d])
+    queries, keys = 65 * many[0].block_m, 65 * many[1].block_n
+    assert launch.backward_tiles(d, 2, queries, keys, 132) == few
+    assert launch.backward_tiles(d - 1, 2, queries + 1, keys, 132) == many
+    assert launch.backward_tiles(d, 2, queries, keys + 1, 132) == many
+
+
+@pytest.mark.parametrize("both", [(launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS)])
+def test_programs_of_one_launch_have_the_same_number_of_warps(both):
+    assert all(both[0][d].num_warps == both[1][d].num_warps for d in launch.FORWARD)
 
 
 # ------------------------------------------------------------------------------------------------ who is served
@@ -105,7 +107,7 @@ def test_both_passes_are_deterministic(monkeypatch):
 # ------------------------------------------------------------------------------------------------ interpreted
 def both_passes(q, k, v, do, is_causal, tiles=SMALL):
     o, logsumexp = launch.launch_forward(q, k, v, is_causal, tiles)
-    return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles, tiles)], logsumexp
+    return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles and (tiles, tiles))], logsumexp
 
 
 @needs_interpreter
@@ -131,17 +133,17 @@ def test_interpreted(num_queries, num_keys, d, is_causal, gradient):
 # ------------------------------------------------------------------------------------------------ ahead of time
 @pytest.mark.table
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("kernel", "d", "tiles"), SHIPPED)
-def test_every_configuration_compiles(kernel, d, tiles, is_causal):
-    found = compiler().submit(aot.compile_split_kernel, kernel, d, tiles, is_causal=is_causal).result()
+@pytest.mark.parametrize(("d", "tiles"), SHIPPED)
+def test_every_configuration_compiles(d, tiles, is_causal):
+    found = compiler().submit(aot.compile_split_kernel, d, tiles, is_causal=is_causal).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
     assert not found.serialized
-    assert found.spill_bytes <= SPILLS.get((kernel, tiles), 0)
+    assert found.spill_bytes <= SPILLS.get((d, tiles), 0)
 
 
 def test_one_configuration_compiles():
-    found = compiler().submit(aot.compile_split_kernel, "forward", 64, launch.FORWARD[64]).result()
+    found = compiler().submit(aot.compile_split_kernel, 64, launch.FORWARD[64]).result()
     assert "wgmma.mma_async" in found.ptx and found.spill_bytes == 0
 
 
@@ -203,7 +205,7 @@ def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always
     q, k, v, do = (gpu(1, heads, 1500, 128, requires_grad=False) for _ in range(4))
     first = both_passes(q, k, v, do, True, None)
     plans = [plan for launches in portable._remembered.values() for plan in launches]
-    assert len(plans) == 4 + 6
+    assert len(plans) == 2 + 3
     assert all(plan.launcher is not None for plan in plans if plan.described)
     others = [x.clone() for x in (q, k, v, do)]  # at other addresses
     monkeypatch.setattr(launch, "_launch", None)  # the long way

@@ -148,29 +148,37 @@ def compile_hopper_kernel(
 
 
 def compile_split_kernel(
-    kernel: str, head_dim: int, tiles: Tiles, *, is_causal: bool = True, even: bool = True
+    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True
 ) -> Compiled:
-    """Compiles one of tiles.KERNELS as `hopper.split` has it, for fp32 on compute capability 9.0.
+    """Compiles the forward kernel of `hopper.split`, or, from a pair of tiles, its backward kernel.
 
-    `head_dim`: a power of two of 16 to 128, to which the launchers pad.
+    For fp32 on compute capability 9.0; the pair: those of the queries' and of the keys' programs. `head_dim`: a power
+    of two of 16 to 128, to which the launchers pad.
     """
     from cs336_systems.attention.hopper import split
 
-    function = getattr(split, f"{kernel}_kernel")
-    constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_M=even,
-        EVEN_N=even,
-    )  # fmt: skip
+    constants = dict(D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_N=even)
+    if isinstance(tiles, Tiles):
+        function, options = split.forward_kernel, tiles
+        constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
+        rows = dict(q_desc=tiles.block_m, k_desc=tiles.block_n, v_desc=tiles.block_n)
+    else:
+        function, (by_query, by_key) = split.backward_kernel, tiles
+        options = by_key
+        constants |= dict(QUERY_M=by_query.block_m, QUERY_N=by_query.block_n, EVEN_M=even)
+        constants |= dict(KEY_M=by_key.block_m, KEY_N=by_key.block_n)
+        rows = dict(q_desc=by_query.block_m, do_desc=by_query.block_m)
+        rows |= dict(k_step_desc=by_query.block_n, v_step_desc=by_query.block_n)
+        rows |= dict(k_desc=by_key.block_n, v_desc=by_key.block_n)
+        rows |= dict(q_step_desc=by_key.block_m, do_step_desc=by_key.block_m)
     names = function.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
     constants |= {name: 1 for name in names if name.endswith("_col")}
     signature, attributes = {}, {}
     for i, name in enumerate(names):
-        rows = tiles.block_m if name in ("q_desc", "do_desc") else tiles.block_n
         if name in constants:
             signature[name] = "constexpr"
-        elif name.endswith("_desc"):
-            signature[name] = f"tensordesc<bf16[{rows}, {head_dim}]>"
+        elif name in rows:
+            signature[name] = f"tensordesc<bf16[{rows[name]}, {head_dim}]>"
         else:
             signature[name] = (
                 "*fp32" if name.endswith("_ptr") else "fp32" if name in ("c", "scale") else "i32"
@@ -178,7 +186,7 @@ def compile_split_kernel(
         if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return _compiled(source, 90, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
+    return _compiled(source, 90, {"num_warps": options.num_warps, "num_stages": options.num_stages})
 
 
 def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:

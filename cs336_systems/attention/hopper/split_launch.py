@@ -51,9 +51,24 @@ KEYS = {
 
 
 # where those would be fewer programs than the GPU has multiprocessors: the time is that of the longest program then
-FEW_FORWARD = {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 64, 4, 1)}
-FEW_QUERIES = {64: Tiles(64, 32, 4, 2)}
-FEW_KEYS = {64: Tiles(32, 64, 4, 2)}
+FEW_FORWARD = {
+    16: FORWARD[16],
+    32: Tiles(64, 128, 4, 2),
+    64: Tiles(64, 64, 4, 2),
+    128: Tiles(64, 32, 4, 2),
+}
+FEW_QUERIES = {
+    16: QUERIES[16],
+    32: Tiles(64, 128, 4, 2),
+    64: Tiles(64, 64, 4, 2),
+    128: Tiles(64, 64, 4, 1),
+}
+FEW_KEYS = {
+    16: KEYS[16],
+    32: KEYS[32],
+    64: Tiles(64, 64, 4, 2),
+    128: Tiles(64, 64, 4, 1),
+}
 
 
 def padded(head_dim: int) -> int:
@@ -66,16 +81,22 @@ def padded_rows(length: int) -> int:
     return triton.cdiv(length, PADDING) * PADDING
 
 
-def tiles_for(kernel: str, head_dim: int, batch_heads: int, length: int, multiprocessors: int) -> Tiles:
-    """The frozen configuration of one of tiles.KERNELS; `length`: queries, or keys for "backward_keys"."""
-    many, few, axis = {
-        "forward": (FORWARD, FEW_FORWARD, "block_m"),
-        "backward_queries": (QUERIES, FEW_QUERIES, "block_m"),
-        "backward_keys": (KEYS, FEW_KEYS, "block_n"),
-    }[kernel]
+def forward_tiles(head_dim: int, batch_heads: int, num_queries: int, multiprocessors: int) -> Tiles:
+    """The frozen configuration of the forward kernel."""
     d = padded(head_dim)
-    programs = batch_heads * triton.cdiv(length, getattr(many[d], axis))
-    return many[d] if programs >= multiprocessors else few.get(d, many[d])
+    programs = batch_heads * triton.cdiv(num_queries, FORWARD[d].block_m)
+    return FORWARD[d] if programs >= multiprocessors else FEW_FORWARD[d]
+
+
+def backward_tiles(
+    head_dim: int, batch_heads: int, num_queries: int, num_keys: int, multiprocessors: int
+) -> tuple[Tiles, Tiles]:
+    """Those of the queries' and of the keys' programs, which one launch runs with the same number of warps."""
+    d = padded(head_dim)
+    programs = batch_heads * max(
+        triton.cdiv(num_queries, QUERIES[d].block_m), triton.cdiv(num_keys, KEYS[d].block_n)
+    )
+    return (QUERIES[d], KEYS[d]) if programs >= multiprocessors else (FEW_QUERIES[d], FEW_KEYS[d])
 
 
 def _multiprocessors(x: torch.Tensor) -> int:
@@ -167,7 +188,7 @@ def launch_forward(
         return o, logsumexp
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], pieces.shape[1]
-    tiles = tiles or tiles_for("forward", head_dim, batch * heads, num_queries, _multiprocessors(q))
+    tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q))
     plans = _split(q, k, v, pieces)
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
@@ -187,7 +208,7 @@ def launch_forward(
 # ------------------------------------------------------------------------------------------------ backward
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None,
+    is_causal: bool, tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v, on the device's current stream.
 
@@ -195,7 +216,7 @@ def launch_backward(
     """
     if elsewhere(q):
         with torch.cuda.device(q.device):
-            return launch_backward(q, k, v, o, logsumexp, do, is_causal, query_tiles, key_tiles)
+            return launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles)
     batch, heads, num_queries, head_dim = q.shape
     num_keys, batch_heads = k.shape[2], batch * heads
     padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
@@ -204,7 +225,7 @@ def launch_backward(
     pieces = _pieces(q, piece_rows)
     delta = torch.empty((batch_heads, padded_queries), device=q.device, dtype=torch.float32)
     key = (
-        "split backward", is_causal, query_tiles, key_tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
+        "split backward", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
         v.stride(), o.stride(), do.stride(), _alignment(q, k, v, o, do, logsumexp),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
@@ -225,9 +246,9 @@ def launch_backward(
     )  # fmt: skip
     grid = (batch_heads * padded_queries // _ROWS, 1, 1)
     plans += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
-    here = _multiprocessors(q)
-    by_query = query_tiles or tiles_for("backward_queries", head_dim, batch_heads, num_queries, here)
-    by_key = key_tiles or tiles_for("backward_keys", head_dim, batch_heads, num_keys, here)
+    by_query, by_key = tiles or backward_tiles(
+        head_dim, batch_heads, num_queries, num_keys, _multiprocessors(q)
+    )
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
     arguments |= strides("dq", dq) | strides("dk", dk) | strides("dv", dv)
     query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
