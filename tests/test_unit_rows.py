@@ -141,6 +141,27 @@ def test_newest_row_wins_in_any_order(fake, root):
         assert list(rows.read(fake, "m", root)["ms_p50"]) == [2.0]
 
 
+@pytest.mark.parametrize("status", ["ok", "oom"])
+def test_a_skipped_case_does_not_take_the_place_of_a_measured_one(fake, root, status):
+    measured = row(fake, status=status)
+    skipped = row(fake, status="skipped: needs a package", time_utc="2026-01-02T00:00:00Z")
+    for order in ([measured, skipped], [skipped, measured]):
+        rows.csv_path("fake_chapter", "m", root).unlink(missing_ok=True)
+        for one in order:
+            rows.write(fake, "m", [one], root)
+        assert list(rows.read(fake, "m", root)["status"]) == [status]
+
+
+def test_the_newer_one_of_an_error_and_a_skipped_case_wins(fake, root):
+    error = row(fake, status="error: KeyError")
+    rows.write(
+        fake, "m", [error, skipped := row(fake, status="skipped: x", time_utc="2026-01-02T00:00:00Z")], root
+    )
+    assert list(rows.read(fake, "m", root)["status"]) == ["skipped: x"]
+    rows.write(fake, "m", [error | {"time_utc": "2026-01-03T00:00:00Z"}, skipped], root)
+    assert list(rows.read(fake, "m", root)["status"]) == ["error: KeyError"]
+
+
 def test_a_float_case_is_the_same_case_after_reading(fake, root):
     for _ in range(2):
         rows.write(fake, "m", [row(fake, rate=1 / 3)], root)

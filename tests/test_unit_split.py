@@ -16,13 +16,20 @@ from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = Tiles(32, 32, 4, 1)
-SHIPPED = [(d, tiles) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
-SHIPPED += [
+FORWARD = [(d, tiles) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
+BACKWARD = [
     (d, (by_query[d], by_key[d]))
     for by_query, by_key in ((launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS))
     for d in by_query
 ]
-SPILLS = {}  # bytes, at most
+SHIPPED = list(dict.fromkeys(FORWARD + BACKWARD))
+SPILLS = {  # bytes, at most
+    (16, (launch.QUERIES[16], launch.KEYS[16])): 512,
+    (32, (launch.FEW_QUERIES[32], launch.FEW_KEYS[32])): 128,
+    (64, (launch.FEW_QUERIES[64], launch.FEW_KEYS[64])): 512,
+    (128, (launch.QUERIES[128], launch.KEYS[128])): 1536,
+    (128, (launch.FEW_QUERIES[128], launch.FEW_KEYS[128])): 6144,
+}
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -107,7 +114,10 @@ def test_both_passes_are_deterministic(monkeypatch):
 # ------------------------------------------------------------------------------------------------ interpreted
 def both_passes(q, k, v, do, is_causal, tiles=SMALL):
     o, logsumexp = launch.launch_forward(q, k, v, is_causal, tiles)
-    return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles and (tiles, tiles))], logsumexp
+    return [
+        o,
+        *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles and (tiles, tiles)),
+    ], logsumexp
 
 
 @needs_interpreter

@@ -158,16 +158,30 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def _replaces(row: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Whether a row takes the place of another one of its case."""
+    skipped, skipped_before = (x["status"].startswith("skipped") for x in (row, known))
+    measured, measured_before = (x["status"] in ("ok", "oom") for x in (row, known))
+    if skipped and measured_before:
+        return False
+    if measured and skipped_before:
+        return True
+    return row["time_utc"] >= known["time_utc"]
+
+
 def write(
     experiment: ModuleType, machine: str, rows: Iterable[dict[str, Any]], root: Path | None = None
 ) -> Path:
-    """Takes rows into the chapter's CSV: sorted by case, the newest row of each wins, swapped in whole."""
+    """Takes rows into the chapter's CSV: sorted by case, the newest row of each wins, swapped in whole.
+
+    A skipped case never takes the place of a measured one: what this machine lacks, another run of it had.
+    """
     path = csv_path(chapter_name(experiment), machine, root)
     with _locked(path):
         by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in [*_load(experiment, path), *rows]:
             key = _key(experiment, row)
-            if key not in by_key or row["time_utc"] >= by_key[key]["time_utc"]:
+            if key not in by_key or _replaces(row, by_key[key]):
                 by_key[key] = row
         ordered = [by_key[key] for key in sorted(by_key)]
         table = [[_text(row.get(column)) for column in columns(experiment)] for row in ordered]

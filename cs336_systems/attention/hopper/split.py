@@ -9,8 +9,9 @@ On Hopper's tensor cores six products of bf16 take as long as three of TF32, the
 once, by a small kernel, instead of in every step of every program; P and dS are taken apart on the chip, where they are
 made.
 
-Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols,
-passes and their order are those of `triton_kernels`, and gradients are the same bits every time.
+Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols
+and passes are those of `triton_kernels`, but both backward passes are one launch; gradients are the same bits every
+time.
 
 Source of the method: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).

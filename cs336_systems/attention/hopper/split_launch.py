@@ -28,8 +28,9 @@ PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
 
-# by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal). The
-# keys' kernels at 16 and 128 spill registers and are faster all the same than smaller tiles that do not.
+# by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal; queries
+# and keys apart). The backward kernels at 16 and 128 spill registers and are faster all the same than smaller tiles
+# that do not.
 FORWARD = {
     16: Tiles(64, 64, 4, 3),
     32: Tiles(128, 64, 8, 2),
@@ -49,8 +50,8 @@ KEYS = {
     128: Tiles(32, 64, 4, 2),
 }
 
-
-# where those would be fewer programs than the GPU has multiprocessors: the time is that of the longest program then
+# where those would be fewer programs than the GPU has multiprocessors: the time is that of the longest program then.
+# The fastest of two to five each (one head of 256 to 8,192), though the backward kernels spill here, too.
 FEW_FORWARD = {
     16: FORWARD[16],
     32: Tiles(64, 128, 4, 2),
