@@ -12,7 +12,8 @@ import torch
 from cs336_systems.attention import attention
 from cs336_systems.attention.reference import exact_attention
 
-# What rounding the result alone may cost, relative to the norm of the whole: one unit in the last place.
+# What rounding alone may cost, relative to the norm of the whole: one unit in the last place of the result in 16 bits,
+# several of fp32 and fp64, whose sums are rounded as well.
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 

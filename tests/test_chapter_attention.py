@@ -18,6 +18,7 @@ from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages import attention_figures as drawn
+from cs336_systems.report.pages import attention_kernel_words as kernels
 from cs336_systems.report.pages import attention_time_words as times
 from cs336_systems.report.pages import attention_words as words
 from cs336_systems.report.roofs import Roofs, roofs
@@ -567,6 +568,7 @@ def test_a_gain_that_the_floors_do_not_allow_is_named(changed):
     text = times.beyond(chapter, roof, "h100-x1")
     assert "more than predicted: forward in bf16 2.2" in text and "instead of 1.49 to 1.50" in text
     assert "(n = 8k at every d). If the products" in text and "in fp32" not in text
+    assert "times its floor at n = 8k, and at least 1.1 times at n = 16k." in text
     # what the compiled one does between its products moves two matrices, what the plain one does four
     table = page.speedups(chapter, roof, page.COMPILED, "forward", machine="h100-x1", dtype="bf16", cap_gib=0)
     row = table[(table["seq_len"] == 8192) & (table["head_dim"] == 16)]
@@ -575,6 +577,17 @@ def test_a_gain_that_the_floors_do_not_allow_is_named(changed):
     assert times._between(chapter, roof, row, "forward") == pytest.approx(list(expected))
     assert 1.8 < expected.iloc[0] < 2.1
     assert "that this is the reason is a guess" in text
+
+
+def test_a_small_gain_at_the_longest_does_not_hide_what_is_to_be_explained(changed):
+    def softmax_is_slow(case, part):
+        if case.impl != "reference" or case.dtype != "fp32" or part != "forward":
+            return 1
+        return {8192: 1.5, 16384: 1.05}.get(case.seq_len, 1)
+
+    text = times.beyond(*changed(softmax_is_slow), "h100-x1")
+    assert "(n = 8k, 16k at every d). If the products" in text
+    assert "times its floor at n = 8k, and at least" in text and "is a guess" in text
 
 
 def test_a_gain_is_named_as_soon_as_it_exceeds_the_noise(changed):
@@ -643,19 +656,50 @@ def test_where_ours_loses_it_says_so(changed):
     chapter, roof = changed(slow)
     text = times.speedup(chapter, roof, page.OURS, "h100-x1")
     assert "backward, fp32: faster in 15 of 20 shapes, even in 0, slower in 5 (every n at d = 128)" in text
-    assert "There it saves memory, not time." in times.price(chapter, roof, "h100-x1")
+    assert "There it saves memory, not time." in kernels.price(chapter, roof, "h100-x1")
     fastest = times.fastest(chapter, roof, "h100-x1")
     assert "- backward, fp32: ours, Triton at $d$ = 16, 32, 64; compiled PyTorch at $d$ = 128." in fastest
-    text = times.unexplained(chapter, roof, "h100-x1")
-    assert "backward in fp32 at $d = 128$" in text and "seven products" in text and "do not show" in text
+    text = kernels.unexplained(chapter, roof, "h100-x1")
+    assert "furthest from its floor backward in fp32 at $d = 128$" in text
+    assert (
+        "backward pass in fp32 at every $d$ and bf16 at $d$ = 16, 32 computes $S$, $P$ and $dP$ twice" in text
+    )
+    assert "so that 71 % is the most" in text
+    assert "In fp32 at every $d$ the two more, at the roof, are less than half of the time" in text
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.2, False), (2.4, True)])
+def test_two_more_products_are_told_from_what_else_is_missing(changed, factor, said):
+    """Above 9/5 of the floor the two products are the smaller part; made-up times are 1.1 floors and launches."""
+
+    def slower(case, part):
+        if (case.impl, part) != ("flash_triton", "backward"):
+            return 1
+        ours, made_up = (page.product_tflops(ROOFS, case.dtype, impl) for impl in (case.impl, "reference"))
+        return factor * made_up / ours
+
+    chapter, roof = changed(slower)
+    text = kernels.unexplained(chapter, roof, "h100-x1")
+    assert "seven products where the floor counts five" in text
+    assert ("In each of these the two more, at the roof, are less than half" in text) == said
+    assert ("these rows do not take apart" in text) == said
+
+
+def test_a_backward_pass_that_computes_nothing_twice_is_not_said_to(results_root):
+    def hopper(case, metrics):
+        return metrics | ({"backward_kernels": "hopper"} if "backward_kernels" in metrics else {})
+
+    write_rows(results_root, change=hopper)
+    text = kernels.unexplained(report.Chapter("attention", measure="no"), roofs("h100-x1"), "h100-x1")
+    assert "furthest from its floor" in text and "twice" not in text
 
 
 def test_where_ours_wins_no_price_is_named(chapter):
-    assert times.price(chapter, roofs("h100-x1"), "h100-x1") == ""
+    assert kernels.price(chapter, roofs("h100-x1"), "h100-x1") == ""
 
 
 def test_exponentials_are_named_where_they_outweigh_the_floor(chapter):
-    text = times.unexplained(chapter, roofs("h100-x1"), "h100-x1")
+    text = kernels.unexplained(chapter, roofs("h100-x1"), "h100-x1")
     scores = 8 * 16384**2
     assert f"takes {scores / (132 * 16 * 1980e3):.3f} ms" in text
     assert "forward in bf16 at $d = 16$" in text and "at $d = 64$" not in text
@@ -689,7 +733,7 @@ def test_a_time_below_its_floor_is_not_hidden(changed):
 
 
 def test_the_kernels_that_ran_are_named(chapter):
-    assert times.served(chapter, "h100-x1").startswith(
+    assert kernels.served(chapter, "h100-x1").startswith(
         "Our kernels for Hopper ran forward in bf16 (every n at d = 64, 128) and backward in bf16 (n = 4k, 8k, 16k at "
     )
 
@@ -703,7 +747,7 @@ def test_kernels_that_take_numbers_apart_are_named(results_root, head_dims):
         return metrics
 
     write_rows(results_root, change=change)
-    text = times.served(report.Chapter("attention", measure="no"), "h100-x1")
+    text = kernels.served(report.Chapter("attention", measure="no"), "h100-x1")
     where = "every n at d = 16" if head_dims == (16,) else "every n at every d"
     assert (
         f"Those that take fp32 apart into bf16 ran forward in fp32 ({where}) and backward in fp32 ({where})."

@@ -17,6 +17,7 @@ from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import headline
 from cs336_systems.report.pages import flash_bench as page
+from cs336_systems.report.pages import flash_bench_errors as error_words
 from cs336_systems.report.pages import flash_bench_host as host
 from cs336_systems.report.pages import flash_bench_words as words
 from cs336_systems.report.roofs import roofs
@@ -320,6 +321,12 @@ def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
     assert "forward 0.67 to 0.67" in text  # the peer's kernels take 1.5 times ours
     assert "backward at 1024 tokens, $d = 64$" in text and "800" in text and "700" in text
     assert text.count("tokens") == 1
+    assert "a guess" not in text
+    flex = chapter._frame["impl"] == "flex_compiled"
+    chapter._frame.loc[flex & (chapter._frame["seq_len"] == 4096), "forward_gpu_ms"] = (
+        chapter._frame["forward_ms_p50"] * 1.05
+    )
+    assert "In 2 passes" in (text := host.without_host(chapter, **many)) and "by up to 5.0 %" in text
     table = page.gpu_and_host(chapter, 2048, **many)
     assert len(table) == 2 * 2 * 4
     assert table.iloc[0]["B: host µs"] == "800"
@@ -418,6 +425,94 @@ def test_the_host_is_blamed_only_where_the_gpu_works_less(results_root, monkeypa
     assert "no faster kernel" not in host.short(chapter, found, **ONE_HEAD)
 
 
+def test_a_loss_is_the_hosts_where_the_gpu_needs_less(results_root, monkeypatch):
+    shape = {"heads": 1, "head_dim": 64, "dtype": "fp32"}
+
+    def lose(case):
+        """SDPA's calls take half of ours at two lengths; the GPU needs more for ours at one of them only."""
+        if not shape.items() <= dataclasses.asdict(case).items() or case.seq_len not in (1024, 2048):
+            return {}
+        ours = case.impl == "flash_triton"
+        gpu = 0.01 if ours and case.seq_len == 1024 else 0.04 if ours else 0.02
+        ms = {"flash_triton": 0.4, "sdpa": 0.2}.get(case.impl, 0.9)
+        out = {f"end_to_end_ms_{q}": ms * x for q, x in (("p20", 0.99), ("p50", 1.0), ("p80", 1.01))}
+        return out | {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, lose)
+    assert "PyTorch SDPA at 1k–2k (at most 2.00 ×)" in words.losses(chapter, "h100-x1")
+    text = host.losses(chapter, "h100-x1")
+    assert "In 1 of these 2 cases ours needs less of the GPU's time" in text and "0.50 of it" in text
+    assert "In the other it is the GPU's: fp32 at $d = 64$." in text
+    assert "launch one kernel more" not in text
+    rows = chapter._frame
+    where = (rows["impl"] == "flash_triton") & (rows["dtype"] == "fp32")
+    rows.loc[rows["impl"] == "flash_triton", "backend"] = "portable kernels"
+    rows.loc[where & (rows["seq_len"] >= 512), "backend"] = "split kernels"
+    assert "launch one kernel more" in host.losses(chapter, "h100-x1")
+    rows.loc[where & (rows["seq_len"] == 1024), "forward_gpu_ms"] = 1.0
+    assert "In all 2 cases the loss is the GPU's: fp32 at $d = 64$." in host.losses(chapter, "h100-x1")
+    rows.loc[where, [f"end_to_end_ms_{q}" for q in ("p20", "p50", "p80")]] = 1e-4
+    assert host.losses(chapter, "h100-x1") == ""
+
+
+def test_what_do_bench_hides_of_the_gpus_time_is_listed(results_root, monkeypatch):
+    def quick(case):
+        """Compiled PyTorch takes the host long and the GPU half as long as ours, at two lengths of one shape."""
+        theirs = (1, 64, "bf16", "reference_compiled")
+        quicker = (case.heads, case.head_dim, case.dtype, case.impl) == theirs and case.seq_len in (512, 1024)
+        out = {f"{part}_gpu_ms": 0.05 if quicker else 0.1 for part in ("forward", "backward")}
+        return out | (
+            {"end_to_end_ms_p20": 4.9, "end_to_end_ms_p50": 5.0, "end_to_end_ms_p80": 5.1} if quicker else {}
+        )
+
+    chapter, _ = chapter_of(results_root, monkeypatch, quick)
+    text = host.by_gpu(chapter, "h100-x1")
+    assert "- bf16, $d = 64$: compiled PyTorch at 512–1k (at most 2.00 ×)" in text
+    assert text.count("- ") == 1
+    assert "In 2 of these 2 cases `do_bench` has ours ahead" in text
+    rows = chapter._frame
+    of_compiled = rows["impl"] == "reference_compiled"
+    rows.loc[of_compiled, [f"end_to_end_ms_{q}" for q in ("p20", "p50", "p80")]] = 1e-4
+    assert "has ours ahead" not in host.by_gpu(chapter, "h100-x1")
+    rows.loc[of_compiled, ["forward_gpu_ms", "backward_gpu_ms"]] *= 4
+    assert "ours is slower nowhere beyond the noise" in host.by_gpu(chapter, "h100-x1")
+
+
+def test_where_tf32_costs_ours_time_it_is_said(results_root, monkeypatch):
+    def change(case):
+        if case.impl != "flash_triton" or case.dtype == "bf16":
+            return {}
+        split = case.dtype == "fp32" and case.seq_len >= 512
+        slower = case.dtype == "tf32" and case.seq_len < 4096
+        gpu = None if case.seq_len == 65536 else 1.5 if slower else 0.5 if case.dtype == "tf32" else 1.0
+        out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
+        out["end_to_end_ms_p50"] = 30.0 if case.dtype == "tf32" else 40.0
+        return out | {"backend": "split kernels" if split else "portable kernels"}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, change)
+    text = words.tf32_gain(chapter, "h100-x1")
+    assert "at $d = 64$ slower at 512–2k, faster at 4k–64k; at $d = 128$ slower at 512–2k, faster" in text
+    assert "takes 0.50 to 1.5 times as long" in text and "costs time and accuracy" in text
+    assert "one launch" in text
+    ours = chapter._frame["impl"] == "flash_triton"
+    chapter._frame.loc[ours & (chapter._frame["dtype"] == "tf32"), ["forward_gpu_ms", "backward_gpu_ms"]] = (
+        0.5
+    )
+    assert "costs time" not in words.tf32_gain(chapter, "h100-x1")
+    chapter._frame.loc[ours, "backend"] = "portable kernels"
+    assert words.tf32_gain(chapter, "h100-x1") == ""
+
+
+def test_a_host_of_changing_speed_is_told(results_root, monkeypatch):
+    slow = {"flash_triton": {16: 90.0}}
+    chapter, _ = chapter_of(
+        results_root, monkeypatch, lambda c: {"forward_host_us": slow.get(c.impl, {}).get(c.head_dim, 40.0)}
+    )
+    assert "(`flash_triton`, bf16), kept it for 40 to 90 µs" in words.spread(chapter)
+    chapter._frame["forward_host_us"] = 40.0
+    assert "kept it" not in words.spread(chapter)
+
+
 def test_what_was_predicted_of_plain_attention_is_held_against_rows(results_root, monkeypatch):
     def slow(case):
         if case.impl != "reference":
@@ -495,14 +590,38 @@ def test_errors_beyond_what_was_predicted_are_called_so(results_root, monkeypatc
         return {"error_out": error, "error_grads": error * worse}
 
     chapter, _ = chapter_of(results_root, monkeypatch, errors)
-    text = words.accuracy(chapter)
+    text = error_words.accuracy(chapter)
     assert (
         "3,000 times for ours (more than predicted) and 100 times for plain PyTorch (less than predicted)"
         in text
     )
     assert "ours is worse than PyTorch" in text
+    assert (
+        "holds for fp32" in text
+        and "does not for bf16: there the error of ours is the larger for the gradients in 40" in text
+    )
     chapter._frame["error_grads"] = 2e-3
-    assert "ours is worse than PyTorch" not in words.accuracy(chapter)
+    assert "ours is worse than PyTorch" not in error_words.accuracy(chapter)
+
+
+def test_errors_are_told_apart_by_the_kernels_that_served(results_root, monkeypatch):
+    def errors(case):
+        if case.dtype != "fp32" or case.impl != "flash_triton":
+            return {"error_out": 1e-6, "error_grads": 1e-6}
+        split = case.seq_len >= 512
+        error = {"error_out": 5e-7 if split else 2e-6, "error_grads": 1e-6}
+        return error | {"backend": "split kernels" if split else "portable kernels"}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, errors)
+    text = error_words.accuracy(chapter)
+    assert (
+        "in fp32 (`portable kernels`): output 2.0" in text
+        and "in fp32 (`split kernels`): output 0.50" in text
+    )
+    assert "holds for bf16 and does not for fp32" in text
+    assert (
+        "the larger for the output in 8 of 36 shapes, at 256 tokens or fewer" in text
+    )  # plain's OOM has no error
 
 
 def test_peaks_are_counted_in_matrices_above_the_least(results_root, monkeypatch):

@@ -20,6 +20,7 @@ from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import Chapter
 from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.pages import leaderboard_fp32 as fp32
 from cs336_systems.report.pages import leaderboard_ladder_words as ladder_words
 from cs336_systems.report.pages import leaderboard_noise as noise_words
 from cs336_systems.report.pages import leaderboard_words as words
@@ -359,6 +360,14 @@ SPEED = {
 }  # fmt: skip
 
 
+def kernels_of(case):
+    """Names of kernels as rows hold them: of ours alone."""
+    if case.impl not in leaderboard.OURS:
+        return None
+    plain, wide = case.impl == "plain_triton", case.dtype == "fp32"
+    return f"{'triton_kernels' if plain else 'hopper.split' if wide else 'hopper.forward'}.forward_kernel"
+
+
 def metrics_of(case):
     """Times of a made-up machine: rates by implementation, a ladder that is slower than expected."""
     draw = random.Random(str(case))
@@ -396,13 +405,19 @@ def metrics_of(case):
         "turns_w": ";".join(f"{600 + 90 * draw.random():.0f}" for _ in turns),
         "tflops": parts / ms / 1e9, "peak_gib": 1.0,
         "error_out": 2e-3, "error_grads": 3e-3, "backend": case.impl,
-        "kernels": "hopper.forward.forward_kernel", "timed": "graph",
+        "kernels": kernels_of(case), "timed": "graph",
         "sm_mhz": 1725.0, "power_w": 650.0,
     }  # fmt: skip
     if case.kind == "ladder":
         more = {"registers": 168, "spill_bytes": 0, "shared_kib": 64.0, "kernels": "forward_kernel"}
         out |= more | {"predicted_ms": steps.predicted_ms(steps.STEPS[case.impl])}
     return out
+
+
+def with_quantiles(change):
+    """A changed median takes its percentiles with it, unless they are changed as well."""
+    ms = change.get("ms_p50")
+    return ({} if ms is None else {"ms_p20": 0.999 * ms, "ms_p80": 1.001 * ms}) | change
 
 
 def write_rows(root, machine="h100-x1", keep=lambda case: True, change=None, name="NVIDIA H100 80GB HBM3"):
@@ -414,7 +429,7 @@ def write_rows(root, machine="h100-x1", keep=lambda case: True, change=None, nam
             dataclasses.asdict(case)
             | {"status": "ok"}
             | metrics_of(case)
-            | (change(case) if change else {})
+            | with_quantiles(change(case) if change else {})
             | provenance
             | {"run": f"run-{number}", "code": code(case)}
             for case in group
@@ -512,7 +527,7 @@ def test_peers_are_faster_or_slower_beyond_the_spread(chapter):
         assert "FlashAttention-4" in after and "slower: " in before and "SDPA (cuDNN)" in before
     assert "FlexAttention" in one_leaf and "plain PyTorch" in one_leaf
     assert "Closest is SDPA (cuDNN): the medians of its turns are" in one_leaf
-    assert "Over the official ten seconds the median of ours, Triton is 4.209 ms, 0 % " in three_leaves
+    assert "ten seconds, in a run of its own, the median of ours, Triton is 4.209 ms, 0 % " in three_leaves
     assert "in the harness (0.20 %)" in three_leaves
     run = chapter.measured(**HARNESS, repeat=1).iloc[0]["run"]
     assert noise_words.noise(chapter, "h100-x1", run) == pytest.approx(0.002, rel=1e-2)
@@ -574,6 +589,78 @@ def changed(root, change, **options):
 )  # fmt: skip
 def test_a_difference_is_held_against_two_kinds_of_noise(ratio, own, most, said):
     assert noise_words.verdict(ratio, own, most) == said
+    settled = said in ("slower", "faster")
+    assert noise_words.verdict(ratio, own, most, overlap=True) == ("unsettled" if settled else said)
+
+
+def test_cases_whose_percentiles_overlap_are_not_told_apart(results_root):
+    """FlashAttention-4 in fp16 is faster by its medians, which lie in each other's range."""
+
+    def change(case):
+        if (case.kind, case.dtype, case.impl) != ("kernel", "fp16", "fa4"):
+            return {}
+        ms = metrics_of(case)["ms_p50"]
+        return {"ms_p20": 0.8 * ms, "ms_p80": 1.2 * ms}
+
+    text = noise_words.kernels(changed(results_root, change), MACHINE)
+    assert "not settled in forward, fp16, d = 64, causal (0.873 ×) and backward, fp16" in text
+    assert "faster in 6 of 8 cases (0.873 × to 0.873 ×)" in text
+    left, right = ({"ms_p20": low, "ms_p80": high} for low, high in ((1.0, 2.0), (2.0, 3.0)))
+    assert page.overlap(left, right) and page.overlap(right, left)
+    assert not page.overlap(left, {"ms_p20": 2.1, "ms_p80": 3.0})
+    assert not page.overlap(left, dict.fromkeys(left, float("nan")))
+
+
+def test_fp32_is_judged_by_its_own_noise(results_root):
+    """16 bits differ by a fifth from their repetition, fp32 by less than a hundredth; SDPA is 2 % slower there."""
+
+    def change(case):
+        if case.kind != "kernel":
+            return {}
+        if case.dtype != "fp32":
+            return {"ms_p50": 1.0 + 0.2 * case.repeat + 0.1 * (case.impl == "sdpa_cudnn")}
+        speed = {"sdpa_efficient": 1.02, "plain_triton": 1.5}.get(case.impl, 1.0)
+        return {"ms_p50": 5.0 * speed * (1 + 0.005 * case.repeat)}
+
+    chapter = changed(results_root, change)
+    text = noise_words.kernels(chapter, MACHINE)
+    assert "**SDPA (efficient)** over ours, in fp32: slower in 4 of 4 cases (1.02 × to 1.02 ×)" in text
+    assert "over ours, plain Triton, in fp32: faster in 4 of 4 cases (0.680 × to 0.680 ×)" in text
+    assert "**SDPA (cuDNN)** over ours, in bf16 and fp16: even within the spread in 10 of 10" in text
+    assert "in kernels alone (20 % in 16 bits, 0.50 % in fp32)" in text
+    said = "in kernels alone 20 % in 16 bits, 0.50 % in fp32; in the ladder"
+    assert said in noise_words.spread(chapter, MACHINE)
+    assert noise_words.largest(chapter, MACHINE, "kernel") == pytest.approx(0.2)
+
+
+def test_the_parts_of_fp32_products_are_counted(results_root):
+    def change(case):
+        if case.kind != "kernel" or case.impl not in leaderboard.OURS:
+            return {}
+        ms = 2.0 if case.dtype == "bf16" else 14.0 if case.impl == "flash_triton" else 20.0
+        rate = 70.0 if case.part == "forward" else 40.0
+        error = {"error_out": 2e-7, "error_grads": 6e-7} if case.dtype == "fp32" else {}
+        return {"ms_p50": ms, "tflops": rate} | error
+
+    chapter = changed(results_root, change)
+    table = fp32.table(chapter, roofs(MACHINE), MACHINE)
+    shown = table.set_index(["d", "pass", "implementation"])
+    forward, backward = (shown.loc[(64, part, "ours, Triton")] for part in ("forward", "backward"))
+    assert list(forward[1:]) == ["420", "60 %", "7.00 ×", "2.0e−7"] and forward["a product"] == "6 in bf16"
+    assert list(backward[1:]) == ["336", "48 %", "7.00 ×", "6.0e−7"]  # 40 · 6 · 7/5
+    plain = shown.loc[(128, "backward", "ours, plain Triton")]
+    assert list(plain) == ["3 in TF32", "168", "24 %", "10.0 ×", "6.0e−7"]
+    assert (
+        (shown.xs("SDPA (efficient)", level=2)[["a product", "of the best", "over bf16"]] == "–").all().all()
+    )
+    text = fp32.words(chapter, roofs(MACHINE), MACHINE)
+    assert "ours, Triton computes its parts at 48 % to 60 % of the rate of the best product in bf16" in text
+    assert (
+        "ours, plain Triton computes its parts at 24 % to 30 % of the rate of the best product in TF32"
+        in text
+    )
+    assert "In 4 of 8 cases attention's own rate is above 66.9 TFLOP/s" in text
+    assert fp32.words(chapter, Roofs(), MACHINE) == "Products of ours in fp32: not measured."
 
 
 def test_kernels_are_judged_by_the_noise_of_all_kernels(results_root):
@@ -589,10 +676,15 @@ def test_kernels_are_judged_by_the_noise_of_all_kernels(results_root):
         return change
 
     settled = noise_words.kernels(changed(results_root, repeated(0.1)), MACHINE)
-    assert "**FlashAttention-4** over ours: faster in 8 of 8 cases (0.873 × to 0.873 ×)" in settled
-    assert "**SDPA (cuDNN)** over ours: slower in 10 of 10 cases (1.13 × to 1.13 ×)" in settled
+    assert (
+        "**FlashAttention-4** over ours, in bf16 and fp16: faster in 8 of 8 cases (0.873 × to 0.873 ×)"
+        in settled
+    )
+    assert (
+        "**SDPA (cuDNN)** over ours, in bf16 and fp16: slower in 10 of 10 cases (1.13 × to 1.13 ×)" in settled
+    )
     unsettled = noise_words.kernels(changed(results_root, repeated(0.2)), MACHINE)
-    assert "(20 %)" in unsettled
+    assert "(20 % in 16 bits, 20 % in fp32)" in unsettled
     for ratio, left in (("0.873", "7 of 8"), ("1.13", "9 of 10")):
         here = f"even within the spread in forward, bf16, d = 128, causal ({ratio} ×); not settled in {left}"
         assert here in unsettled
@@ -605,9 +697,8 @@ def test_kernels_are_judged_by_the_noise_of_all_kernels(results_root):
         )
 
     found = noise_words.kernels(changed(results_root, even), MACHINE)
-    assert (
-        "**FlashAttention-4** over ours: even within the spread in 8 of 8 cases (1.01 × to 1.01 ×)" in found
-    )
+    said = "**FlashAttention-4** over ours, in bf16 and fp16: even within the spread in 8 of 8 cases (1.01 × to 1.01 ×)"
+    assert said in found
 
 
 def test_the_largest_repetitions_are_shown_with_their_clocks(results_root):
@@ -616,7 +707,7 @@ def test_the_largest_repetitions_are_shown_with_their_clocks(results_root):
 
     text = noise_words.spread(changed(results_root, change), MACHINE)
     assert (
-        "in the harness 0.20 %, in kernels alone 0.20 %, in the ladder " in text
+        "in the harness 0.20 %; in kernels alone 0.20 % in 16 bits, 0.20 % in fp32; in the ladder " in text
         and "in the counters 0 %" in text
     )
     assert "in first calls 15 %" in text and "–" not in text
@@ -660,8 +751,8 @@ def test_all_that_were_seen_at_the_lowest_clock_are_named(results_root):
     ("name", "said", "unsaid"),
     [
         ("NVIDIA H200", "has 1.43 times the bandwidth", "H100 80GB"),
-        ("NVIDIA H100 80GB HBM3", "comes from one NVIDIA H100 80GB HBM3.", "bandwidth"),
-        ("NVIDIA B200", "comes from one NVIDIA B200.", "bandwidth"),
+        ("NVIDIA H100 80GB HBM3", "ran on one NVIDIA H100 80GB HBM3.", "bandwidth"),
+        ("NVIDIA B200", "ran on one NVIDIA B200.", "bandwidth"),
     ],
 )
 def test_the_hardware_is_that_of_the_rows(results_root, name, said, unsaid):
@@ -689,6 +780,27 @@ def test_steps_that_missed_their_expectation_are_named_with_what_is_known(result
     )
     assert "no row takes them apart" in text
     assert "- *" not in ladder_words.missed(chapter, MACHINE, "forward")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_steps_whose_percentiles_overlap_are_not_settled(results_root, wide):
+    """A step takes 1.09 times as long as expected, where none was; with wide percentiles no row settles it."""
+
+    def change(case):
+        if case.kind != "ladder":
+            return {}
+        ms = steps.predicted_ms(steps.STEPS[case.impl]) * (1.09 if case.impl == "f_tiles" else 1)
+        ms *= 1 + 0.03 * case.repeat
+        low, high = (0.9, 1.1) if wide and case.impl == "f_stages" else (0.999, 1.001)
+        return {"ms_p50": ms, "ms_p20": low * ms, "ms_p80": high * ms}
+
+    chapter = changed(results_root, change)
+    text = ladder_words.ladder(chapter, MACHINE, "forward")
+    lost, *rest = text.split("Steps that lose: ")[1].split(" Not settled, ")
+    title = steps.STEPS["f_tiles"].title
+    assert (title in lost) == (not wide) and bool(rest) == wide
+    assert not wide or f"overlap: *{title}* (1.10 × the time)." in rest[0]
+    assert (f"- *{title}*" in ladder_words.missed(chapter, MACHINE, "forward")) == (not wide)
 
 
 def test_a_production_kernel_that_is_not_the_fastest_is_told(results_root):

@@ -21,7 +21,8 @@ from cs336_systems.report.tables import fmt, listed, percent, span
 FEW_SLOW = 0.05  # a mean that lies above its median by this share has slow steps in it
 
 
-def _ok(chapter: Chapter, machine: str, **where: Any) -> pd.DataFrame:
+def timed(chapter: Chapter, machine: str, **where: Any) -> pd.DataFrame:
+    """The rows with times, without those under a cap of memory and without repetitions."""
     return chapter.measured(machine=machine, cap_gib=0, repeat=0, **where)
 
 
@@ -44,7 +45,7 @@ def spread(chapter: Chapter, machine: str) -> str:
 
 def means(chapter: Chapter, machine: str) -> str:
     """How far means lie above medians, by length."""
-    rows = _ok(chapter, machine)
+    rows = timed(chapter, machine)
     if rows.empty:
         return f"Means against medians: {NOT_MEASURED}."
     above = pd.concat([rows[f"{p}_ms_mean"] / rows[f"{p}_ms_p50"] - 1 for p in PARTS], axis=1)
@@ -62,7 +63,7 @@ def means(chapter: Chapter, machine: str) -> str:
 # ------------------------------------------------------------------------------------------------ floors
 def growth(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """How times grow at both ends of the grid, and what launches alone would cost."""
-    rows = _ok(chapter, machine)
+    rows = timed(chapter, machine)
     lengths = sorted(rows["seq_len"].unique())
     if len(lengths) < 2:
         return f"How times grow with the length: {NOT_MEASURED}."
@@ -169,7 +170,7 @@ def speedup(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
             low, high = table.loc[table["ratio"].idxmin()], table.loc[table["ratio"].idxmax()]
             ends = [f"{fmt(row['ratio'])} ({_shape(row)})" for row in (low, high)]
             slower = table[table["word"] == "slower"]
-            where = f" ({_shapes(slower, table)})" if len(slower) else ""
+            where = f" ({shapes(slower, table)})" if len(slower) else ""
             out.append(
                 f"- {part}, {figures.label(dtype)}: faster in {said.get('faster', 0)} of {len(table)} shapes, even in "
                 f"{said.get('even', 0)}, slower in {len(slower)}{where}; plain time over {_its(impl)} from {ends[0]} "
@@ -186,7 +187,7 @@ def _shape(row: Any) -> str:
     return f"n = {figures.short(row['seq_len'])}, d = {row['head_dim']}"
 
 
-def _shapes(some: pd.DataFrame, of: pd.DataFrame) -> str:
+def shapes(some: pd.DataFrame, of: pd.DataFrame) -> str:
     """`n = 256, 1k at every d; n = 4k at d = 64`: head dimensions with the same lengths put together."""
     dims: dict[tuple[int, ...], list[int]] = {}
     for d, part in some.groupby("head_dim"):
@@ -246,7 +247,7 @@ def at_length(chapter: Chapter, roofs: Roofs, impl: str, machine: str) -> str:
 def beyond(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """Where, from LONG on, compiling gains more than the floors allow, by more than the noise, and what the rows say
     about why; nothing where it does not."""
-    words, between, at_longest = [], [], []
+    words, lengths, between, at_longest = [], set(), [], []
     for dtype in dict.fromkeys(chapter.rows()["dtype"]):
         for part in PARTS:
             table = page.speedups(chapter, roofs, COMPILED, part, machine=machine, dtype=dtype, cap_gib=0)
@@ -256,22 +257,25 @@ def beyond(chapter: Chapter, roofs: Roofs, machine: str) -> str:
                 continue
             words.append(
                 f"{part} in {figures.label(dtype)} {span(more['ratio'])} instead of {span(more['predicted'])} "
-                f"({_shapes(more, table)})"
+                f"({shapes(more, table)})"
             )
-            longest = table[table["seq_len"] == table["seq_len"].max()]
-            between += _between(chapter, roofs, more, part)
-            at_longest += _between(chapter, roofs, longest, part)
-            last = longest["seq_len"].max()
+            last = table["seq_len"].max()
+            shorter = more[more["seq_len"] < last]
+            lengths |= set(shorter["seq_len"])
+            between += _between(chapter, roofs, shorter, part)
+            same = table["head_dim"].isin(shorter["head_dim"]) & (table["seq_len"] == last)
+            at_longest += _between(chapter, roofs, table[same], part)
     if not words:
         return ""
     text = f"By more than the noise, compiling gains more than predicted: {listed(words)}."
-    if min(between) <= max(at_longest):
+    if not between or not at_longest or min(between) <= max(at_longest):
         return text
+    where = listed([figures.short(n) for n in sorted(lengths)])
     return (
         f"{text} If the products take as long in both, what plain attention does between them takes at least "
-        f"{span(between, 2)} times its floor there, and at least {span(at_longest, 2)} times at $n = {last}$. (PyTorch "
-        "chooses the kernel of its softmax by the length of a row; that this is the reason is a guess, since the rows "
-        "time passes, not kernels.)"
+        f"{span(between, 2)} times its floor at n = {where}, and at least {span(at_longest, 2)} times at n = "
+        f"{figures.short(last)}. (PyTorch chooses the kernel of its softmax by the length of a row; that this is the "
+        "reason is a guess, since the rows time passes, not kernels.)"
     )
 
 
@@ -313,7 +317,7 @@ def surplus(chapter: Chapter, roofs: Roofs, machine: str) -> str:
 
 def fastest(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """Who is the fastest at the longest sequence, by dtype and pass, as a Markdown list."""
-    rows = _ok(chapter, machine)
+    rows = timed(chapter, machine)
     if rows["impl"].nunique() < 2:
         return f"Which implementation is the fastest: {NOT_MEASURED}."
     longest = rows["seq_len"].max()
@@ -334,104 +338,6 @@ def fastest(chapter: Chapter, roofs: Roofs, machine: str) -> str:
             ]
             out.append(f"- {part}, {figures.label(str(dtype))}: {'; '.join(words)}.")
     return f"At $n = {longest}$ the fastest is:\n\n" + "\n".join(out)
-
-
-def served(chapter: Chapter, machine: str) -> str:
-    """Which of our kernels ran."""
-    rows = _ok(chapter, machine, impl=OURS)
-    rows = rows[rows["backward_kernels"].notna()]
-    if rows.empty:
-        return f"Which of our kernels ran: {NOT_MEASURED}."
-    said = []
-    for kernels, name in (
-        ("hopper", "Our kernels for Hopper"),
-        ("split", "Those that take fp32 apart into bf16"),
-    ):
-        words = [
-            f"{part} in {figures.label(str(dtype))} ({_shapes(some, rows)})"
-            for part in PARTS
-            for dtype, some in rows[rows[f"{part}_kernels"] == kernels].groupby("dtype", sort=False)
-        ]
-        if words:
-            said.append(f"{name} ran {listed(words)}.")
-    if not said:
-        return "All shapes ran our portable kernels."
-    left = (rows[[f"{part}_kernels" for part in PARTS]] == "portable").any(axis=None)
-    return " ".join(said) + " All other shapes ran our portable ones." * bool(left)
-
-
-def unexplained(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """How far ours stays from its floors at the longest sequence, and what of it can be told from the rows."""
-    found = page.shares(chapter, roofs, machine)
-    found = found[found["impl"] == OURS]
-    if found.empty:
-        return f"Ours against its floors: {NOT_MEASURED}."
-    found = found[found["seq_len"] == found["seq_len"].max()]
-    text = _exps(chapter, roofs, machine, found)
-    worst = found.loc[found["share"].idxmin()]
-    text += (
-        f"Ours is the furthest from its floor {worst['part']} in {figures.label(worst['dtype'])} at "
-        f"$d = {worst['head_dim']}$, where that is {percent(worst['share'])} of the median"
-    )
-    rows = _ok(chapter, machine, impl=OURS, seq_len=int(worst["seq_len"]), dtype=worst["dtype"])
-    kernels = rows[rows["head_dim"] == worst["head_dim"]]["backward_kernels"]
-    if worst["part"] == "backward" and kernels.isin(("portable", "split")).all():
-        text += (
-            f". The {kernels.iloc[0]} backward pass computes seven products where the floor counts five, so that "
-            f"{percent(5 / 7)} is the most that it could reach"
-        )
-        if worst["share"] < 5 / 7 / 2:
-            text += "; the larger part of what is missing has other reasons, which these rows do not show"
-    return text + "."
-
-
-def _exps(chapter: Chapter, roofs: Roofs, machine: str, found: pd.DataFrame) -> str:
-    """Where exponentials, which the floor leaves out, take longer than it; nothing where they do not."""
-    mhz = page.best_clock_mhz(chapter, machine)
-    if not roofs.sms or not mhz:
-        return ""
-    n = int(found["seq_len"].max())
-    words = []
-    for row in found.to_dict("records"):
-        exps = accounting.exps_ms(
-            accounting.attention_exps(chapter.experiment.BATCH, n, n, False, row["part"]), roofs.sms, mhz
-        )
-        shape = {f: row[f] for f in page.SHAPE}
-        ms = chapter.number(f"{row['part']}_ms_p50", **shape, impl=OURS, repeat=0)
-        if ms and exps > row["share"] * ms:
-            words.append(
-                f"{row['part']} in {figures.label(row['dtype'])} at $d = {row['head_dim']}$ ({percent(exps / ms)} of "
-                f"the median, the floor {percent(row['share'])})"
-            )
-            least = exps
-    if not words:
-        return ""
-    return (
-        "The floors leave out the exponentials. One for each score, 16 a clock and multiprocessor at the highest clock "
-        f"seen on this machine ({mhz:.0f} MHz), takes {fmt(least)} ms. That is longer than the floor {listed(words)}. "
-    )
-
-
-def price(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """The worst loss of ours against plain attention, and the memory that it saves there; nothing where ours wins."""
-    tables = [
-        page.speedups(chapter, roofs, OURS, part, machine=machine, cap_gib=0).assign(part=part)
-        for part in PARTS
-    ]
-    lost = pd.concat(tables)
-    lost = lost[(lost["word"] == "slower") & (lost["seq_len"] >= LONG)]
-    if lost.empty:
-        return ""
-    row = lost.loc[lost["ratio"].idxmin()]
-    shape = {f: row[f] for f in ("machine", "cap_gib", "dtype", "head_dim", "seq_len")}
-    peaks = {i: chapter.number("peak_gib", **shape, impl=i, repeat=0) for i in (PLAIN, OURS)}
-    text = (
-        f"The worst is {row['part']} in {figures.label(row['dtype'])} at $n = {row['seq_len']}$, "
-        f"$d = {row['head_dim']}$: ours takes {fmt(1 / row['ratio'])} times as long as plain attention"
-    )
-    if peaks[PLAIN] and peaks[OURS]:
-        text += f", and peaks at {fmt(peaks[OURS])} GiB instead of {fmt(peaks[PLAIN])}. There it saves memory, not time"
-    return text + "."
 
 
 # ------------------------------------------------------------------------------------------------ answers

@@ -10,9 +10,9 @@ import pandas as pd
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import flash_bench as page
-from cs336_systems.report.pages.flash_bench import OURS
+from cs336_systems.report.pages.flash_bench import DTYPES, OURS
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, listed, span
+from cs336_systems.report.tables import distance, fmt, listed, percent, span
 
 L2_BUFFER_BYTES = 256 * 2**20  # what do_bench zeroes before each call
 HOST = 0.5  # where the GPU works for less than this share of a time, the host sets it
@@ -91,6 +91,117 @@ def _do_bench(bound: pd.DataFrame, tb_per_s: float) -> str:
     )
 
 
+def _beside_peer(chapter: Chapter, peer: str, **where: Any) -> pd.DataFrame:
+    """`page.ratios` of both passes, with the columns of ours and of the peer (`_peer`) and the GPU's time of both
+    (`gpu_ms`; missing where a pass has no CUDA graph)."""
+    rows = chapter.measured(**where, repeat=0)
+    keys = [*page.SHAPE, "run"]
+    rows = rows.assign(gpu_ms=_gpu_ms(rows))
+    both = page.ratios(chapter, peer, "end_to_end", **where).merge(rows[rows["impl"] == OURS], on=keys)
+    return both.merge(rows[rows["impl"] == peer], on=keys, suffixes=("", "_peer"))
+
+
+def _are(table: pd.DataFrame, word: str) -> pd.Series:
+    """Which rows of a table with `ratio` and `noise` have this verdict."""
+    said = [page.verdict(*x) == word for x in zip(table["ratio"], table["noise"], strict=True)]
+    return pd.Series(said, index=table.index, dtype=bool) & table["ratio"].notna()
+
+
+def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ...] = DTYPES) -> str:
+    """Whether the host or the GPU sets our time where `words.losses` has both passes of ours slower; nothing where it
+    has none."""
+    where = {"machine": machine, "heads": heads, "dtype": list(dtypes)}
+    tables = [_beside_peer(chapter, p, **where) for p in page.implementations(chapter, **where) if p != OURS]
+    lost = pd.concat([t[_are(t, "slower")] for t in tables]) if tables else pd.DataFrame()
+    if lost.empty:
+        return ""
+    by_host = lost["gpu_ms"] < lost["gpu_ms_peer"]
+    host, rest = lost[by_host], lost[~by_host]
+    order = {t: i for i, t in enumerate(dtypes)}
+    rest = rest.sort_values(["dtype", "head_dim"], key=lambda x: x.replace(order), kind="stable")
+    shapes = zip(rest["dtype"], rest["head_dim"], strict=True)
+    where_gpu = listed(list(dict.fromkeys(f"{figures.label(t)} at $d = {d}$" for t, d in shapes)))
+    if host.empty:
+        return f"In all {len(lost)} cases the loss is the GPU's: {where_gpu}."
+    text = (
+        f"In {len(host)} of these {len(lost)} cases ours needs less of the GPU's time than the other does (in CUDA "
+        f"graphs), {span(host['gpu_ms'] / host['gpu_ms_peer'], 2)} of it: the loss is the host's."
+    )
+    if len(rest):
+        text += f" In the other{f' {len(rest)}' if len(rest) > 1 else ''} it is the GPU's: {where_gpu}."
+    return text + _least(chapter, **where)
+
+
+def _least(chapter: Chapter, **where: Any) -> str:
+    """The least time that a call of ours and of SDPA keeps the host, by the kernels that served."""
+    rows = chapter.measured(**where, repeat=0).dropna(
+        subset=["forward_host_us", "backward_host_us", "backend"]
+    )
+    ours = rows[rows["impl"] == OURS].groupby("backend", sort=False)
+    kinds = [(f"`{name}`", part) for name, part in ours]
+    sdpa = rows[rows["impl"] == "sdpa"]
+    kinds += [(figures.label("sdpa"), sdpa)] if len(sdpa) else []
+    said = [
+        f"{fmt(part['forward_host_us'].min(), 2)} and {fmt(part['backward_host_us'].min(), 2)} µs with {name}"
+        for name, part in kinds
+    ]
+    text = f" A forward and a backward call keep the host for at least {listed(said)}."
+    if {"split kernels", "portable kernels"} <= set(ours.groups):
+        text += " Those for fp32 in pieces launch one kernel more than the portable ones in either."
+    return text
+
+
+def by_gpu(chapter: Chapter, machine: str, heads: int = 1) -> str:
+    """Where ours needs more of the GPU's time than a peer, whatever the host takes, as a Markdown list."""
+    where = {"machine": machine, "heads": heads}
+    again = chapter.measured(**where)
+    again = again.assign(gpu_ms=_gpu_ms(again))
+    first, second = again[again["repeat"] == 0], again[again["repeat"] == 1]
+    pairs = first.merge(second, on=[*page.SHAPE, "impl", "run"], suffixes=("", "_again"))
+    pairs["noise"] = distance((pairs["gpu_ms_again"] / pairs["gpu_ms"]).astype(float))
+    typical = pairs["noise"].median()
+    if pd.isna(typical):
+        return f"The GPU's time alone: {NOT_MEASURED}."
+    of_run = pairs.set_index("run")["noise"].clip(lower=typical)
+    out, slower, hidden = [], 0, 0
+    beside = {
+        p: _beside_peer(chapter, p, **where) for p in page.implementations(chapter, **where) if p != OURS
+    }
+    for dtype in dict.fromkeys(chapter.rows(**where)["dtype"]):
+        for d in page.values(chapter, "head_dim", **where, dtype=dtype):
+            words = []
+            for peer, table in beside.items():
+                shown = table[(table["dtype"] == dtype) & (table["head_dim"] == d)]
+                noise = of_run.reindex(shown["run"]).fillna(typical).to_numpy()
+                table = shown.assign(ratio=shown["gpu_ms_peer"] / shown["gpu_ms"], noise=noise)
+                lost = _are(table, "slower")
+                if not lost.any():
+                    continue
+                slower += lost.sum()
+                waits = shown["gpu_ms_peer"] < HOST * shown["end_to_end_ms_p50_peer"]
+                hidden += (lost & _are(shown, "faster") & waits).sum()
+                at = ", ".join(
+                    lengths
+                    for word, lengths in page.stretches(table.dropna(subset="ratio"))
+                    if word == "slower"
+                )
+                words.append(f"{figures.label(peer)} at {at} (at most {fmt(1 / table['ratio'].min())} ×)")
+            if words:
+                out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")
+    if not out:
+        return "By the GPU's time alone (in CUDA graphs) ours is slower nowhere beyond the noise."
+    text = (
+        "By the GPU's time alone (forward and backward in CUDA graphs, whose pairs differ by a median of "
+        f"{percent(typical)}) ours takes longer, beyond the noise, than:\n\n" + "\n".join(out)
+    )
+    if hidden:
+        text += (
+            f"\n\nIn {hidden} of these {slower} cases `do_bench` has ours ahead all the same: it times the other's "
+            "host. In CUDA graphs, or where the host is ahead, those are losses."
+        )
+    return text
+
+
 def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> str:
     """Ours against a peer by the GPU's time alone, and where `do_bench` tells something else."""
     rows = chapter.measured(**where, repeat=0)
@@ -117,6 +228,21 @@ def without_host(chapter: Chapter, peer: str = "sdpa_flash", **where: Any) -> st
     if reversed_by_host:
         return (
             f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}. There it times "
-            "the host's work, not the kernels."
+            f"the host's work, not the kernels.{_longer_graphs(rows)}"
         )
-    return f"{text} `do_bench` agrees on who is faster in each of them."
+    return f"{text} `do_bench` agrees on who is faster in each of them.{_longer_graphs(rows)}"
+
+
+def _longer_graphs(rows: pd.DataFrame) -> str:
+    """Where a call takes longer in a CUDA graph than `do_bench` reads, beyond the latter's 80th percentile."""
+    more = []
+    for part in ("forward", "backward"):
+        over = rows[rows[f"{part}_gpu_ms"] > rows[f"{part}_ms_p80"]]
+        more += list(over[f"{part}_gpu_ms"] / over[f"{part}_ms_p50"] - 1)
+    if not more:
+        return ""
+    where = "one pass" if len(more) == 1 else f"{len(more)} passes"
+    return (
+        f" In {where} of all implementations the time in a CUDA graph is the longer, by up to {percent(max(more))}: "
+        "there calls follow one another without a pause. That clocks are lower then is a guess."
+    )

@@ -8,20 +8,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pandas as pd
-
 from cs336_systems import accounting
 from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import flash_bench as page
-from cs336_systems.report.pages.flash_bench import OURS, PARTS
+from cs336_systems.report.pages.flash_bench import DTYPES, OURS, PARTS, STEADY
 from cs336_systems.report.pages.flash_bench_host import HOST
 from cs336_systems.report.roofs import Roofs
-from cs336_systems.report.tables import fmt, listed, percent, span
+from cs336_systems.report.tables import distance, fmt, listed, percent, span
 
-FP32_ACCURATE = 1e-5  # an error below this cannot come from TF32 products
-STEADY = 0.1  # a run is quoted for an extreme only if its pair lies closer together than this
-PREDICTED_TF32 = 1000  # by how much the page expects TF32 products to make errors larger
 FAR = 0.25  # of the roof: a rate below this share counts as far from it
 
 
@@ -77,7 +72,24 @@ def spread(chapter: Chapter) -> str:
         f"{', '.join(words)} over {len(again)} runs; the most is {percent(row[worst])}, {PARTS[worst]} at "
         f"n = {row['seq_len']}.{tail} A difference smaller than that of its own "
         "run, or than this median, is called *even*, and so are two times whose bands from the 20th to the 80th "
-        "percentile overlap."
+        f"percentile overlap.{_hosts(chapter)}"
+    )
+
+
+def _hosts(chapter: Chapter) -> str:
+    """How much the host's time for the same launches differs from run to run."""
+    rows = chapter.measured(repeat=0, impl=OURS).dropna(subset=["forward_host_us", "backend"])
+    if rows.empty:
+        return ""
+    kinds = [part for _, part in rows.groupby(["machine", "dtype", "backend"], sort=False)]
+    widest = max(kinds, key=lambda part: part["forward_host_us"].max() / part["forward_host_us"].min())
+    if distance(widest["forward_host_us"].max() / widest["forward_host_us"].min()) <= STEADY:
+        return ""
+    row = widest.iloc[0]
+    return (
+        " The host's own speed changes from run to run: one call of our forward pass, the same launches at any length "
+        f"(`{row['backend']}`, {figures.label(row['dtype'])}), kept it for {span(widest['forward_host_us'], 2)} µs. "
+        "Short times of different shapes are therefore not to be held against one another."
     )
 
 
@@ -249,84 +261,42 @@ def memory(chapter: Chapter, **where: Any) -> str:
     return text + (f" Above the least of all peaks, {fmt(base)} GiB, {listed(words)}." if words else "")
 
 
-def accuracy(chapter: Chapter) -> str:
-    """The largest error of ours over that of plain PyTorch on the same inputs, by dtype."""
-    rows = chapter.measured(repeat=0)
-    keys = [*page.SHAPE, "run"]
-    ours, plain = rows[rows["impl"] == OURS], rows[rows["impl"] == "reference"]
-    both = ours.merge(plain, on=keys, suffixes=("", "_plain"))
+def tf32_gain(chapter: Chapter, machine: str) -> str:
+    """What TF32 products gain ours in time where fp32 ran other kernels."""
+    rows = chapter.measured(machine=machine, impl=OURS, repeat=0, heads=1)
+    keys = ["head_dim", "seq_len"]
+    both = rows[rows["dtype"] == "tf32"].merge(rows[rows["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
     if both.empty:
-        return f"Errors of ours over those of plain PyTorch: {NOT_MEASURED}."
-    words = []
-    for dtype, part in both.groupby("dtype", sort=False):
-        said = []
-        for name, what in (("out", "output"), ("grads", "gradients")):
-            ratio = part[f"error_{name}"] / part[f"error_{name}_plain"]
-            worst = part.loc[ratio.idxmax()]
-            said.append(
-                f"{what} {fmt(ratio.max(), 2)} ($n$ = {figures.short(worst['seq_len'])}, $d$ = {worst['head_dim']})"
-            )
-        words.append(f"{figures.label(dtype)}: {', '.join(said)}")
-    text = (
-        "The error of ours over that of plain PyTorch on the same inputs is at most, in "
-        + "; in ".join(words)
-        + ". The tests allow twice plain PyTorch's error and one rounding of the result."
-    )
-    tf32 = rows[rows["dtype"] == "tf32"]
-    if len(tf32[tf32["impl"] == OURS]):
-        text += (
-            " In TF32 they allow more: cuBLAS rounds fp32 numbers to TF32 before a product, while Triton hands them to "
-            "the tensor cores as they are, which drop the last bits, all in one direction."
-        )
-    sdpa = tf32[tf32["impl"] == "sdpa"]["error_grads"].max()
-    if sdpa < FP32_ACCURATE:
-        text += (
-            f" SDPA's kernel does not use TF32 even where it may: its gradients have an error of {fmt(sdpa, 2)} at "
-            "most, so in the TF32 rows ours is compared with products that are more accurate."
-        )
-    return f"{text}{_beside_libraries(rows)}{_tf32_over_fp32(rows)}"
-
-
-def _beside_libraries(rows: pd.DataFrame, dtype: str = "bf16") -> str:
-    """How the gradients' error of ours compares with that of PyTorch's fused kernels."""
-    rows = rows[rows["dtype"] == dtype]
-    peers = rows[rows["impl"].str.startswith("sdpa")]
-    both = rows[rows["impl"] == OURS].merge(peers, on=[*page.SHAPE, "run"], suffixes=("", "_peer"))
+        return f"What TF32 gains ours: {NOT_MEASURED}."
+    both = both[both["backend"] != both["backend_fp32"]]
     if both.empty:
         return ""
-    both["ratio"] = both["error_grads"] / both["error_grads_peer"]
+    times = {}
+    for which in ("", "_fp32"):
+        gpu = both[f"forward_gpu_ms{which}"] + both[f"backward_gpu_ms{which}"]
+        times[which] = gpu, both[f"end_to_end_ms_p50{which}"]
+    alone = times[""][0] / times["_fp32"][0]
+    ratio = alone.fillna(times[""][1] / times["_fp32"][1])
+    both = both.assign(ratio=1 / ratio, noise=STEADY)
     words = [
-        f"{span(part['ratio'], 2)} where ours ran `{backend}`"
-        for backend, part in both.groupby("backend", sort=False)
+        f"at $d = {d}$ {', '.join(f'{word} at {lengths}' for word, lengths in page.stretches(part))}"
+        for d, part in both.groupby("head_dim")
     ]
-    text = f" Over SDPA's fused kernels, the gradients' error of ours in {dtype} is {listed(words)}"
-    worse = both[both["ratio"] > 1 + STEADY]
-    if worse.empty:
-        return f"{text}."
-    text += ": there ours is worse than PyTorch."
-    if worse["backend"].str.contains("hopper").all():
-        text += " Those kernels make $dS$ from a $P$ that is rounded already, which is likely why."
-    return text
-
-
-def _tf32_over_fp32(rows: pd.DataFrame) -> str:
-    """How much larger errors are with TF32 products than with fp32-accurate ones."""
-    words = []
-    for impl, name in ((OURS, "ours"), ("reference", figures.label("reference"))):
-        one = rows[(rows["impl"] == impl) & (rows["heads"] == 1)]
-        keys = ["machine", "heads", "head_dim", "seq_len"]
-        both = one[one["dtype"] == "tf32"].merge(one[one["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
-        if len(both):
-            ratio = pd.concat([both[f"error_{x}"] / both[f"error_{x}_fp32"] for x in ("out", "grads")])
-            missed = " (more than predicted)" if ratio.min() > PREDICTED_TF32 else ""
-            missed = " (less than predicted)" if ratio.max() < PREDICTED_TF32 else missed
-            words.append(f"{span(ratio, 2)} times for {name}{missed}")
-    if not words:
-        return ""
-    return (
-        f" TF32 products were predicted to make errors {fmt(PREDICTED_TF32)} times those of fp32-accurate ones; shape "
-        f"by shape they are {listed(words)}."
+    text = (
+        f"Ours in TF32 beside ours in fp32, where other kernels served that (the GPU's time in CUDA graphs, or "
+        f"`do_bench`'s where one of the two has none; even within {percent(STEADY)}): {'; '.join(words)}. "
+        f"It takes {span(ratio, 2)} times as long."
     )
+    slower = both[ratio > 1 + STEADY]
+    if len(slower):
+        text += " Where TF32 is slower, it costs time and accuracy."
+        split = slower["backend_fp32"].str.contains("split") & slower["backend"].str.contains("portable")
+        if split.all():
+            text += (
+                " Only the kernels for fp32 in pieces make both backward passes in one launch and have tiles for few "
+                "programs, which is likely why."
+            )
+    return text
 
 
 def findings(chapter: Chapter, machine: str) -> str:
@@ -362,7 +332,7 @@ def findings(chapter: Chapter, machine: str) -> str:
     )
 
 
-def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ...] = ("fp32", "tf32")) -> str:
+def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ...] = DTYPES) -> str:
     """Where both passes of ours are slower than a peer's, by dtype and head dimension, as a Markdown list."""
     out = []
     for dtype in dtypes:

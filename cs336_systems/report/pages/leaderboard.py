@@ -61,6 +61,12 @@ def best_ours(chapter: Chapter, machine: str, **where: Any) -> pd.Series | None:
     return None if found.empty else found.loc[found["ms_p50"].astype(float).idxmin()]
 
 
+def overlap(row: Any, other: Any) -> bool:
+    """Whether the times of two cases, each from its 20th to its 80th percentile, have something in common. False where
+    they are not known."""
+    return bool(row["ms_p20"] <= other["ms_p80"] and other["ms_p20"] <= row["ms_p80"])
+
+
 def published(chapter: Chapter) -> list[dict[str, Any]]:
     """Others' figures for this work (`results/published.csv`), fastest first."""
     path = chapter.root / "published.csv"
@@ -297,9 +303,15 @@ def first_table(chapter: Chapter, machine: str) -> pd.DataFrame:
 
 
 # ------------------------------------------------------------------------------------------------ the ladder
+_OF_A_STEP = (
+    "ms_p20", "ms_p50", "ms_p80", "tflops", "registers", "spill_bytes", "shared_kib", "sm_mhz", "run",
+)  # fmt: skip
+
+
 def ladder(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     """The steps of one pass in their order with their rows: `name`, `base`, `title`, `predicted_ms`, `ms`, `tflops`,
-    `gain` (time of the base over that of the step; NaN unless both ran in one run), and the row's other columns."""
+    `gain` (time of the base over that of the step; NaN unless both ran in one run), `gain_low` and `gain_high` (the
+    same of the ends of what lies between their 20th and 80th percentiles), and the row's other columns."""
     rows = chapter.rows(machine=machine, kind="ladder", part=part, repeat=0).set_index("impl")
     out = []
     for step in steps.of_part(part):
@@ -308,7 +320,7 @@ def ladder(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
         line["predicted_ms"] = steps.predicted_ms(step)
         line["status"] = NOT_MEASURED if row is None else row["status"]
         ok = line["status"] == "ok"
-        for column in ("ms_p50", "tflops", "registers", "spill_bytes", "shared_kib", "sm_mhz", "run"):
+        for column in _OF_A_STEP:
             line[column] = row[column] if ok else math.nan
         out.append(line)
     frame = pd.DataFrame(out).set_index("name", drop=False)
@@ -316,8 +328,9 @@ def ladder(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
     for line in out:
         base = frame.loc[line["base"]] if line["base"] else None
         both = base is not None and base["status"] == line["status"] == "ok" and base["run"] == line["run"]
-        gains.append(base["ms_p50"] / line["ms_p50"] if both else math.nan)
-    frame["gain"] = gains
+        ends = (("ms_p50", "ms_p50"), ("ms_p20", "ms_p80"), ("ms_p80", "ms_p20"))
+        gains.append([base[over] / line[under] if both else math.nan for over, under in ends])
+    frame[["gain", "gain_low", "gain_high"]] = gains
     return frame
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from cs336_systems.ladder import steps
@@ -39,6 +41,12 @@ def went(ratio: float, spread: float) -> str:
     return "gain" if ratio > 1 + spread else "loss" if 1 / ratio > 1 + spread else "even"
 
 
+def judged(row: Any, spread: float) -> str:
+    """What a step's gain is: `went` by its medians, but `unsettled` where the times of base and step overlap."""
+    found = went(row.gain, spread)
+    return "unsettled" if found != "even" and row.gain_low <= 1 <= row.gain_high else found
+
+
 def ladder(chapter: Chapter, machine: str, part: str) -> str:
     """What the ladder of one pass gained in all, the largest step, and what lost."""
     found = page.ladder(chapter, machine, part)
@@ -57,14 +65,20 @@ def ladder(chapter: Chapter, machine: str, part: str) -> str:
     spread = repeated or 0.0
     top = known.loc[gains.idxmax()]
     text += f" The largest gain of one step is {fmt(top['gain'])} × (*{top['title']}*)."
+    found = {row.name: judged(row, spread) for row in known.loc[gains.index].itertuples()}
     title = known["title"].to_dict()
-    lost = [
-        f"*{title[n]}* ({fmt(1 / gains[n])} × the time)"
-        for n in gains.index
-        if went(gains[n], spread) == "loss"
-    ]
-    even = [f"*{title[n]}*" for n in gains.index if went(gains[n], spread) == "even"]
+
+    def times(verdict: str) -> list[str]:
+        return [f"*{title[n]}* ({fmt(1 / gains[n])} × the time)" for n in found if found[n] == verdict]
+
+    even = [f"*{title[n]}*" for n in found if found[n] == "even"]
+    lost, open_ = times("loss"), times("unsettled")
     text += f" Steps that lose: {'; '.join(lost)}." if lost else " No step loses."
+    if open_:
+        text += (
+            f" Not settled, since from the 20th to the 80th percentile the times of step and base overlap: "
+            f"{'; '.join(open_)}."
+        )
     text += (
         " Nothing of this ladder was measured twice, so the noise is not known."
         if repeated is None
@@ -83,7 +97,7 @@ def _production(known: pd.DataFrame, spread: float) -> str:
         return ""
     best = own.loc[own["ms_p50"].astype(float).idxmin()]
     ratio = known.loc[name, "ms_p50"] / best["ms_p50"]
-    if ratio <= 1 + spread:
+    if ratio <= 1 + spread or page.overlap(known.loc[name], best):
         return ""
     return (
         f" The fastest of the ladder's own kernels is *{best['title']}*; the production kernels take "
@@ -92,7 +106,8 @@ def _production(known: pd.DataFrame, spread: float) -> str:
 
 
 def missed(chapter: Chapter, machine: str, part: str) -> str:
-    """The steps whose gain is further from the expected one than the spread, and why as far as is known."""
+    """The steps whose gain is further from the expected one than the spread, and than percentiles of the times reach;
+    and why as far as is known."""
     found = page.ladder(chapter, machine, part)
     known = found[(found["status"] == "ok") & found["gain"].notna()]
     if known.empty:
@@ -102,16 +117,16 @@ def missed(chapter: Chapter, machine: str, part: str) -> str:
     said = []
     for row in known.itertuples():
         expected = found.loc[row.base, "predicted_ms"] / row.predicted_ms
-        if went(row.gain / expected, spread) == "even":
+        if went(row.gain / expected, spread) == "even" or row.gain_low <= expected <= row.gain_high:
             continue
-        why = EXPLAINED.get((row.name, went(row.gain, spread)), "")
+        why = EXPLAINED.get((row.name, judged(row, spread)), "")
         if row.name == "b_one_pass" and not _cheaper(found, _GLUON, row.name):
             why = ""
         said.append(f"- *{row.title}*: {fmt(expected)} × expected, {fmt(row.gain)} × measured. {why}".strip())
     if not said:
-        return f"No gain of the {part} ladder is further from the expected one than the spread."
+        return f"No gain of the {part} ladder is further from the expected one than the noise."
     count = f"{len(said)} of {len(known)} steps"
-    by = "; the noise is not known" if repeated is None else " by more than the spread"
+    by = "; the noise is not known" if repeated is None else " by more than the noise"
     return f"The expectation missed the gain of {count}{by}:\n\n" + "\n".join(said)
 
 

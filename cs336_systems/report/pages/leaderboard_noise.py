@@ -53,33 +53,48 @@ def noise(chapter: Chapter, machine: str, run: Any) -> float | None:
     return float(found["apart"].max()) if len(found) else None
 
 
-def largest(chapter: Chapter, machine: str, kind: str) -> float | None:
-    """The most by which a case of this kind differs from its repetition; None without repetitions."""
+def largest(chapter: Chapter, machine: str, kind: str, wide: bool | None = None) -> float | None:
+    """The most by which a case of this kind differs from its repetition; None without repetitions. wide: of the cases
+    in fp32 alone, or of those in 16 bits."""
     found = pairs(chapter, machine)
     found = found[found["kind"] == kind]
+    if wide is not None:
+        found = found[(found["dtype"] == "fp32") == wide]
     return float(found["apart"].max()) if len(found) else None
 
 
-def verdict(ratio: float, own: float | None, most: float | None) -> str:
+def each_width(chapter: Chapter, machine: str, kind: str) -> str:
+    """`largest` in words, for 16 bits and fp32 apart where both are there: `5.0 % in 16 bits, 0.38 % in fp32`."""
+    found = {
+        name: largest(chapter, machine, kind, wide) for name, wide in (("16 bits", False), ("fp32", True))
+    }
+    known = {name: share for name, share in found.items() if share is not None}
+    if len(known) < 2:
+        return percent(next(iter(known.values()), None))
+    return ", ".join(f"{percent(share)} in {name}" for name, share in known.items())
+
+
+def verdict(ratio: float, own: float | None, most: float | None, overlap: bool = False) -> str:
     """A key of VERDICTS for a ratio of times. own: what the repetition of that run differs by; most: the largest of the
-    kind. Where only one is known it stands for both; where none is, any difference counts."""
+    kind. Where only one is known it stands for both; where none is, any difference counts. overlap: whether the two
+    cases' times do (`leaderboard.overlap`)."""
     known = [share for share in (own, most) if share is not None]
     away = distance(ratio)
     if away <= min(known, default=0.0):
         return "even"
-    if away <= max(known, default=0.0):
+    if overlap or away <= max(known, default=0.0):
         return "unsettled"
     return "slower" if ratio > 1 else "faster"
 
 
 def rule(chapter: Chapter, machine: str, kind: str) -> str:
     """How differences of a kind of rows are judged, in words."""
-    most = largest(chapter, machine, kind)
-    if most is None:
+    if largest(chapter, machine, kind) is None:
         return "Nothing here was measured twice, so the noise is not known."
     return (
         f"A difference counts where it is larger than any between a case and its repetition in {KINDS[kind]} "
-        f"({percent(most)}); one that is larger only than that of its own run is not settled."
+        f"({each_width(chapter, machine, kind)}) and where the times of the two, each from the 20th to the 80th "
+        f"percentile, do not overlap; any other that is larger than that of its own run is not settled."
     )
 
 
@@ -90,10 +105,9 @@ def spread(chapter: Chapter, machine: str) -> str:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
     said = []
     for kind, name in KINDS.items():
-        part = found[found["kind"] == kind]
-        if len(part):
-            said.append(f"in {name} {percent(part['apart'].max())}")
-    text = f"The same case measured twice in one run differs at most by: {', '.join(said)}."
+        if (found["kind"] == kind).any():
+            said.append(f"in {name} {each_width(chapter, machine, kind)}")
+    text = f"The same case measured twice in one run differs at most by: {'; '.join(said)}."
     timed = found[found["kind"].isin(["kernel", "ladder"])].dropna(subset=["sm_mhz", "mhz_again"])
     examples = []
     for _, part in timed.groupby("kind", sort=False):
@@ -166,28 +180,35 @@ def equal_readings(chapter: Chapter, machine: str) -> tuple[int, int]:
 
 
 def sorted_out(
-    chapter: Chapter, machine: str, kind: str, found: Iterable[tuple[str, float, Any]]
+    chapter: Chapter, machine: str, kind: str, found: Iterable[tuple[str, Any, Any]]
 ) -> dict[str, list[tuple[str, float]]]:
-    """Verdict → (name, ratio of times) of those given as (name, ratio, run), in the order of VERDICTS."""
+    """Verdict → (name, ratio of times) of those given as (name, row, row of the same run whose time it is held
+    against), in the order of VERDICTS."""
     out: dict[str, list[tuple[str, float]]] = {word: [] for word in VERDICTS}
-    most = largest(chapter, machine, kind)
-    for name, ratio, run in found:
-        out[verdict(ratio, noise(chapter, machine, run), most)].append((name, ratio))
+    for name, row, base in found:
+        ratio, own = row["ms_p50"] / base["ms_p50"], noise(chapter, machine, row["run"])
+        most = largest(chapter, machine, kind, row["dtype"] == "fp32")
+        out[verdict(ratio, own, most, page.overlap(row, base))].append((name, ratio))
     return {word: those for word, those in out.items() if those}
 
 
 def kernels(chapter: Chapter, machine: str) -> str:
-    """The peers' kernels against ours in the same run, over all shapes that they take and both passes."""
+    """The peers' kernels against ours in the same run, over all shapes that they take and both passes; in fp32 against
+    the portable ones as well."""
     rows = chapter.measured(machine=machine, **page.KERNEL)
     text = []
-    for impl in ("fa4", "sdpa_cudnn", "sdpa_efficient"):
-        found = []
+    for impl, bases in (
+        ("fa4", page.OURS), ("sdpa_cudnn", page.OURS), ("sdpa_efficient", page.OURS),
+        ("sdpa_efficient", ("plain_triton",)),
+    ):  # fmt: skip
+        found, dtypes = [], []
         for row in rows[rows["impl"] == impl].to_dict("records"):
-            ours = rows[rows["impl"].isin(page.OURS) & (rows["run"] == row["run"])]
+            ours = rows[rows["impl"].isin(bases) & (rows["run"] == row["run"])]
             if len(ours):
-                ratio = row["ms_p50"] / ours["ms_p50"].astype(float).min()
                 shape = page.shape_words(row["dtype"], row["head_dim"], row["is_causal"])
-                found.append((f"{row['part']}, {shape}", ratio, row["run"]))
+                base = ours.loc[ours["ms_p50"].astype(float).idxmin()]
+                found.append((f"{row['part']}, {shape}", row, base))
+                dtypes.append(row["dtype"])
         words = []
         for word, those in sorted_out(chapter, machine, "kernel", found).items():
             if len(those) <= 2:
@@ -199,7 +220,9 @@ def kernels(chapter: Chapter, machine: str) -> str:
                     f"{fmt(max(ratios))} ×)"
                 )
         if words:
-            text.append(f"**{figures.label(impl)}** over ours: {'; '.join(words)}.")
+            name = "ours" if bases == page.OURS else figures.label(*bases)
+            where = listed(list(dict.fromkeys(dtypes)))
+            text.append(f"**{figures.label(impl)}** over {name}, in {where}: {'; '.join(words)}.")
     if not text:
         return f"Kernels of FlashAttention-4 and cuDNN against ours: {NOT_MEASURED}."
     return " ".join([*text, rule(chapter, machine, "kernel")])

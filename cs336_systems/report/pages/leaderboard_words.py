@@ -64,7 +64,7 @@ def hardware(chapter: Chapter, machine: str) -> str:
     names = gpus(chapter, machine)
     if not names:
         return f"The GPU that this chapter was measured on: {NOT_MEASURED}."
-    text = f"What is measured in this chapter comes from one {listed(names)}."
+    text = f"Each measurement of this chapter ran on one {listed(names)}."
     ours, sheet = accounting.peaks(names[0]), accounting.peaks(H100)
     if len(names) == 1 and ours and sheet and ours.tflops == sheet.tflops and ours != sheet:
         text += (
@@ -132,10 +132,10 @@ def peers(chapter: Chapter, machine: str) -> str:
             continue
         best = ours.loc[ours["ms_p50"].astype(float).idxmin()]
         others = rows[(rows["run"] == best["run"]) & ~rows["impl"].isin(page.OURS)].sort_values("ms_p50")
-        ratios = ((figures.label(r.impl), r.ms_p50 / best["ms_p50"], r.run) for r in others.itertuples())
+        rivals = ((figures.label(row["impl"]), row, best) for row in others.to_dict("records"))
         found = [
             f"{VERDICTS[word]}: {', '.join(f'{name} ({fmt(ratio)} ×)' for name, ratio in those)}"
-            for word, those in sorted_out(chapter, machine, "harness", ratios).items()
+            for word, those in sorted_out(chapter, machine, "harness", rivals).items()
         ]
         text.append(
             f"{words}{'our' if words else 'Our'} fastest is {figures.label(best['impl'])} with "
@@ -158,8 +158,9 @@ def _long_run(chapter: Chapter, machine: str) -> list[str]:
         return []
     more = long["ms_p50"] / short["ms_p50"] - 1
     return [
-        f"Over the official ten seconds the median of {figures.label(long['impl'])} is {fmt(long['ms_p50'], 4)} ms, "
-        f"{percent(abs(more))} {'more' if more > 0 else 'less'} than in short turns; peers were not run so long."
+        f"Over the official ten seconds, in a run of its own, the median of {figures.label(long['impl'])} is "
+        f"{fmt(long['ms_p50'], 4)} ms, {percent(abs(more))} {'more' if more > 0 else 'less'} than in short turns; "
+        f"peers were not run so long."
     ]
 
 
@@ -338,6 +339,11 @@ def number_against_matrix(chapter: Chapter, roofs: Roofs, machine: str) -> str:
             f" Of all {len(less)} implementations measured so, {sum(x > 0 for x in less)} take less time, the "
             f"differences being {percent(min(less))} to {percent(max(less))}, between two runs."
         )
+        most = largest(chapter, machine, "kernel", wide=False)
+        if most is not None:
+            text += (
+                f" Of kernels alone, a case and its repetition differ by up to {percent(most)} in one run."
+            )
     if roofs.tb_per_s:
         matrix_ms = page.BYTES * HEADS * TOKENS * HEAD_DIM / (roofs.tb_per_s * 1e9)
         text += f" To read a matrix once takes {fmt(matrix_ms)} ms at the best copy."
@@ -372,8 +378,8 @@ def accuracy(chapter: Chapter, machine: str) -> str:
     if ours.empty:
         return f"Errors against fp64: {NOT_MEASURED}."
     text = (
-        f"Against fp64 the output of ours has a relative error of {fmt(ours['error_out'].max(), 2)} and its gradients "
-        f"{fmt(ours['error_grads'].max(), 2)} at most"
+        f"Against fp64 the output of ours in the harness has a relative error of {fmt(ours['error_out'].max(), 2)} and "
+        f"its gradients {fmt(ours['error_grads'].max(), 2)} at most"
     )
     if len(plain):
         row = plain.iloc[0]
