@@ -255,7 +255,8 @@ def test_out_of_time(tmp_path, monkeypatch):
 def test_nothing_outlives_a_script_without_main_guard(name, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(parallel.__file__).parents[2])]}\n"
         "from cs336_systems.parallel.launch import launch\n"
         f"launch('{here(sleep)}', 2, {{'folder': {str(tmp_path)!r}}}, backend='gloo', device='cpu')\n"
