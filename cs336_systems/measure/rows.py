@@ -3,7 +3,8 @@
 One CSV a chapter and machine. A row is a case, its metrics, a status, and where it comes from:
 
     status    `ok`, `oom`, `skipped: why`, `error: what`
-    run       one id for all rows of a group: measured in one process, interleaved; ratios stay within a run
+    run       one id for the rows that a group was given at one time: measured in one process, interleaved; ratios stay
+              within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
     code      digest of the sources that the number depends on (`measure.code`)
@@ -174,7 +175,8 @@ def write(
 ) -> Path:
     """Takes rows into the chapter's CSV: sorted by case, the newest row of each wins, swapped in whole.
 
-    A skipped case never takes the place of a measured one: what this machine lacks, another run of it had.
+    A skipped case does not take the place of a measured one: what this machine lacks, another run of it had. (Such a
+    row stays of earlier code, so that `refresh="stale"` measures its group each time.)
     """
     path = csv_path(chapter_name(experiment), machine, root)
     with _locked(path):
