@@ -21,10 +21,12 @@ from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages import leaderboard_fp32 as fp32
+from cs336_systems.report.pages import leaderboard_ladder as ladder
 from cs336_systems.report.pages import leaderboard_ladder_words as ladder_words
 from cs336_systems.report.pages import leaderboard_noise as noise_words
 from cs336_systems.report.pages import leaderboard_words as words
 from cs336_systems.report.roofs import Roofs, roofs
+from cs336_systems.report.tables import overlap
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -534,14 +536,14 @@ def test_peers_are_faster_or_slower_beyond_the_spread(chapter):
 
 
 def test_the_ladder_says_what_gained_and_what_lost(chapter):
-    found = page.ladder(chapter, "h100-x1", "forward")
+    found = ladder.measured(chapter, "h100-x1", "forward")
     assert found.loc["f_skip", "gain"] == pytest.approx(
         found.loc["f_all_tiles", "ms_p50"] / found.loc["f_skip", "ms_p50"]
     )
     assert found.loc["f_production", "base"] == "f_tiles"
     text = ladder_words.ladder(chapter, "h100-x1", "forward")
     assert "persistent programs" in text.split("Steps that lose")[1]
-    table = page.ladder_table(chapter, "h100-x1", "forward")
+    table = ladder.table(chapter, "h100-x1", "forward")
     assert list(table["#"]) == list(range(1, len(found) + 1))
     assert (table["regs"] == 168).all()
     text = ladder_words.predictions(chapter, "h100-x1")
@@ -606,9 +608,9 @@ def test_cases_whose_percentiles_overlap_are_not_told_apart(results_root):
     assert "not settled in forward, fp16, d = 64, causal (0.873 ×) and backward, fp16" in text
     assert "faster in 6 of 8 cases (0.873 × to 0.873 ×)" in text
     left, right = ({"ms_p20": low, "ms_p80": high} for low, high in ((1.0, 2.0), (2.0, 3.0)))
-    assert page.overlap(left, right) and page.overlap(right, left)
-    assert not page.overlap(left, {"ms_p20": 2.1, "ms_p80": 3.0})
-    assert not page.overlap(left, dict.fromkeys(left, float("nan")))
+    assert overlap(left, right) and overlap(right, left)
+    assert not overlap(left, {"ms_p20": 2.1, "ms_p80": 3.0})
+    assert not overlap(left, dict.fromkeys(left, float("nan")))
 
 
 def test_fp32_is_judged_by_its_own_noise(results_root):
@@ -896,7 +898,7 @@ def test_the_ratio_to_what_memory_allows_is_that_of_the_page(project_root):
 
 @pytest.mark.parametrize("part", steps.PARTS)
 def test_the_table_of_expectations_says_what_each_step_changes(part):
-    found = page.expectations(part)
+    found = ladder.expectations(part)
     assert not found["step"].str.contains("`").any()  # code does not break into lines
     assert found["because"].str.len().gt(20).all()
     numbers = found["from"].iloc[1:].astype(int)

@@ -70,7 +70,7 @@ def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
 
 
 @pytest.mark.parametrize("d", launch.FORWARD)
-def test_few_programs_get_smaller_tiles(d):
+def test_few_programs_get_tiles_of_their_own(d):
     many, few, side = launch.FORWARD[d], launch.FEW_FORWARD[d], launch.FORWARD[d].block_m
     assert launch.forward_tiles(d, 2, 66 * side, 132) == many
     assert launch.forward_tiles(d, 2, 65 * side, 132) == few

@@ -161,12 +161,9 @@ def _replace(path: Path, text: str) -> None:
 
 def _replaces(row: dict[str, Any], known: dict[str, Any]) -> bool:
     """Whether a row takes the place of another one of its case."""
-    skipped, skipped_before = (x["status"].startswith("skipped") for x in (row, known))
-    measured, measured_before = (x["status"] in ("ok", "oom") for x in (row, known))
-    if skipped and measured_before:
-        return False
-    if measured and skipped_before:
-        return True
+    kinds = {x["status"].partition(":")[0] for x in (row, known)}
+    if kinds in ({"skipped", "ok"}, {"skipped", "oom"}):
+        return not row["status"].startswith("skipped")
     return row["time_utc"] >= known["time_utc"]
 
 

@@ -67,6 +67,13 @@ def distance(ratio: Any) -> Any:
     return larger - 1
 
 
+def overlap(row: Any, other: Any, of: str = "ms") -> bool:
+    """Whether the bands of two cases, from the 20th to the 80th percentile of `of`, have something in common; False
+    where they are not known. Then the rows do not tell the two apart."""
+    low, high = f"{of}_p20", f"{of}_p80"
+    return bool(row[low] <= other[high] and other[low] <= row[high])
+
+
 def span(values: Iterable[float], digits: int = 3, show: Callable[[float, int], str] = fmt) -> str:
     """`"1.00 to 1.91"`, the least and the greatest of one or more values; one of them where they read the same."""
     values = list(values)

@@ -17,7 +17,7 @@ import pandas as pd
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.report.pages import ddp_predictions as predictions
-from cs336_systems.report.tables import EMPTY, distance, fmt, listed, percent
+from cs336_systems.report.tables import EMPTY, distance, fmt, listed, overlap, percent
 
 EVEN = 0.05  # of the median step: a p20–p80 range up to this is that of an even step
 PRECISIONS = {"tf32": "TF32", "fp32": "fp32", "bf16": "bf16"}
@@ -86,7 +86,7 @@ def spread(row: Row) -> float:
 
 def meet(a: Row, b: Row) -> bool:
     """Whether the p20–p80 ranges of two steps meet: then these rows do not tell them apart."""
-    return a["step_ms_p20"] <= b["step_ms_p80"] and b["step_ms_p20"] <= a["step_ms_p80"]
+    return overlap(a, b, "step_ms")
 
 
 def places(chapter: Chapter, world_size: int | str | None = None) -> list[Place]:

@@ -268,6 +268,11 @@ def verdict(ratio: float, noise: float) -> str:
     return "faster" if ratio > 1 else "slower"
 
 
+def slower_at(table: pd.DataFrame) -> str:
+    """`512–2k, 8k`: the lengths at which ours is slower, of a table with `seq_len`, `ratio` and `noise`."""
+    return ", ".join(lengths for word, lengths in stretches(table) if word == "slower")
+
+
 def courses(chapter: Chapter, **where: Any) -> pd.DataFrame:
     """Against each peer and head dimension, for each pass: at what lengths ours is slower, even, faster."""
     out = []

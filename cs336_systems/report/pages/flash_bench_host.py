@@ -26,28 +26,29 @@ def short(chapter: Chapter, roofs: Roofs, **where: Any) -> str:
     )
     if ours.empty:
         return f"What short sequences cost: {NOT_MEASURED}."
-    bound = ours[_gpu_ms(ours) < HOST * ours["end_to_end_ms_p50"]]
+    bound = ours[gpu_ms(ours) < HOST * ours["end_to_end_ms_p50"]]
     if bound.empty:
         return "At no length does the host take more than half of the time of both passes of ours."
     last = bound["seq_len"].max()
     text = (
         f"Up to {figures.short(last)} tokens both passes of ours together take {span(bound['end_to_end_ms_p50'])} ms, "
-        f"of which the GPU works for {span(_gpu_ms(bound))} ms (in CUDA graphs): the host sets the time."
+        f"of which the GPU works for {span(gpu_ms(bound))} ms (in CUDA graphs): the host sets the time."
     )
     peer = rows[rows["impl"] == "sdpa"].set_index("seq_len").reindex(bound["seq_len"])
-    if not _gpu_ms(peer).isna().any():
+    if not gpu_ms(peer).isna().any():
         table = page.ratios(chapter, "sdpa", "end_to_end", **where)
         text += _beside_sdpa(bound, peer, table[table["seq_len"].isin(bound["seq_len"])])
     return text + (_do_bench(bound, roofs.tb_per_s) if roofs.tb_per_s else "")
 
 
-def _gpu_ms(rows: pd.DataFrame) -> pd.Series:
+def gpu_ms(rows: pd.DataFrame) -> pd.Series:
+    """The GPU's time for a forward and a backward pass, in CUDA graphs; missing where one of them has none."""
     return rows["forward_gpu_ms"] + rows["backward_gpu_ms"]
 
 
 def _beside_sdpa(bound: pd.DataFrame, peer: pd.DataFrame, table: pd.DataFrame) -> str:
     """SDPA at the lengths where the host sets our time, and whose the difference is; `table`: `page.ratios` of them."""
-    share = _gpu_ms(bound).to_numpy() / _gpu_ms(peer).to_numpy()
+    share = gpu_ms(bound).to_numpy() / gpu_ms(peer).to_numpy()
     text = (
         f" SDPA takes {span(peer['end_to_end_ms_p50'])} ms there, and of the GPU's time ours takes "
         f"{span(share, 2)} of SDPA's."
@@ -96,7 +97,7 @@ def _beside_peer(chapter: Chapter, peer: str, **where: Any) -> pd.DataFrame:
     (`gpu_ms`; missing where a pass has no CUDA graph)."""
     rows = chapter.measured(**where, repeat=0)
     keys = [*page.SHAPE, "run"]
-    rows = rows.assign(gpu_ms=_gpu_ms(rows))
+    rows = rows.assign(gpu_ms=gpu_ms(rows))
     both = page.ratios(chapter, peer, "end_to_end", **where).merge(rows[rows["impl"] == OURS], on=keys)
     return both.merge(rows[rows["impl"] == peer], on=keys, suffixes=("", "_peer"))
 
@@ -155,7 +156,7 @@ def by_gpu(chapter: Chapter, machine: str, heads: int = 1) -> str:
     """Where ours needs more of the GPU's time than a peer, whatever the host takes, as a Markdown list."""
     where = {"machine": machine, "heads": heads}
     again = chapter.measured(**where)
-    again = again.assign(gpu_ms=_gpu_ms(again))
+    again = again.assign(gpu_ms=gpu_ms(again))
     first, second = again[again["repeat"] == 0], again[again["repeat"] == 1]
     pairs = first.merge(second, on=[*page.SHAPE, "impl", "run"], suffixes=("", "_again"))
     pairs["noise"] = distance((pairs["gpu_ms_again"] / pairs["gpu_ms"]).astype(float))
@@ -163,41 +164,34 @@ def by_gpu(chapter: Chapter, machine: str, heads: int = 1) -> str:
     if pd.isna(typical):
         return f"The GPU's time alone: {NOT_MEASURED}."
     of_run = pairs.set_index("run")["noise"].clip(lower=typical)
-    out, slower, hidden = [], 0, 0
-    beside = {
-        p: _beside_peer(chapter, p, **where) for p in page.implementations(chapter, **where) if p != OURS
-    }
+    tables = []
+    for peer in (p for p in page.implementations(chapter, **where) if p != OURS):
+        table = _beside_peer(chapter, peer, **where)
+        noise = of_run.reindex(table["run"]).fillna(typical).to_numpy()
+        alone = table.assign(ratio=table["gpu_ms_peer"] / table["gpu_ms"], noise=noise)
+        lost, waits = _are(alone, "slower"), table["gpu_ms_peer"] < HOST * table["end_to_end_ms_p50_peer"]
+        tables.append(alone.assign(lost=lost, hidden=lost & waits & _are(table, "faster")))
+    found = pd.concat(tables).dropna(subset="ratio") if tables else pd.DataFrame(columns=["lost", "hidden"])
+    if not found["lost"].any():
+        return "By the GPU's time alone (in CUDA graphs) ours is slower nowhere beyond the noise."
+    out = []
     for dtype in dict.fromkeys(chapter.rows(**where)["dtype"]):
-        for d in page.values(chapter, "head_dim", **where, dtype=dtype):
-            words = []
-            for peer, table in beside.items():
-                shown = table[(table["dtype"] == dtype) & (table["head_dim"] == d)]
-                noise = of_run.reindex(shown["run"]).fillna(typical).to_numpy()
-                table = shown.assign(ratio=shown["gpu_ms_peer"] / shown["gpu_ms"], noise=noise)
-                lost = _are(table, "slower")
-                if not lost.any():
-                    continue
-                slower += lost.sum()
-                waits = shown["gpu_ms_peer"] < HOST * shown["end_to_end_ms_p50_peer"]
-                hidden += (lost & _are(shown, "faster") & waits).sum()
-                at = ", ".join(
-                    lengths
-                    for word, lengths in page.stretches(table.dropna(subset="ratio"))
-                    if word == "slower"
-                )
-                words.append(f"{figures.label(peer)} at {at} (at most {fmt(1 / table['ratio'].min())} ×)")
+        for d, shapes in found[found["dtype"] == dtype].groupby("head_dim"):
+            words = [
+                f"{figures.label(peer)} at {page.slower_at(part)} (at most {fmt(1 / part['ratio'].min())} ×)"
+                for peer, part in shapes.groupby("impl_peer", sort=False)
+                if part["lost"].any()
+            ]
             if words:
                 out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")
-    if not out:
-        return "By the GPU's time alone (in CUDA graphs) ours is slower nowhere beyond the noise."
     text = (
         "By the GPU's time alone (forward and backward in CUDA graphs, whose pairs differ by a median of "
         f"{percent(typical)}) ours takes longer, beyond the noise, than:\n\n" + "\n".join(out)
     )
-    if hidden:
+    if hidden := found["hidden"].sum():
         text += (
-            f"\n\nIn {hidden} of these {slower} cases `do_bench` has ours ahead all the same: it times the other's "
-            "host. In CUDA graphs, or where the host is ahead, those are losses."
+            f"\n\nIn {hidden} of these {found['lost'].sum()} cases `do_bench` has ours ahead all the same: it times "
+            "the other's host. In CUDA graphs, or where the host is ahead, those are losses."
         )
     return text
 

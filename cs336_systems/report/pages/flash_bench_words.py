@@ -13,7 +13,7 @@ from cs336_systems.report import figures, headline
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.pages.flash_bench import DTYPES, OURS, PARTS, STEADY
-from cs336_systems.report.pages.flash_bench_host import HOST
+from cs336_systems.report.pages.flash_bench_host import HOST, gpu_ms
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import distance, fmt, listed, percent, span
 
@@ -264,19 +264,15 @@ def memory(chapter: Chapter, **where: Any) -> str:
 def tf32_gain(chapter: Chapter, machine: str) -> str:
     """What TF32 products gain ours in time where fp32 ran other kernels."""
     rows = chapter.measured(machine=machine, impl=OURS, repeat=0, heads=1)
-    keys = ["head_dim", "seq_len"]
+    keys, rows = ["head_dim", "seq_len"], rows.assign(gpu_ms=gpu_ms(rows))
     both = rows[rows["dtype"] == "tf32"].merge(rows[rows["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
     if both.empty:
         return f"What TF32 gains ours: {NOT_MEASURED}."
     both = both[both["backend"] != both["backend_fp32"]]
     if both.empty:
         return ""
-    times = {}
-    for which in ("", "_fp32"):
-        gpu = both[f"forward_gpu_ms{which}"] + both[f"backward_gpu_ms{which}"]
-        times[which] = gpu, both[f"end_to_end_ms_p50{which}"]
-    alone = times[""][0] / times["_fp32"][0]
-    ratio = alone.fillna(times[""][1] / times["_fp32"][1])
+    alone = both["gpu_ms"] / both["gpu_ms_fp32"]
+    ratio = alone.fillna(both["end_to_end_ms_p50"] / both["end_to_end_ms_p50_fp32"])
     both = both.assign(ratio=1 / ratio, noise=STEADY)
     words = [
         f"at $d = {d}$ {', '.join(f'{word} at {lengths}' for word, lengths in page.stretches(part))}"
@@ -345,7 +341,7 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
                     continue
                 slower = [r.ratio for r in table.itertuples() if page.verdict(r.ratio, r.noise) == "slower"]
                 if slower:
-                    at = ", ".join(lengths for word, lengths in page.stretches(table) if word == "slower")
+                    at = page.slower_at(table)
                     words.append(f"{figures.label(peer)} at {at} (at most {fmt(1 / min(slower))} ×)")
             if words:
                 out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pandas as pd
@@ -29,7 +28,6 @@ UNIT_NAMES = {
     "instructions": "schedulers: other instructions",
     "shared": "shared memory: operands of products",
 }
-_COLORS = {"own": "#0072B2", "production": "#004a75", "hopper": "#7a3fb5"}
 
 
 def status_word(status: str) -> str:
@@ -59,12 +57,6 @@ def best_ours(chapter: Chapter, machine: str, **where: Any) -> pd.Series | None:
     """The fastest of our implementations among measured rows with these fields."""
     found = chapter.measured(machine=machine, impl=list(OURS), repeat=0, **where)
     return None if found.empty else found.loc[found["ms_p50"].astype(float).idxmin()]
-
-
-def overlap(row: Any, other: Any) -> bool:
-    """Whether the times of two cases, each from its 20th to its 80th percentile, have something in common. False where
-    they are not known."""
-    return bool(row["ms_p20"] <= other["ms_p80"] and other["ms_p20"] <= row["ms_p80"])
 
 
 def published(chapter: Chapter) -> list[dict[str, Any]]:
@@ -227,7 +219,7 @@ def kernel_table(chapter: Chapter, machine: str) -> pd.DataFrame:
                     ratio = f"{fmt(row['ms_p50'] / ours['ms_p50'])} ×" if same else EMPTY
                     cells = (fmt(row["ms_p50"]), fmt(row["tflops"]), ratio)
                 elif len(cell):
-                    cells = (_short(cell.iloc[0]["status"]), EMPTY, EMPTY)
+                    cells = (short_status(cell.iloc[0]["status"]), EMPTY, EMPTY)
                 line |= dict(
                     zip((f"{letter}, ms", f"{letter}, TFLOP/s", f"{letter}, over ours"), cells, strict=True)
                 )
@@ -235,7 +227,8 @@ def kernel_table(chapter: Chapter, machine: str) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def _short(status: str) -> str:
+def short_status(status: str) -> str:
+    """A status in a cell."""
     return "OOM" if status == "oom" else EMPTY if status == NOT_MEASURED else status.split(":")[0]
 
 
@@ -269,7 +262,7 @@ def counters_table(chapter: Chapter, machine: str) -> pd.DataFrame:
             "d": row["head_dim"], "pass": row["part"], "implementation": figures.label(row["impl"]),
             **{name: _share(row[unit]) if ok else EMPTY for unit, name in COUNTED_UNITS.items()},
             "bank conflicts": _share(row["conflict_pct"]) if ok else EMPTY,
-            "instructions a pair": fmt(instructions_a_pair(row)) if ok else _short(row["status"]),
+            "instructions a pair": fmt(instructions_a_pair(row)) if ok else short_status(row["status"]),
         })  # fmt: skip
     return pd.DataFrame(out)
 
@@ -293,124 +286,13 @@ def first_table(chapter: Chapter, machine: str) -> pd.DataFrame:
         launched = len(str(row["kernels"]).split()) if ok and not pd.isna(row["kernels"]) else None
         out.append({
             "implementation": figures.label(row["impl"]),
-            "first call, s": fmt(row["first_call_s"]) if ok else _short(row["status"]),
+            "first call, s": fmt(row["first_call_s"]) if ok else short_status(row["status"]),
             "second, ms": fmt(row["second_call_ms"]) if ok else EMPTY,
             "kernels launched": whole(launched),
             "compiled": whole(row["compiled"] if ok else None),
             "for other lengths": whole(row["compiled_later"] if ok else None),
         })  # fmt: skip
     return pd.DataFrame(out)
-
-
-# ------------------------------------------------------------------------------------------------ the ladder
-_OF_A_STEP = (
-    "ms_p20", "ms_p50", "ms_p80", "tflops", "registers", "spill_bytes", "shared_kib", "sm_mhz", "run",
-)  # fmt: skip
-
-
-def ladder(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
-    """The steps of one pass in their order with their rows: `name`, `base`, `title`, `predicted_ms`, `ms`, `tflops`,
-    `gain` (time of the base over that of the step; NaN unless both ran in one run), `gain_low` and `gain_high` (the
-    same of the ends of what lies between their 20th and 80th percentiles), and the row's other columns."""
-    rows = chapter.rows(machine=machine, kind="ladder", part=part, repeat=0).set_index("impl")
-    out = []
-    for step in steps.of_part(part):
-        row = rows.loc[step.name] if step.name in rows.index else None
-        line: dict[str, Any] = {"name": step.name, "base": step.base, "title": step.title, "why": step.why}
-        line["predicted_ms"] = steps.predicted_ms(step)
-        line["status"] = NOT_MEASURED if row is None else row["status"]
-        ok = line["status"] == "ok"
-        for column in _OF_A_STEP:
-            line[column] = row[column] if ok else math.nan
-        out.append(line)
-    frame = pd.DataFrame(out).set_index("name", drop=False)
-    gains = []
-    for line in out:
-        base = frame.loc[line["base"]] if line["base"] else None
-        both = base is not None and base["status"] == line["status"] == "ok" and base["run"] == line["run"]
-        ends = (("ms_p50", "ms_p50"), ("ms_p20", "ms_p80"), ("ms_p80", "ms_p20"))
-        gains.append([base[over] / line[under] if both else math.nan for over, under in ends])
-    frame[["gain", "gain_low", "gain_high"]] = gains
-    return frame
-
-
-def ladder_table(chapter: Chapter, machine: str, part: str) -> pd.DataFrame:
-    """The ladder of one pass as it is printed."""
-    found = ladder(chapter, machine, part)
-    number = {name: place for place, name in enumerate(found["name"], 1)}
-    out = []
-    for row in found.itertuples():
-        ok = row.status == "ok"
-        out.append({
-            "#": number[row.name], "step": _in_a_table(row.title),
-            "expected, ms": fmt(row.predicted_ms),
-            "ms": fmt(row.ms_p50) if ok else _short(row.status),
-            "TFLOP/s": fmt(row.tflops) if ok else EMPTY,
-            "gain": EMPTY if math.isnan(row.gain) else f"{fmt(row.gain)} ×",
-            "regs": EMPTY if not ok or math.isnan(row.registers) else int(row.registers),
-            "spill": EMPTY if not ok or math.isnan(row.spill_bytes) else int(row.spill_bytes),
-            "shared": fmt(row.shared_kib) if ok else EMPTY,
-        })  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def _in_a_table(title: str) -> str:
-    """A step's title without names of code, which do not break into lines."""
-    return re.sub(r" \(`\w+`\)", "", title)
-
-
-def expectations(part: str) -> pd.DataFrame:
-    """Why each step of a pass was expected to cost what it was: no rows needed."""
-    found = steps.of_part(part)
-    number = {step.name: place for place, step in enumerate(found, 1)}
-    return pd.DataFrame([
-        {
-            "#": number[s.name], "step": _in_a_table(s.title), "from": number.get(s.base, EMPTY),
-            "expected, ms": fmt(steps.predicted_ms(s)), "because": s.why,
-        }
-        for s in found
-    ])  # fmt: skip
-
-
-def ladder_figure(chapter: Chapter, machine: str) -> Figure:
-    """Both ladders: a bar for each step's time with its rate beside it, a mark where it was expected, the floor as a
-    line."""
-    found = {part: ladder(chapter, machine, part) for part in PARTS}
-    longest = max(len(frame) for frame in found.values())
-    figure, axes = figures.panels(rows=2, height=0.8 + 0.235 * longest)
-    for ax, (part, frame) in zip(axes[:, 0], found.items(), strict=True):
-        ax.set_title(part)
-        shown = frame[["ms_p50", "predicted_ms"]].max().max()
-        for place, row in enumerate(frame.itertuples()):
-            kind = "hopper" if "hopper" in row.name else "production" if "production" in row.name else "own"
-            ok = row.status == "ok"
-            text = f" {fmt(row.ms_p50)} ms, {fmt(row.tflops)} TFLOP/s" if ok else f" {_why(row.status)}"
-            if ok:
-                ax.barh(place, row.ms_p50, color=_COLORS[kind], height=0.62, zorder=2)
-            expected = ax.plot(
-                [row.predicted_ms] * 2, [place - 0.4, place + 0.4], color="#D55E00", lw=2, zorder=3
-            )
-            end = max(row.ms_p50 if ok else 0, row.predicted_ms)
-            ax.annotate(
-                text, (end, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-            )
-        floor = max(limits(part, steps.SMS, steps.SM_MHZ).values())
-        line = ax.axvline(floor, color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
-        titles = [f"{place}  {title}".replace("`", "") for place, title in enumerate(frame["title"], 1)]
-        ax.set_yticks(range(len(frame)), titles, fontsize=8)
-        ax.set_xlim(0, shown * 1.65)  # room for the text beside the longest bar
-        ax.invert_yaxis()
-        ax.grid(axis="y", visible=False)
-    axes[1, 0].set_xlabel("ms")
-    names = ["expected", "least time of the slowest unit"]
-    figure.legend([expected[0], line], names, loc="outside lower center", ncols=2)
-    return figure
-
-
-def _why(status: str) -> str:
-    if status.startswith("skipped"):
-        return "skipped"
-    return status_word(status).split(":")[0]
 
 
 # ------------------------------------------------------------------------------------------------ what is left

@@ -25,19 +25,19 @@ def parts(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
     rows = chapter.measured(machine=machine, **page.KERNEL, dtype="fp32")
     out = []
     for row in rows.to_dict("records"):
-        kernels = str(row["kernels"])
-        made = next((made for names, made in MADE_OF.items() if names in kernels), None)
         line: dict[str, Any] = dict.fromkeys(("parts", "part_dtype", "rate", "share", "over_bf16"), math.nan)
+        made = next((made for names, made in MADE_OF.items() if names in str(row["kernels"])), None)
         if made and row["impl"] in page.OURS:
-            rate = made[0] * row["tflops"] * (TWO_PASSES if row["part"] == "backward" else 1)
-            peak = roofs.tflops.get(made[1], math.nan)
-            half = page.best_ours(
+            count, dtype = made
+            rate = count * row["tflops"] * (TWO_PASSES if row["part"] == "backward" else 1)
+            line |= {"parts": count, "part_dtype": dtype.replace("tf32", "TF32"), "rate": rate}
+            line["share"] = rate / roofs.tflops.get(dtype, math.nan)
+            bf16 = page.best_ours(
                 chapter, machine, kind="kernel", grad_o="matrix", part=row["part"], dtype="bf16",
                 head_dim=row["head_dim"], is_causal=row["is_causal"],
             )  # fmt: skip
-            over = math.nan if half is None else row["ms_p50"] / half["ms_p50"]
-            values = (made[0], made[1].replace("tf32", "TF32"), rate, rate / peak, over)
-            line = dict(zip(line, values, strict=True))
+            if bf16 is not None:
+                line["over_bf16"] = row["ms_p50"] / bf16["ms_p50"]
         out.append(row | line)
     return pd.DataFrame(out)
 

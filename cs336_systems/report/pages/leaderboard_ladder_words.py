@@ -9,8 +9,9 @@ import pandas as pd
 from cs336_systems.ladder import steps
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.pages import leaderboard_ladder as ladder_page
 from cs336_systems.report.pages.leaderboard_noise import noise
-from cs336_systems.report.tables import fmt, percent
+from cs336_systems.report.tables import fmt, overlap, percent
 
 # What is known of a step whose gain is not the expected one: (step, what was measured) → sentence
 _SAME_SPEED = (
@@ -49,7 +50,7 @@ def judged(row: Any, spread: float) -> str:
 
 def ladder(chapter: Chapter, machine: str, part: str) -> str:
     """What the ladder of one pass gained in all, the largest step, and what lost."""
-    found = page.ladder(chapter, machine, part)
+    found = ladder_page.measured(chapter, machine, part)
     known = found[found["status"] == "ok"]
     if len(known) < 2:
         return f"The {part} ladder: {NOT_MEASURED}."
@@ -97,7 +98,7 @@ def _production(known: pd.DataFrame, spread: float) -> str:
         return ""
     best = own.loc[own["ms_p50"].astype(float).idxmin()]
     ratio = known.loc[name, "ms_p50"] / best["ms_p50"]
-    if ratio <= 1 + spread or page.overlap(known.loc[name], best):
+    if ratio <= 1 + spread or overlap(known.loc[name], best):
         return ""
     return (
         f" The fastest of the ladder's own kernels is *{best['title']}*; the production kernels take "
@@ -108,7 +109,7 @@ def _production(known: pd.DataFrame, spread: float) -> str:
 def missed(chapter: Chapter, machine: str, part: str) -> str:
     """The steps whose gain is further from the expected one than the spread, and than percentiles of the times reach;
     and why as far as is known."""
-    found = page.ladder(chapter, machine, part)
+    found = ladder_page.measured(chapter, machine, part)
     known = found[(found["status"] == "ok") & found["gain"].notna()]
     if known.empty:
         return f"Gains of the {part} ladder against what was expected: {NOT_MEASURED}."
@@ -137,7 +138,7 @@ def _cheaper(found: pd.DataFrame, name: str, than: str) -> bool:
 
 def predictions(chapter: Chapter, machine: str) -> str:
     """How far measured times are from what was expected, and what the counters say of one reason."""
-    frames = [page.ladder(chapter, machine, part) for part in page.PARTS]
+    frames = [ladder_page.measured(chapter, machine, part) for part in page.PARTS]
     known = pd.concat([frame[frame["status"] == "ok"] for frame in frames if len(frame)])
     if known.empty:
         return f"Expected against measured times: {NOT_MEASURED}."

@@ -12,7 +12,7 @@ from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
-from cs336_systems.report.tables import distance, fmt, listed, percent
+from cs336_systems.report.tables import distance, fmt, listed, overlap, percent
 
 KINDS = {
     "harness": "the harness",
@@ -77,7 +77,7 @@ def each_width(chapter: Chapter, machine: str, kind: str) -> str:
 def verdict(ratio: float, own: float | None, most: float | None, overlap: bool = False) -> str:
     """A key of VERDICTS for a ratio of times. own: what the repetition of that run differs by; most: the largest of the
     kind. Where only one is known it stands for both; where none is, any difference counts. overlap: whether the two
-    cases' times do (`leaderboard.overlap`)."""
+    cases' times do (`tables.overlap`)."""
     known = [share for share in (own, most) if share is not None]
     away = distance(ratio)
     if away <= min(known, default=0.0):
@@ -188,7 +188,7 @@ def sorted_out(
     for name, row, base in found:
         ratio, own = row["ms_p50"] / base["ms_p50"], noise(chapter, machine, row["run"])
         most = largest(chapter, machine, kind, row["dtype"] == "fp32")
-        out[verdict(ratio, own, most, page.overlap(row, base))].append((name, ratio))
+        out[verdict(ratio, own, most, overlap(row, base))].append((name, ratio))
     return {word: those for word, those in out.items() if those}
 
 

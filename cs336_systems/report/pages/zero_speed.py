@@ -29,7 +29,7 @@ from cs336_systems.report.pages.zero import (
     world_size,
 )
 from cs336_systems.report.roofs import roofs
-from cs336_systems.report.tables import EMPTY, distance, fmt
+from cs336_systems.report.tables import EMPTY, distance, fmt, overlap
 from cs336_systems.sizes import size
 
 ROUNDS = 4  # of ShardedOptimizer, by default
@@ -284,8 +284,7 @@ def doubt(chapter: Chapter, row: Row, other: Row) -> str:
     known = noise(chapter, (row["machine"], int(row["world_size"])))
     if distance(row["step_ms_p50"] / other["step_ms_p50"]) <= known.get(int(row["context_length"]), 0.0):
         return NO_MORE
-    overlap = row["step_ms_p20"] <= other["step_ms_p80"] and other["step_ms_p20"] <= row["step_ms_p80"]
-    return "ranges overlap" if overlap else ""
+    return "ranges overlap" if overlap(row, other, "step_ms") else ""
 
 
 def steps_alone(chapter: Chapter) -> dict[int, float]:
