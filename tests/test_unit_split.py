@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_checks import FLOOR, check, compiler, fresh, relative
+from attention_checks import FLOOR, check, compiler, fresh, relative, run
 
 from cs336_systems.attention import hopper_reason
 from cs336_systems.attention.reference import exact_attention
@@ -16,13 +16,9 @@ from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = Tiles(32, 32, 4, 1)
-FORWARD = [(d, tiles) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
-BACKWARD = [
-    (d, (by_query[d], by_key[d]))
-    for by_query, by_key in ((launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS))
-    for d in by_query
-]
-SHIPPED = list(dict.fromkeys(FORWARD + BACKWARD))
+FORWARD = [(d, tiles, False) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
+BACKWARD = [(d, launch.backward_tiles(d, few), few) for few in (False, True) for d in launch.QUERIES]
+SHIPPED = list(dict.fromkeys(FORWARD + BACKWARD))  # padded head dimension, tiles, whether passes take turns
 SPILLS = {  # bytes, at most
     (16, (launch.QUERIES[16], launch.KEYS[16])): 512,
     (32, (launch.FEW_QUERIES[32], launch.FEW_KEYS[32])): 128,
@@ -64,7 +60,7 @@ def test_pieces_lie_where_launches_look_for_them():
 @pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])
 def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
     assert launch.padded_rows(n) == rows
-    for _, shipped in SHIPPED:
+    for _, shipped, _ in SHIPPED:
         for tiles in (shipped,) if isinstance(shipped, Tiles) else shipped:
             assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
 
@@ -75,11 +71,12 @@ def test_few_programs_get_tiles_of_their_own(d):
     assert launch.forward_tiles(d, 2, 66 * side, 132) == many
     assert launch.forward_tiles(d, 2, 65 * side, 132) == few
     assert launch.forward_tiles(d - 1, 2, 65 * side + 1, 132) == many
-    many, few = (launch.QUERIES[d], launch.KEYS[d]), (launch.FEW_QUERIES[d], launch.FEW_KEYS[d])
-    queries, keys = 65 * many[0].block_m, 65 * many[1].block_n
-    assert launch.backward_tiles(d, 2, queries, keys, 132) == few
-    assert launch.backward_tiles(d - 1, 2, queries + 1, keys, 132) == many
-    assert launch.backward_tiles(d, 2, queries, keys + 1, 132) == many
+    queries, keys = 65 * launch.QUERIES[d].block_m, 65 * launch.KEYS[d].block_n
+    assert launch.few_backward(d, 2, queries, keys, 132)
+    assert not launch.few_backward(d - 1, 2, queries + 1, keys, 132)
+    assert not launch.few_backward(d, 2, queries, keys + 1, 132)
+    assert launch.backward_tiles(d - 1, True) == (launch.FEW_QUERIES[d], launch.FEW_KEYS[d])
+    assert launch.backward_tiles(d - 1, False) == (launch.QUERIES[d], launch.KEYS[d])
 
 
 @pytest.mark.parametrize("both", [(launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS)])
@@ -100,8 +97,19 @@ def test_who_is_served(monkeypatch):
     assert not launch.serves(short, x, x) and not launch.serves(x, short, short)
     huge = torch.zeros(1).expand(2**11, 2**10, launch.MIN_LENGTH, 16)
     assert not launch.serves(huge, huge, huge)
+
+
+def test_where_tf32_is_allowed_few_programs_are_served(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert not launch.serves(x, x, x)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 17)
+    x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)  # 16 programs in each pass
+    assert launch.serves(x, x, x)
+    assert launch.serves(*[x[..., : launch.MIN_TF32_HEAD_DIM]] * 3)
+    assert not launch.serves(*[x[..., : launch.MIN_TF32_HEAD_DIM - 1]] * 3)
+    assert not launch.serves(*[torch.cat([x, x])] * 3)
+    assert not launch.serves(*[x[:, :, 1:]] * 3)
+    longer = torch.cat([x, x], 2)
+    assert not launch.serves(x, longer, longer) and not launch.serves(longer, x, x)
 
 
 def test_both_passes_are_deterministic(monkeypatch):
@@ -123,8 +131,11 @@ def both_passes(q, k, v, do, is_causal, tiles=SMALL):
 @needs_interpreter
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)])
-@pytest.mark.parametrize("gradient", ["whole", "columns", "one number"])
-def test_interpreted(num_queries, num_keys, d, is_causal, gradient):
+@pytest.mark.parametrize(
+    ("gradient", "multiprocessors"), [("whole", 1), ("columns", 132), ("one number", 1)]
+)  # few programs are those of less than the multiprocessors
+def test_interpreted(num_queries, num_keys, d, is_causal, gradient, multiprocessors, monkeypatch):
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: multiprocessors)
     q = fresh(1, num_queries, 2, d, requires_grad=False).transpose(1, 2)
     k = fresh(1, 2, num_keys, d, requires_grad=False)
     v = fresh(1, 2, d, num_keys, requires_grad=False).transpose(2, 3)
@@ -143,9 +154,10 @@ def test_interpreted(num_queries, num_keys, d, is_causal, gradient):
 # ------------------------------------------------------------------------------------------------ ahead of time
 @pytest.mark.table
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("d", "tiles"), SHIPPED)
-def test_every_configuration_compiles(d, tiles, is_causal):
-    found = compiler().submit(aot.compile_split_kernel, d, tiles, is_causal=is_causal).result()
+@pytest.mark.parametrize(("d", "tiles", "in_turns"), SHIPPED)
+def test_every_configuration_compiles(d, tiles, in_turns, is_causal):
+    options = {"is_causal": is_causal, "in_turns": in_turns}
+    found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
     assert not found.serialized
@@ -180,7 +192,9 @@ def always(monkeypatch):
     "lengths", [(1, 1), (1, 300), (300, 1), (127, 129), (128, 128), (1000, 200), (1024, 1024)]
 )
 @pytest.mark.parametrize("d", [16, 24, 32, 40, 64, 96, 128])
-def test_lengths_and_head_dimensions(d, lengths, is_causal, always):
+@pytest.mark.parametrize("few", [False, True], ids=["many programs", "few programs"])
+def test_lengths_and_head_dimensions(d, lengths, is_causal, few, always, monkeypatch):
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 10**6 if few else 1)
     q, k, v = (gpu(2, 2, n, d) for n in (lengths[0], lengths[1], lengths[1]))
     assert flash_triton.kernels_for(q, k, v) == {"forward": "split", "backward": "split"}
     check("flash_triton", q, k, v, is_causal)
@@ -198,6 +212,23 @@ def test_gradients_of_every_layout(gradient, always):
     do = gpu(*shape[gradient], requires_grad=False).expand(2, 3, 333, 64)
     q, k, v = (gpu(2, 333, 3, 64).transpose(1, 2), gpu(2, 3, 333, 64), gpu(2, 3, 64, 333).transpose(2, 3))
     check("flash_triton", q, k, v, True, do)
+
+
+@pytest.mark.gpu
+def test_where_tf32_is_allowed():
+    _need_hopper()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        few, many = ([gpu(1, heads, 700, 64) for _ in range(3)] for heads in (2, 64))
+        assert set(flash_triton.kernels_for(*few).values()) == {"split"}
+        assert set(flash_triton.kernels_for(*many).values()) == {"portable"}
+        do = gpu(*few[0].shape, requires_grad=False)
+        exact = exact_attention(*few, do, True)
+        for x, y in zip(run("flash_triton", *few, do, True), exact, strict=True):
+            assert relative(x, y, exact[0].norm().item()) < 3 * FLOOR[torch.float32]  # TF32: some 1e-3
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.gpu

@@ -148,8 +148,9 @@ def compile_hopper_kernel(
 
 
 def compile_split_kernel(
-    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True
-) -> Compiled:
+    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True,
+    in_turns: bool = False,
+) -> Compiled:  # fmt: skip
     """Compiles the forward kernel of `hopper.split`, or, from a pair of tiles, its backward kernel.
 
     For fp32 on compute capability 9.0; the pair: those of the queries' and of the keys' programs. `head_dim`: a power
@@ -166,6 +167,7 @@ def compile_split_kernel(
         function, (by_query, by_key) = split.backward_kernel, tiles
         options = by_key
         constants |= dict(QUERY_M=by_query.block_m, QUERY_N=by_query.block_n, EVEN_M=even)
+        constants |= dict(IN_TURNS=in_turns)
         constants |= dict(KEY_M=by_key.block_m, KEY_N=by_key.block_n)
         rows = dict(q_desc=by_query.block_m, do_desc=by_query.block_m)
         rows |= dict(k_step_desc=by_query.block_n, v_step_desc=by_query.block_n)

@@ -328,18 +328,30 @@ def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_de
                     num_queries, num_keys, padded_queries, padded_keys, query_programs, key_programs, c, scale,
                     QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, KEY_M: tl.constexpr, KEY_N: tl.constexpr,
                     D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr,
-                    EVEN_N: tl.constexpr):  # fmt: skip
-    """Both passes in one launch, their programs in turns: they do not depend on one another, and few programs of one
-    would leave multiprocessors idle. Grid: (twice the programs of the pass that has more,)."""
-    program = tl.program_id(0) // 2
-    if tl.program_id(0) % 2 == 0:
-        if program < key_programs:
-            _key_program(program, q_step_desc, k_desc, v_desc, do_step_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch,
-                         dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries,
-                         num_keys, padded_queries, padded_keys, c, scale, KEY_M, KEY_N, D, HEAD_DIM, IS_CAUSAL,
-                         EVEN_M)  # fmt: skip
+                    EVEN_N: tl.constexpr, IN_TURNS: tl.constexpr):  # fmt: skip
+    """Both passes in one launch: they do not depend on one another, and few programs of one would leave multiprocessors
+    idle. Those of keys come first, which have more to do; IN_TURNS: one of each at a time, for few programs, which
+    begin together (many of both read twice as much at a time as the L2 cache may hold).
+
+    Grid: (all of them,); IN_TURNS: (twice the programs of the pass that has more,)."""
+    index = tl.program_id(0)
+    if IN_TURNS:
+        of_keys = index % 2 == 0
+        key_program = index // 2
+        query_program = index // 2
     else:
-        if program < query_programs:
-            _query_program(program, q_desc, k_step_desc, v_step_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch,
-                           dq_head, dq_row, dq_col, batch_heads, heads, num_queries, num_keys, padded_queries,
-                           padded_keys, c, scale, QUERY_M, QUERY_N, D, HEAD_DIM, IS_CAUSAL, EVEN_N)  # fmt: skip
+        of_keys = index < key_programs
+        key_program = index
+        query_program = index - key_programs
+    if of_keys:
+        if key_program < key_programs:
+            _key_program(key_program, q_step_desc, k_desc, v_desc, do_step_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr,
+                         dk_batch, dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads,
+                         num_queries, num_keys, padded_queries, padded_keys, c, scale, KEY_M, KEY_N, D, HEAD_DIM,
+                         IS_CAUSAL, EVEN_M)  # fmt: skip
+    else:
+        if query_program < query_programs:
+            _query_program(query_program, q_desc, k_step_desc, v_step_desc, do_desc, l_ptr, delta_ptr, dq_ptr,
+                           dq_batch, dq_head, dq_row, dq_col, batch_heads, heads, num_queries, num_keys,
+                           padded_queries, padded_keys, c, scale, QUERY_M, QUERY_N, D, HEAD_DIM, IS_CAUSAL,
+                           EVEN_N)  # fmt: skip

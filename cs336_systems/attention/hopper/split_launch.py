@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -23,6 +24,7 @@ from cs336_systems.attention.triton_launch import (
 )
 
 MAX_HEAD_DIM = 128
+MIN_TF32_HEAD_DIM = 33  # where TF32 is allowed
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
@@ -89,29 +91,40 @@ def forward_tiles(head_dim: int, batch_heads: int, num_queries: int, multiproces
     return FORWARD[d] if programs >= multiprocessors else FEW_FORWARD[d]
 
 
-def backward_tiles(
+def few_backward(
     head_dim: int, batch_heads: int, num_queries: int, num_keys: int, multiprocessors: int
-) -> tuple[Tiles, Tiles]:
+) -> bool:
+    """Whether the backward pass has fewer programs, of queries and of keys, than the GPU has multiprocessors."""
+    d = padded(head_dim)
+    programs = max(triton.cdiv(num_queries, QUERIES[d].block_m), triton.cdiv(num_keys, KEYS[d].block_n))
+    return batch_heads * programs < multiprocessors
+
+
+def backward_tiles(head_dim: int, few: bool) -> tuple[Tiles, Tiles]:
     """Those of the queries' and of the keys' programs, which one launch runs with the same number of warps."""
     d = padded(head_dim)
-    programs = batch_heads * max(
-        triton.cdiv(num_queries, QUERIES[d].block_m), triton.cdiv(num_keys, KEYS[d].block_n)
-    )
-    return (QUERIES[d], KEYS[d]) if programs >= multiprocessors else (FEW_QUERIES[d], FEW_KEYS[d])
+    return (FEW_QUERIES[d], FEW_KEYS[d]) if few else (QUERIES[d], KEYS[d])
 
 
-def _multiprocessors(x: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
-    if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels.
+
+    Where TF32 is allowed, only if programs are few: their tiles for that gain more than six products for one cost.
+    """
+    if q.dtype != torch.float32 or q.shape[3] > MAX_HEAD_DIM or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
         return False
-    if q.shape[3] > MAX_HEAD_DIM or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
+    heads, lengths = q.shape[0] * q.shape[1], (q.shape[2], k.shape[2])
+    if 3 * heads * padded_rows(max(lengths)) > _MAX_ROWS:
         return False
-    heads = q.shape[0] * q.shape[1]
-    return 3 * heads * padded_rows(max(q.shape[2], k.shape[2])) <= _MAX_ROWS
+    if torch.get_float32_matmul_precision() == "highest":
+        return True
+    few = few_backward(q.shape[3], heads, *lengths, _multiprocessors(q.device))
+    return few and q.shape[3] >= MIN_TF32_HEAD_DIM
 
 
 def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -189,7 +202,7 @@ def launch_forward(
         return o, logsumexp
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], pieces.shape[1]
-    tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q))
+    tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q.device))
     plans = _split(q, k, v, pieces)
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
@@ -247,9 +260,8 @@ def launch_backward(
     )  # fmt: skip
     grid = (batch_heads * padded_queries // _ROWS, 1, 1)
     plans += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
-    by_query, by_key = tiles or backward_tiles(
-        head_dim, batch_heads, num_queries, num_keys, _multiprocessors(q)
-    )
+    few = few_backward(head_dim, batch_heads, num_queries, num_keys, _multiprocessors(q.device))
+    by_query, by_key = tiles or backward_tiles(head_dim, few)
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
     arguments |= strides("dq", dq) | strides("dk", dk) | strides("dv", dv)
     query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
@@ -259,12 +271,12 @@ def launch_backward(
         padded_queries=padded_queries, padded_keys=padded_keys, query_programs=query_programs,
         key_programs=key_programs, c=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m, QUERY_N=by_query.block_n,
         KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
-        EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0,
+        EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0, IN_TURNS=few,
     )  # fmt: skip
     rows = (by_query.block_m, by_query.block_n, by_query.block_n, by_query.block_m)
     rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)
     described = tuple(_descriptor(x, n) for x, n in zip(of_each * 2, rows, strict=True))
-    grid = (2 * max(query_programs, key_programs), 1, 1)
+    grid = (2 * max(query_programs, key_programs) if few else query_programs + key_programs, 1, 1)
     plans += _launch(split.backward_kernel, grid, described, 5, arguments, by_key)
     remember(key, plans)
     return dq, dk, dv
