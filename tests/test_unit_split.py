@@ -28,6 +28,14 @@ SPILLS = {  # bytes, at most
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_decided_before():
+    """What a test changes decides, and only there."""
+    launch._served.cache_clear()
+    yield
+    launch._served.cache_clear()
+
+
 # ------------------------------------------------------------------------------------------------ pieces
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -37,10 +45,10 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
     k = fresh(2, 3, 130, 24, requires_grad=False, device=device)
     v = fresh(2, 3, 24, 130, requires_grad=False, scale=1e-3, device=device).transpose(2, 3)
     q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
-    rows = launch._piece_rows(q, k, gradient=False)
-    pieces = torch.full_like(launch._pieces(q, rows), float("nan"))
+    own = launch.room(q.shape, k.shape, gradient=False)
+    pieces = torch.full_like(own.empty(q.device), float("nan"))
     launch._split(q, k, v, pieces)
-    for x, part in zip((q, k, v), pieces.split(rows), strict=True):
+    for x, part in zip((q, k, v), pieces.split(own.rows), strict=True):
         n = x.shape[2]
         three = part.double().view(3, 2, 3, -1, 32)
         assert not three[..., n:, :].any() and not three[..., 24:].any()
@@ -52,9 +60,9 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
 
 def test_pieces_lie_where_launches_look_for_them():
     q, k = torch.zeros(1, 2, 70, 24), torch.zeros(1, 2, 130, 24)
-    rows = launch._piece_rows(q, k, gradient=True)
-    pieces = launch._pieces(q, rows)
-    assert launch._addresses(pieces, rows) == tuple(x.data_ptr() for x in pieces.split(rows))
+    own = launch.room(q.shape, k.shape, gradient=True)
+    pieces = own.empty(q.device)
+    assert own.addresses(pieces.data_ptr()) == tuple(x.data_ptr() for x in pieces.split(own.rows))
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ MIN_TF32_HEAD_DIM = 33  # where TF32 is allowed
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
+MAX_REMEMBERED = 10_000  # the lengths are part of what is remembered
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
 
 # by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal; queries
@@ -116,15 +118,20 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
     Where TF32 is allowed, only if programs are few: their tiles for that gain more than six products for one cost.
     """
-    if q.dtype != torch.float32 or q.shape[3] > MAX_HEAD_DIM or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
+    precise = torch.get_float32_matmul_precision() == "highest"
+    return q.dtype == torch.float32 and _served(q.shape, k.shape, precise, q.device)
+
+
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def _served(q_shape: torch.Size, k_shape: torch.Size, precise: bool, device: torch.device) -> bool:
+    batch, heads, num_queries, head_dim = q_shape
+    num_keys = k_shape[2]
+    if head_dim > MAX_HEAD_DIM or min(num_queries, num_keys) < MIN_LENGTH:
         return False
-    heads, lengths = q.shape[0] * q.shape[1], (q.shape[2], k.shape[2])
-    if 3 * heads * padded_rows(max(lengths)) > _MAX_ROWS:
+    if 3 * batch * heads * padded_rows(max(num_queries, num_keys)) > _MAX_ROWS:
         return False
-    if torch.get_float32_matmul_precision() == "highest":
-        return True
-    few = few_backward(q.shape[3], heads, *lengths, _multiprocessors(q.device))
-    return few and q.shape[3] >= MIN_TF32_HEAD_DIM
+    few = few_backward(head_dim, batch * heads, num_queries, num_keys, _multiprocessors(device))
+    return precise or (few and head_dim >= MIN_TF32_HEAD_DIM)
 
 
 def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -143,22 +150,31 @@ def _launch(
     return [first_launch(kernel, grid, descriptors, pointers, arguments, **options)]
 
 
-def _piece_rows(q: torch.Tensor, k: torch.Tensor, gradient: bool) -> list[int]:
-    """The rows of the pieces of Q, K, V and, if asked for, dO."""
-    heads = q.shape[0] * q.shape[1]
-    queries, keys = 3 * heads * padded_rows(q.shape[2]), 3 * heads * padded_rows(k.shape[2])
-    return [queries, keys, keys, queries] if gradient else [queries, keys, keys]
+@dataclass(frozen=True)
+class Room:
+    """Of the pieces of Q, K, V and, for gradients, dO, one behind the other in one tensor: the rows of each, the
+    tensor's shape, and the bytes before each."""
+
+    rows: tuple[int, ...]
+    shape: tuple[int, int]
+    before: tuple[int, ...]
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, device=device, dtype=torch.bfloat16)
+
+    def addresses(self, start: int) -> tuple[int, ...]:
+        """Where the pieces of each lie in a tensor at `start`."""
+        return tuple([start + n for n in self.before])
 
 
-def _pieces(q: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Room for all pieces, one behind the other."""
-    return torch.empty((sum(rows), padded(q.shape[3])), device=q.device, dtype=torch.bfloat16)
-
-
-def _addresses(pieces: torch.Tensor, rows: list[int]) -> tuple[int, ...]:
-    """Where the pieces of each tensor begin."""
-    row_bytes = 2 * pieces.shape[1]
-    return tuple(itertools.accumulate((n * row_bytes for n in rows[:-1]), initial=pieces.data_ptr()))
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def room(q_shape: torch.Size, k_shape: torch.Size, gradient: bool) -> Room:
+    """The room for tensors of these shapes (batch, heads, n, d)."""
+    heads, d = q_shape[0] * q_shape[1], padded(q_shape[3])
+    queries, keys = 3 * heads * padded_rows(q_shape[2]), 3 * heads * padded_rows(k_shape[2])
+    rows = (queries, keys, keys, queries) if gradient else (queries, keys, keys)
+    before = tuple(itertools.accumulate((2 * d * n for n in rows[:-1]), initial=0))
+    return Room(rows, (sum(rows), d), before)
 
 
 def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor) -> list[Plan]:
@@ -189,14 +205,14 @@ def launch_forward(
             return launch_forward(q, k, v, is_causal, tiles)
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    piece_rows = _piece_rows(q, k, gradient=False)
-    pieces = _pieces(q, piece_rows)
+    own = room(q.shape, k.shape, False)
+    pieces = own.empty(q.device)
     key = (
         "split", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
         _alignment(q, k, v),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), _addresses(pieces, piece_rows)
+        index, at = q.get_device(), own.addresses(pieces.data_ptr())
         plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
         plans[1].again(index, at, o.data_ptr(), logsumexp.data_ptr())
         return o, logsumexp
@@ -212,7 +228,7 @@ def launch_forward(
         EVEN_N=num_keys % tiles.block_n == 0,
     )  # fmt: skip
     rows = (tiles.block_m, tiles.block_n, tiles.block_n)
-    described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(piece_rows), rows, strict=True))
+    described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(own.rows), rows, strict=True))
     grid = (triton.cdiv(num_queries, tiles.block_m) * batch * heads, 1, 1)
     plans += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
     remember(key, plans)
@@ -235,15 +251,15 @@ def launch_backward(
     num_keys, batch_heads = k.shape[2], batch * heads
     padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    piece_rows = _piece_rows(q, k, gradient=True)
-    pieces = _pieces(q, piece_rows)
+    own = room(q.shape, k.shape, True)
+    pieces = own.empty(q.device)
     delta = torch.empty((batch_heads, padded_queries), device=q.device, dtype=torch.float32)
     key = (
         "split backward", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
         v.stride(), o.stride(), do.stride(), _alignment(q, k, v, o, do, logsumexp),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), _addresses(pieces, piece_rows)
+        index, at = q.get_device(), own.addresses(pieces.data_ptr())
         plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
         l_at, delta_at = logsumexp.data_ptr(), delta.data_ptr()
         plans[1].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
@@ -251,7 +267,7 @@ def launch_backward(
         return dq, dk, dv
     d, scale = pieces.shape[1], head_dim**-0.5
     plans = _split(q, k, v, pieces)
-    of_each = pieces.split(piece_rows)
+    of_each = pieces.split(own.rows)
     arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=of_each[3], delta_ptr=delta)
     arguments |= strides("o", o) | strides("do", do)
     arguments |= dict(
