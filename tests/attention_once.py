@@ -38,9 +38,19 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
         from cs336_systems.attention.hopper import split_launch as launcher
 
     dims, dtypes = OF[kernels]
-    for d, dtype, shape, is_causal, whole in itertools.product(
-        dims, dtypes, SHAPES[:shapes], (False, True), (True, False)
+    for many, d, dtype, shape, is_causal, whole in itertools.product(
+        (False, True) if kernels == "split" else (False,),
+        dims,
+        dtypes,
+        SHAPES[:shapes],
+        (False, True),
+        (True, False),
     ):
+        if (
+            kernels == "split"
+        ):  # as if these few programs were more than the GPU has multiprocessors, and as they are
+            launcher._multiprocessors = lambda device, many=many: 1 if many else 10**6
+            triton_launch._remembered.clear()
         batch, heads, num_queries, num_keys = shape
         q, k, v, grad_o = (
             torch.randn(batch, heads, n, d, device="cuda", dtype=dtype)

@@ -15,7 +15,10 @@ from cs336_systems.attention import triton_launch as portable
 from cs336_systems.attention.hopper import split_launch as launch
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
-SMALL = Tiles(32, 32, 4, 1)
+SMALL = (
+    Tiles(32, 32, 4, 1),
+    (Tiles(32, 16, 4, 1), Tiles(16, 64, 4, 1)),
+)  # forward; queries and keys of backward
 FORWARD = [(d, tiles, False) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
 BACKWARD = [(d, launch.backward_tiles(d, few), few) for few in (False, True) for d in launch.QUERIES]
 SHIPPED = list(dict.fromkeys(FORWARD + BACKWARD))  # padded head dimension, tiles, whether passes take turns
@@ -31,9 +34,11 @@ SPILLS = {  # bytes, at most
 @pytest.fixture(autouse=True)
 def nothing_decided_before():
     """What a test changes decides, and only there."""
-    launch._served.cache_clear()
+    for clear in (launch._served.cache_clear, portable._remembered.clear):
+        clear()
     yield
-    launch._served.cache_clear()
+    for clear in (launch._served.cache_clear, portable._remembered.clear):
+        clear()
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -88,12 +93,14 @@ def test_few_programs_get_tiles_of_their_own(d):
 
 
 @pytest.mark.parametrize("both", [(launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS)])
-def test_programs_of_one_launch_have_the_same_number_of_warps(both):
-    assert all(both[0][d].num_warps == both[1][d].num_warps for d in launch.FORWARD)
+def test_programs_of_one_launch_have_the_same_options(both):
+    for d in launch.FORWARD:
+        queries, keys = both[0][d], both[1][d]
+        assert (queries.num_warps, queries.num_stages) == (keys.num_warps, keys.num_stages)
 
 
 # ------------------------------------------------------------------------------------------------ who is served
-def test_who_is_served(monkeypatch):
+def test_who_is_served():
     x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)
     assert launch.serves(x, x, x)
     assert launch.serves(*[x[..., :17]] * 3) and launch.serves(
@@ -129,16 +136,16 @@ def test_both_passes_are_deterministic(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ interpreted
 def both_passes(q, k, v, do, is_causal, tiles=SMALL):
-    o, logsumexp = launch.launch_forward(q, k, v, is_causal, tiles)
-    return [
-        o,
-        *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles and (tiles, tiles)),
-    ], logsumexp
+    forward, backward = tiles
+    o, logsumexp = launch.launch_forward(q, k, v, is_causal, forward)
+    return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, backward)], logsumexp
 
 
 @needs_interpreter
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40), (64, 64, 16)]
+)
 @pytest.mark.parametrize(
     ("gradient", "multiprocessors"), [("whole", 1), ("columns", 132), ("one number", 1)]
 )  # few programs are those of less than the multiprocessors
@@ -161,10 +168,15 @@ def test_interpreted(num_queries, num_keys, d, is_causal, gradient, multiprocess
 
 # ------------------------------------------------------------------------------------------------ ahead of time
 @pytest.mark.table
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": False, "even": False}, {"is_causal": True}],
+    ids=["full, ragged", "causal, even"],
+)
 @pytest.mark.parametrize(("d", "tiles", "in_turns"), SHIPPED)
-def test_every_configuration_compiles(d, tiles, in_turns, is_causal):
-    options = {"is_causal": is_causal, "in_turns": in_turns}
+def test_every_configuration_compiles(d, tiles, in_turns, options):
+    if not isinstance(tiles, Tiles):
+        options = options | {"in_turns": in_turns}
     found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
@@ -250,15 +262,14 @@ def test_small_and_large_scores(scale, always):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [1, 16])
 def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always, monkeypatch):
-    monkeypatch.setattr(portable, "_remembered", {})
     q, k, v, do = (gpu(1, heads, 1500, 128, requires_grad=False) for _ in range(4))
-    first = both_passes(q, k, v, do, True, None)
+    first = both_passes(q, k, v, do, True, (None, None))
     plans = [plan for launches in portable._remembered.values() for plan in launches]
     assert len(plans) == 2 + 3
     assert all(plan.launcher is not None for plan in plans if plan.described)
     others = [x.clone() for x in (q, k, v, do)]  # at other addresses
     monkeypatch.setattr(launch, "_launch", None)  # the long way
-    again = both_passes(*others, True, None)
+    again = both_passes(*others, True, (None, None))
     for x, y in zip((*first[0], first[1]), (*again[0], again[1]), strict=True):
         assert torch.equal(x, y)
 
@@ -266,14 +277,14 @@ def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always
 @pytest.mark.gpu
 def test_streams_keep_their_pieces_apart(always):
     inputs = [[gpu(1, 4, 2000, 64, requires_grad=False) for _ in range(4)] for _ in range(2)]
-    alone = [both_passes(*x, True, None)[0] for x in inputs]
+    alone = [both_passes(*x, True, (None, None))[0] for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     found = [[], []]
     for _ in range(5):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[i].append(both_passes(*inputs[i], True, None)[0])
+                found[i].append(both_passes(*inputs[i], True, (None, None))[0])
     torch.cuda.synchronize()
     for i in range(2):
         for again in found[i]:
@@ -289,7 +300,7 @@ def test_long_sums_do_not_lean_to_one_side(always):
     """
     q, k, do = (gpu(1, 1, 16384, 64, requires_grad=False) for _ in range(3))
     v = gpu(1, 1, 16384, 64, requires_grad=False) + 1
-    found, _ = both_passes(q, k, v, do, False, None)
+    found, _ = both_passes(q, k, v, do, False, (None, None))
     o, logsumexp = portable.launch_forward(q, k, v, False)
     others = (o, *portable.launch_backward(q, k, v, o, logsumexp, do, False))
     exact = exact_attention(q, k, v, do, False)
@@ -302,14 +313,14 @@ def test_long_sums_do_not_lean_to_one_side(always):
 @pytest.mark.gpu
 def test_in_a_cuda_graph(always):
     q, k, v, do = (gpu(1, 2, 1200, 64, requires_grad=False) for _ in range(4))
-    both_passes(q, k, v, do, True, None)
+    both_passes(q, k, v, do, True, (None, None))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found, _ = both_passes(q, k, v, do, True, None)
+        found, _ = both_passes(q, k, v, do, True, (None, None))
     for x in (q, k, v, do):
         x.normal_()
     graph.replay()
     torch.cuda.synchronize()
-    for x, y in zip(found, both_passes(q, k, v, do, True, None)[0], strict=True):
+    for x, y in zip(found, both_passes(q, k, v, do, True, (None, None))[0], strict=True):
         assert torch.equal(x, y)

@@ -5,7 +5,7 @@ ladder to it.
     cs336 run leaderboard
 
 Five kinds of rows, one case in each group twice (A/A). The first three are measured in turns with what they are
-compared with, five turns each, after ever other predecessors. A turn begins with calls that are not timed, so that the
+compared with, five turns each, in changing order (`order`). A turn begins with calls that are not timed, so that the
 GPU runs at the clock to which the case's own power draw brings it, not that of the one before:
 
     harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
+import time
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.experiments import attention_peers as peers
@@ -63,7 +64,7 @@ COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
 FIRST_CALLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cudnn")
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
-SETTLE_MS = 250  # at least, of a turn's calls that are not timed, on a GPU
+SETTLE_MS = 250  # of a turn's calls that are not timed, on a GPU
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
 
 
@@ -171,7 +172,7 @@ def estimate_s(group: list[Case]) -> float:
     else:
         once = 0.3 * len(group)
     slow = sum(turns(case) * 0.8 for case in group if case.impl == "reference" and not small)
-    turn_s = 0.05 if small else (1.05 * first.rep_ms + _settle_ms(first, "cuda")) / 1e3 + 0.04
+    turn_s = 0.05 if small else (1.15 * first.rep_ms + SETTLE_MS) / 1e3 + 0.04
     return 1 + once + slow + sum(turns(case) * turn_s for case in group)
 
 
@@ -271,27 +272,38 @@ def order(count: int, turn: int) -> list[int]:
     return [(i + turn) % count for i in to_and_fro]
 
 
-def _settle_ms(case: Case, device: str) -> float:
-    """The calls of a turn that are not timed: do_bench's share of the timed ones, or more."""
-    return max(case.rep_ms / 10, SETTLE_MS if device == "cuda" else 0)
-
-
 def _turn(ready: list[Candidate], device: str) -> None:
-    """Each candidate's turn, with a watch of its own."""
+    """Each candidate's turn, with a watch of its own over what is timed."""
     from cs336_systems.measure.timing import Watch, interleaved
 
-    watches = {candidate.name: Watch() for candidate in ready} if device != "cpu" else {}
-    found = interleaved(
-        {candidate.name: candidate.call for candidate in ready},
-        device=device,
-        rounds=1,
-        warmup_ms=_settle_ms(ready[0].case, device),
-        rep_ms=ready[0].case.rep_ms,
-        grad_to_none={candidate.name: candidate.grads for candidate in ready},
-        watches=watches,
-    )
     for candidate in ready:
+        if device == "cuda":
+            _settle(candidate)
+        watches = {candidate.name: Watch()} if device != "cpu" else {}
+        found = interleaved(
+            {candidate.name: candidate.call},
+            device=device,
+            rounds=1,
+            warmup_ms=candidate.case.rep_ms / 10,
+            rep_ms=candidate.case.rep_ms,
+            grad_to_none={candidate.name: candidate.grads},
+            watches=watches,
+        )
         watch = watches.get(candidate.name)
         candidate.turns.append(
             (found[candidate.name].samples_ms, watch and watch.sm_mhz, watch and watch.power_w)
         )
+
+
+def _settle(candidate: Candidate) -> None:
+    """Calls for SETTLE_MS, many at a time, so that the GPU seldom waits for the host."""
+    import torch
+
+    end, calls = time.perf_counter() + SETTLE_MS / 1e3, 1
+    while time.perf_counter() < end:
+        for _ in range(calls):
+            for tensor in candidate.grads:
+                tensor.grad = None
+            candidate.call()
+        torch.cuda.synchronize()
+        calls = min(2 * calls, 16)
