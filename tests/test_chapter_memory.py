@@ -99,6 +99,20 @@ def test_tensors_are_watched_from_their_making_to_their_end():
     assert list(after.active())[-1] == 400
 
 
+def test_a_tensor_that_another_thread_lets_go_meanwhile(monkeypatch):
+    kept, replay = [torch.empty(0)], memory.replay
+
+    def meanwhile(*args, **kwargs):
+        kept.clear()
+        return replay(*args, **kwargs)
+
+    monkeypatch.setattr(memory, "replay", meanwhile)
+    with memory.watching_tensors() as (_, snapshot):
+        kept[0] = torch.zeros(100)
+        found, after = snapshot(), snapshot()
+    assert list(found.active()) == [0, 400] and list(after.active()) == [0, 400, 0]
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once; and their root."""

@@ -319,12 +319,13 @@ def watching_tensors() -> Iterator[tuple[Callable[[str], None], Callable[[], Sna
         marks.append(Mark(name, len(trace)))
 
     def snapshot() -> Snapshot:
+        now, events = list(live.values()), list(trace)  # other threads let storages go, at any time
         blocks = [
             {"address": event["addr"], "total_size": event["size"],
              "blocks": [{"size": event["size"], "state": "active_allocated"}]}
-            for event in live.values()
+            for event in now
         ]  # fmt: skip
-        return replay(trace, blocks, max_entries=len(trace) + 1, marks=marks)
+        return replay(events, blocks, max_entries=len(events) + 1, marks=marks)
 
     try:
         with Watch():
