@@ -97,7 +97,7 @@ def test_the_switch(monkeypatch):
 
 
 def on_a_hopper_gpu(monkeypatch):
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
+    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(portable, "_remembered", {})
 
 
@@ -172,7 +172,7 @@ def launched(monkeypatch):
         of_pointers = [(x.dtype, x.data_ptr() % 16 == 0) for x in values[:pointers]]
         launches.append((kernel.__name__, grid, seen, of_pointers, values[pointers:]))
 
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
+    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(hopper, "first_launch", first_launch)
     monkeypatch.setattr(hopper, "remembered", keys.append)
     monkeypatch.setattr(hopper, "remember", lambda key, plans: None)
@@ -231,7 +231,7 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
 
         return types.SimpleNamespace(again=again)
 
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device_index: 132)
+    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(hopper, "first_launch", first_launch)
     monkeypatch.setattr(hopper, "remembered", plans.get)
     monkeypatch.setattr(hopper, "remember", plans.__setitem__)

@@ -123,7 +123,8 @@ def padded(head_dim: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device_index: int) -> int:
+def multiprocessors_of(device_index: int) -> int:
+    """How many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
@@ -179,7 +180,7 @@ def launch_forward(
     num_keys, d = k.shape[2], padded(head_dim)
     if config is None:
         config = forward_config(
-            batch * heads, num_queries, num_keys, head_dim, _multiprocessors(q.get_device())
+            batch * heads, num_queries, num_keys, head_dim, multiprocessors_of(q.get_device())
         )
     row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
     descriptors = (

@@ -12,7 +12,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.hopper import split
-from cs336_systems.attention.hopper.launch import LOG2_E
+from cs336_systems.attention.hopper.launch import LOG2_E, multiprocessors_of
 from cs336_systems.attention.hopper.tma import Plan, first_launch
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.attention.triton_launch import (
@@ -108,9 +108,8 @@ def backward_tiles(head_dim: int, few: bool) -> tuple[Tiles, Tiles]:
     return (FEW_QUERIES[d], FEW_KEYS[d]) if few else (QUERIES[d], KEYS[d])
 
 
-@functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return multiprocessors_of(device.index) if device.type == "cuda" else 1
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
