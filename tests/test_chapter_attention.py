@@ -600,16 +600,39 @@ def test_a_gain_is_named_as_soon_as_it_exceeds_the_noise(changed):
 
 def test_a_prediction_that_missed_is_called_so(changed, chapter):
     held = times.at_length(chapter, roofs("h100-x1"), page.COMPILED, "h100-x1")
-    assert held.endswith("Within the noise all 16 ratios are as predicted.")
+    assert held.endswith("Within the noise or to 1 % all 16 ratios are as predicted.")
 
     one = (page.COMPILED, "fp32", 32, "forward")
     chapter, roof = changed(
         lambda case, part: 2 if (case.impl, case.dtype, case.head_dim, part) == one else 1
     )
     text = times.at_length(chapter, roof, page.COMPILED, "h100-x1")
-    assert "holds, within the noise, for 15 of these 16 ratios (1 smaller, 0 larger)." in text
+    assert "holds, within the noise or to 1 %, for 15 of these 16 ratios (1 smaller, 0 larger)." in text
     assert "It misses by the most forward in fp32 at $d = 32$: 0.7" in text
-    assert "plain attention comes nearer to its floor than compiled does" in text
+    assert "plain attention comes nearer to its floor than compiled to its own; the shares" in text
+    assert "larger where" not in text
+
+
+def test_a_ratio_above_its_prediction_is_explained_the_other_way(changed):
+    one = (page.OURS, "bf16", 128, "forward")
+    chapter, roof = changed(
+        lambda case, part: 0.5 if (case.impl, case.dtype, case.head_dim, part) == one else 1
+    )
+    text = times.at_length(chapter, roof, page.OURS, "h100-x1")
+    assert "1 larger)" in text and "larger where ours comes nearer" in text
+
+
+def test_half_a_percent_over_a_prediction_is_none(changed):
+    """However quiet the pairs: the roofs that it was computed from are of another run."""
+
+    def slightly_slower(case, part):
+        quiet = 1 / 1.01 if case.repeat else 1
+        return quiet * (1.005 if case.impl == "reference" and part == "forward" else 1)
+
+    chapter, roof = changed(slightly_slower)
+    assert page.noise(chapter, "h100-x1").max(axis=None) < 1e-6
+    assert times.beyond(chapter, roof, "h100-x1") == ""
+    assert "1 larger" not in times.at_length(chapter, roof, page.COMPILED, "h100-x1")
 
 
 def test_a_pair_counts_alike_in_both_directions(changed):

@@ -400,7 +400,7 @@ def test_the_host_is_blamed_only_where_the_gpu_works_less(results_root, monkeypa
         gpu = case.seq_len / 1e5 * (0.5 if ours else 1.0)
         out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
         if case.seq_len > 4096:
-            return out | {"end_to_end_ms_p50": 2 * gpu}
+            return out | {"end_to_end_ms_p50": 2 * gpu, "forward_ms_p50": gpu + 0.004}
         low, middle, high = (0.4, 0.41, 0.42) if ours else (0.2, 0.21, 0.22)
         out |= {
             f"end_to_end_ms_{q}": v for q, v in zip(("p20", "p50", "p80"), (low, middle, high), strict=True)
@@ -420,7 +420,15 @@ def test_the_host_is_blamed_only_where_the_gpu_works_less(results_root, monkeypa
     assert "ours takes 0.50 of SDPA's" in text
     assert "no faster kernel" in text and "200 µs with ours and 100 µs" in text
     assert "reads 4.0 µs more" in text and "where it needed more, at 2k tokens, 50 µs more" in text
+    assert "guess" not in text
     slow_gpu = chapter._frame["impl"] == "flash_triton"
+    late = slow_gpu & (chapter._frame["seq_len"] == 1024) & (chapter._frame["head_dim"] == 128)
+    late &= chapter._frame["dtype"] == "fp32"
+    chapter._frame.loc[late, "forward_ms_p50"] += 0.03
+    text = host.short(chapter, found, **ONE_HEAD)
+    assert (
+        "it reads 34 µs more, the most at n = 1k, d = 128, heads: 1, in fp32." in text and "a guess" in text
+    )
     chapter._frame.loc[slow_gpu, "forward_gpu_ms"] *= 4  # now the GPU works longer for ours as well
     assert "no faster kernel" not in host.short(chapter, found, **ONE_HEAD)
 
@@ -483,7 +491,7 @@ def test_where_tf32_costs_ours_time_it_is_said(results_root, monkeypatch):
         if case.impl != "flash_triton" or case.dtype == "bf16":
             return {}
         split = case.dtype == "fp32" and case.seq_len >= 512
-        slower = case.dtype == "tf32" and case.seq_len < 4096
+        slower = case.dtype == "tf32" and 512 <= case.seq_len < 4096
         gpu = None if case.seq_len == 65536 else 1.5 if slower else 0.5 if case.dtype == "tf32" else 1.0
         out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
         out["end_to_end_ms_p50"] = 30.0 if case.dtype == "tf32" else 40.0
@@ -491,7 +499,7 @@ def test_where_tf32_costs_ours_time_it_is_said(results_root, monkeypatch):
 
     chapter, _ = chapter_of(results_root, monkeypatch, change)
     text = words.tf32_gain(chapter, "h100-x1")
-    assert "at $d = 64$ slower at 512–2k, faster at 4k–64k; at $d = 128$ slower at 512–2k, faster" in text
+    assert "at $d = 64$ faster at 128–256, slower at 512–2k, faster at 4k–64k; at $d = 128$ faster" in text
     assert "takes 0.50 to 1.5 times as long" in text and "costs time and accuracy" in text
     assert "one launch" in text
     ours = chapter._frame["impl"] == "flash_triton"
@@ -500,7 +508,27 @@ def test_where_tf32_costs_ours_time_it_is_said(results_root, monkeypatch):
     )
     assert "costs time" not in words.tf32_gain(chapter, "h100-x1")
     chapter._frame.loc[ours, "backend"] = "portable kernels"
-    assert words.tf32_gain(chapter, "h100-x1") == ""
+    assert "at $d = 64$ faster at 128–64k; " in words.tf32_gain(chapter, "h100-x1")
+
+
+def test_where_tf32_changes_no_product_it_is_no_gain(results_root, monkeypatch):
+    def change(case):
+        if case.impl != "flash_triton" or case.dtype == "bf16":
+            return {}
+        split = 512 <= case.seq_len <= 8192
+        gpu = 0.5 if case.dtype == "tf32" and not split else 0.98 if case.dtype == "tf32" else 1.0
+        out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
+        return out | {"backend": "split kernels" if split else "portable kernels"}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, change)
+    text = words.tf32_gain(chapter, "h100-x1")
+    assert "at $d = 64$ faster at 128–256 and 16k–64k; at $d = 128$ faster at 128–256 and 16k–64k" in text
+    assert "takes 0.50 times as long" in text
+    assert "At the other lengths (at $d = 64$ 512–8k; at $d = 128$ 512–8k) `split kernels` serve ours" in text
+    assert "differ by at most 2.0 %" in text
+    chapter._frame.loc[chapter._frame["impl"] == "flash_triton", "backend"] = "split kernels"
+    text = words.tf32_gain(chapter, "h100-x1")
+    assert text.startswith("Under TF32 (at $d = 64$ 128–64k; ") and "by at most 100 %" in text
 
 
 def test_a_host_of_changing_speed_is_told(results_root, monkeypatch):
@@ -556,7 +584,21 @@ def test_extremes_are_quoted_from_steady_runs_only(results_root, monkeypatch):
     [line] = [x for x in words.findings(chapter, "h100-x1").splitlines() if "SDPA, bf16" in x]
     assert "of 40 shapes" in line and "slower in 1;" in line
     assert "n = 128, d = 16" not in line
+    lost = words.losses(chapter, "h100-x1", dtypes=("bf16",))
+    assert "PyTorch SDPA at 128" in lost and "×" not in lost  # a loss all the same, but no factor
     assert "In 1 runs" not in (text := words.spread(chapter)) and "In one run" in text
+
+
+def test_extremes_are_not_quoted_from_even_shapes(results_root, monkeypatch):
+    def wide(case):
+        if (case.heads, case.seq_len, case.head_dim, case.dtype, case.impl) != (1, 512, 16, "bf16", "sdpa"):
+            return {}
+        return {"end_to_end_ms_p20": 1e-4, "end_to_end_ms_p50": 1e-3, "end_to_end_ms_p80": 1e3}
+
+    chapter, _ = chapter_of(results_root, monkeypatch, wide)
+    [line] = [x for x in words.findings(chapter, "h100-x1").splitlines() if "SDPA, bf16" in x]
+    assert "even in " in line and "slower in 0;" in line
+    assert "n = 512, d = 16" not in line
 
 
 def test_only_lengths_where_ours_is_slower_give_the_worst(results_root, monkeypatch):
@@ -622,6 +664,43 @@ def test_errors_are_told_apart_by_the_kernels_that_served(results_root, monkeypa
     assert (
         "the larger for the output in 8 of 36 shapes, at 256 tokens or fewer" in text
     )  # plain's OOM has no error
+
+
+def test_errors_under_tf32_are_fp32s_where_no_product_is_in_it(results_root, monkeypatch):
+    def errors(case):
+        if case.dtype == "bf16" or case.impl not in ("flash_triton", "reference", "sdpa"):
+            return {}
+        split = case.impl == "flash_triton" and 512 <= case.seq_len <= 8192
+        rounded = case.dtype == "tf32" and case.impl != "sdpa" and not split
+        error = 2e-3 if rounded else 4e-7 if split else 5e-7
+        found = {"error_out": error, "error_grads": error}
+        return found | (
+            {"backend": f"{'split' if split else 'portable'} kernels"} if case.impl == "flash_triton" else {}
+        )
+
+    chapter, _ = chapter_of(results_root, monkeypatch, errors)
+    text = error_words.accuracy(chapter)
+    assert "more accurate, where it makes its own in TF32." in text
+    assert "`split kernels`, which served ours in 10 of 20 shapes under TF32, make no product in it" in text
+    assert "fp32's, 4.0e−7 (output) and 4.0e−7 (gradients) at most. The table's errors" in text
+    assert "4,000 times for ours where it makes them (more than predicted) and 4,000 times for plain" in text
+    ours = chapter._frame["impl"] == "flash_triton"
+    chapter._frame.loc[ours, "backend"] = "portable kernels"
+    text = error_words.accuracy(chapter)
+    assert "that are more accurate." in text and "make no product" not in text
+    chapter._frame.loc[ours, ["error_out", "error_grads"]] = 4e-7
+    chapter._frame.loc[ours, "backend"] = "split kernels"
+    text = error_words.accuracy(chapter)
+    assert "in 20 of 20 shapes" in text
+    assert (
+        "Triton hands them" not in text and "that are more accurate" not in text and "The table's" not in text
+    )
+
+
+def test_lengths_that_are_no_neighbours_are_not_put_together():
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"seq_len": [128, 256, 2048, 4096], "ratio": 2.0, "noise": 0.01})
+    assert page.stretches(table) == [("faster", "128–256"), ("faster", "2k–4k")]
 
 
 def test_peaks_are_counted_in_matrices_above_the_least(results_root, monkeypatch):

@@ -14,6 +14,7 @@ from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.machine import cpp_compiler
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages import torch_compile as page
+from cs336_systems.report.pages import torch_compile_speed as fastest
 
 torch = pytest.importorskip("torch")
 
@@ -78,17 +79,17 @@ def test_page_of_made_up_rows(made_up):
     assert (
         len(table) == 10 and len(gains) == 10 and all(1.2 < gain < 1.44 for gain in gains)
     )  # made up: 1 / 0.7
-    speed = page.speed_table(made_up)
+    speed = fastest.speed_table(made_up)
     plain = speed[(speed["attention"] == "plain") & (speed["as"] == "compiled")]
     assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}
     assert "OOM" in set(speed[speed["attention"] == "plain"]["step, ms"])
-    assert "above the aim of 1.1" in page.target_words(made_up)
-    said = page.target_words(made_up)
+    assert "above the aim of 1.1" in fastest.target_words(made_up)
+    said = fastest.target_words(made_up)
     assert said.count("ours compiled, CUDA graphs") == 2 and f"; {page.MERE_NOISE}" not in said
-    assert page.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 6
+    assert fastest.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 6
     assert "Dynamo made 1 graph," in page.graphs_words(made_up)
     assert "compiling gains between" in page.sizes_words(made_up)
-    for figure in (page.sizes_figure, page.speed_figure):
+    for figure in (page.sizes_figure, fastest.speed_figure):
         assert figure(made_up, "h100-x1").axes[0].has_data()
 
 
@@ -121,20 +122,104 @@ def test_words_about_size_and_host(results_root):
     chapter = with_times(results_root, ms)
     text = page.sizes_words(chapter)
     assert "forward: compiling gains between 1.88 × (`2.7B`) and 5.25 × (`large`)." in text
-    assert "It falls from size to size, but for `large`." in text
-    assert "at 4 of 5 sizes" in text
+    assert (
+        "From `small` to `2.7B` it falls, as predicted; on the way it falls from `small` to `medium`" in text
+    )
+    assert "rises from `medium` to `large`" in text and "twice" not in text  # pairs without noise
+    assert "at 4 of 5 sizes, less at `xl`." in text
+    assert "With the second measurement of the eager step: 4.55 (`small`)" in text
     text = page.host_words(chapter)
-    assert "FLOPs grow 27-fold, the activations (layers times width) 8.9-fold" in text
-    assert "launches, 2.7-fold. The eager time grows 3.0-fold, the compiled time 8.0-fold" in text
-    assert "is that of their launches" in text
-    assert page.optimizer_words(chapter).startswith("AdamW, the same code in both, takes 1.00 × as long")
+    assert "divided by its layers, the time is 0.833, 0.833, 0.583, 0.458 and 0.938 ms eager" in text
+    assert "times those of `small`" in text
+    assert "mostly what the host needs" not in text  # 0.833 against 0.458, before the FLOPs are many
+    text = page.optimizer_words(chapter)
+    assert text.startswith("AdamW, the same code in both, takes 1.00 × as long") and "as predicted" in text
+
+
+def test_what_is_smaller_than_the_pair_is_not_said(results_root):
+    """`large` lies above `medium` by less than its own pair, and forward beside the step as well."""
+    eager = {"small": 60, "medium": 50, "large": 55, "xl": 40, "2.7B": 30}
+
+    def ms(case):
+        if case.compile != "off":
+            return 20
+        return eager[case.size] * (0.7 if case.repeat and case.size == "large" else 1)
+
+    chapter = with_times(results_root, ms)
+    text = page.sizes_words(chapter)
+    falls = "falls from `small` to `medium` and `xl` to `2.7B`"
+    assert f"on the way it {falls} and changes by {page.MERE_NOISE} from `medium` to `large`" in text
+    assert "rises" not in text
+    assert "1.93 (`large`)" in text  # 55 · 0.7 / 20
+    of_steps = page.sizes_figure(chapter, "h200-x1").axes[0].get_lines()
+    [again] = [line for line in of_steps if line.get_linestyle() == "None" and len(line.get_xdata())]
+    assert again.get_ydata()[2] == pytest.approx(1.925)
+    assert "at 0 of 5 sizes; at `small`, `medium`, `large`, `xl` and `2.7B` they differ by" in text
+    assert "43 % (`large`), 0 % (`xl`)" in page.noise_words(chapter)
+
+
+def test_an_update_that_takes_longer_or_shorter_missed_its_prediction(results_root):
+    def make(case):
+        found = step_rows.metrics(case) | {"status": "ok", "peak_gib": 1.0, "step_ms_p50": 10.0}
+        return found | {"optimizer_ms_p50": (2.0 if case.compile == "off" else 1.6) * (1 + 0.3 * case.repeat)}
+
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
+    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
+    assert "takes 0.800 ×" in page.optimizer_words(chapter) and "as predicted" in page.optimizer_words(
+        chapter
+    )
+
+    quiet = lambda case: make(case) | ({"optimizer_ms_p50": 2.0} if case.repeat else {})
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", quiet)
+    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
+    assert "shorter at 5 of 5 sizes" in page.optimizer_words(chapter)
+    assert "that missed" in page.optimizer_words(chapter)
+
+
+@pytest.mark.parametrize(("of_ours", "said"), [(20, "as predicted"), (15, "the prediction missed")])
+def test_whether_a_faster_attention_shows(results_root, of_ours, said):
+    def ms(case):
+        if case.attention == "reference":
+            return 20
+        return 15 if case.compile == "reduce-overhead" else of_ours
+
+    text = fastest.graph_gain_words(with_times(results_root, ms))
+    assert text.endswith(f"compiled, CUDA graphs, SDPA and ours are faster than plain attention: {said}.")
+    assert f"20.0 ms with CUDA graphs (1.00 ×; {page.MERE_NOISE})" in text
+
+
+def test_rows_of_earlier_code_are_named(results_root):
+    def make(case):
+        return step_rows.metrics(case) | (
+            {"code": "earlier"} if (case.size, case.attention) == ("medium", "sdpa") else {}
+        )
+
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
+    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
+    said = fastest.stale_words(chapter)
+    assert "`h200-x1`, `medium`, batch 4, SDPA (3 rows); `h200-x1`, `medium`, batch 16, SDPA (1 row)." in said
+    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1")
+    fresh = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
+    assert fastest.stale_words(fresh) == ""
 
 
 def test_where_arithmetic_sets_the_time_nothing_is_said_of_the_host(results_root):
     ms = {"small": 1, "medium": 3, "large": 7, "xl": 13, "2.7B": 27}
     chapter = with_times(results_root, lambda c: ms[c.size])
-    assert "eager time grows 27-fold" in page.host_words(chapter)
-    assert "is that of their launches" not in page.host_words(chapter)
+    assert "ms eager" in page.host_words(chapter)
+    assert "what the host needs" not in page.host_words(chapter)
+
+
+def test_a_time_by_layers_is_the_hosts(results_root):
+    """`xl` has 48 layers of four times the FLOPs of one of `small`'s 12; `2.7B` no longer waits for the host."""
+    ms = {"small": 12, "medium": 30, "large": 36, "xl": 50, "2.7B": 60}
+    chapter = with_times(results_root, lambda c: ms[c.size] * (1 if c.compile == "off" else 0.4))
+    text = page.host_words(chapter)
+    assert "time is 1.00, 1.25, 1.00, 1.04 and 1.88 ms eager and 0.400, " in text
+    assert (
+        text.count("Up to `xl` the eager time of a layer stays within a factor of 1.2, while its FLOPs grow")
+        == 2
+    )
 
 
 def test_aims(results_root):
@@ -151,7 +236,7 @@ def test_aims(results_root):
         times = ms.get((case.size, case.batch, case.compile), (20, 20, 20))
         return times[("reference", "sdpa", "flash_triton").index(case.attention)]
 
-    text = page.aims_words(with_times(results_root, of))
+    text = fastest.aims_words(with_times(results_root, of))
     met = "`small`, batch 4, compiled; `small`, batch 4, compiled, CUDA graphs; `medium`, batch 16, compiled."
     missed = (
         "`small`, batch 64, compiled; `medium`, batch 4, compiled; `medium`, batch 4, compiled, CUDA graphs."
@@ -166,9 +251,24 @@ def test_the_host_is_named_where_graphs_meet_what_launches_miss(results_root):
         slow = case.compile == "default" and case.batch == 4
         return 20 if case.attention != "flash_triton" or slow else 15
 
-    text = page.aims_words(with_times(results_root, of))
+    text = fastest.aims_words(with_times(results_root, of))
     assert "missed: `small`, batch 4, compiled; `medium`, batch 4, compiled." in text
     assert "The same steps meet it as CUDA graphs. So it is the host" in text
+    assert "SDPA does not reach 1.1 over plain attention there either." in text and "Python" not in text
+
+
+def test_behind_sdpa_without_graphs_is_named_and_its_reason_called_a_guess(results_root):
+    def of(case):
+        if case.compile == "default" and case.batch == 4:
+            return {"reference": 20, "sdpa": 15, "flash_triton": 19}[case.attention]
+        return 20 if case.attention == "reference" else 15
+
+    text = fastest.aims_words(with_times(results_root, of))
+    assert (
+        "Behind SDPA by more than the noise, where graphs are not: `small`, batch 4, compiled; `medium`"
+        in text
+    )
+    assert "is a guess" in text and "SDPA does not reach" not in text
 
 
 def test_ratios_stay_within_a_run(results_root):
@@ -191,10 +291,10 @@ def test_ratios_stay_within_a_run(results_root):
 
 def test_page_without_rows():
     chapter = Chapter("torch_compile", measure="no", preset="full")
-    for sentence in (page.graphs_words, page.sizes_words, page.target_words, page.graph_gain_words):
+    for sentence in (page.graphs_words, page.sizes_words, fastest.target_words, fastest.graph_gain_words):
         assert "not measured" in sentence(chapter)
     assert set(page.sizes_table(chapter)["eager, ms"]) == {"–"}
-    for figure in (page.sizes_figure, page.speed_figure):
+    for figure in (page.sizes_figure, fastest.speed_figure):
         assert figure(chapter, "").axes
 
 
@@ -217,5 +317,5 @@ def test_what_a_pair_says_of_noise():
         {"attention": a, "compile": "off", "repeat": r, "status": "ok", "run": "1", "step_ms_p50": ms}
         for a, r, ms in (("reference", 0, 100.0), ("sdpa", 0, 50.0), ("reference", 1, 93.0))
     ]
-    assert page._apart(pandas.DataFrame(rows)) == pytest.approx(100 / 93 - 1)
-    assert page._apart(pandas.DataFrame(rows[:2])) == 0.0
+    assert page.pairs_apart(pandas.DataFrame(rows)) == pytest.approx(100 / 93 - 1)
+    assert page.pairs_apart(pandas.DataFrame(rows[:2])) == 0.0

@@ -48,7 +48,7 @@ def grid(preset: str) -> list[Case]:
         for batch in batches:
             variants = _BATCH_4 if batch == 4 else _LARGE
             cases += [_speed(size, batch, attention, compile) for attention, compile in variants]
-            # the A/A pair; 64 sequences need more than a GPU's memory with eager attention
+            # the A/A pair; 64 sequences need more than 80 GB with eager attention
             cases.append(_speed(size, batch, "reference", "default" if batch > 16 else "off", repeat=1))
     return cases
 

@@ -20,6 +20,7 @@ from cs336_systems.report.tables import EMPTY, distance, fmt
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
 STEADY = 0.1  # a run is quoted for an extreme only if its pair lies closer together than this
+PIECES = "split"  # in the name of the kernels that make no products in TF32, wherever they serve
 _SHORT = {
     "flash_triton": "ours",
     "flash_torch": "tiled",
@@ -238,6 +239,12 @@ def ratios(chapter: Chapter, peer: str, part: str, **where: Any) -> pd.DataFrame
     return both[[*SHAPE, "run", "ratio", "noise"]]
 
 
+def steady(chapter: Chapter, table: pd.DataFrame) -> pd.Series:
+    """Which rows of a table with `run` are of runs whose pair of both passes lies closer together than STEADY."""
+    again = spread(chapter).set_index("run")["end_to_end"]
+    return pd.Series(again.reindex(table["run"]).to_numpy() <= STEADY, index=table.index, dtype=bool)
+
+
 def gpu_and_host(chapter: Chapter, longest: int, **where: Any) -> pd.DataFrame:
     """Of short calls, up to `longest` tokens: the GPU's time (by a CUDA graph), `do_bench`'s, and the host's."""
     rows = chapter.measured(**where, repeat=0)
@@ -289,11 +296,13 @@ def courses(chapter: Chapter, **where: Any) -> pd.DataFrame:
 
 
 def stretches(table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Verdicts by length, neighbours put together: `[("slower", "1k"), ("even", "2k–4k")]`."""
+    """Verdicts by length, neighbours put together: `[("slower", "1k"), ("even", "2k–4k")]`. Lengths more than a
+    doubling apart are no neighbours.
+    """
     found: list[tuple[str, list[int]]] = []
     for row in table.sort_values("seq_len").itertuples():
         word = verdict(row.ratio, row.noise)
-        if not found or found[-1][0] != word:
+        if not found or found[-1][0] != word or row.seq_len > 2 * found[-1][1][-1]:
             found.append((word, []))
         found[-1][1].append(row.seq_len)
     short = figures.short

@@ -5,8 +5,11 @@ Each says "not measured" where the rows for it are missing; none claims a differ
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
+
+import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.report import figures, headline
@@ -262,26 +265,31 @@ def memory(chapter: Chapter, **where: Any) -> str:
 
 
 def tf32_gain(chapter: Chapter, machine: str) -> str:
-    """What TF32 products gain ours in time where fp32 ran other kernels."""
+    """What TF32 products gain ours in time, where its kernels make them."""
     rows = chapter.measured(machine=machine, impl=OURS, repeat=0, heads=1)
     keys, rows = ["head_dim", "seq_len"], rows.assign(gpu_ms=gpu_ms(rows))
     both = rows[rows["dtype"] == "tf32"].merge(rows[rows["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
     if both.empty:
         return f"What TF32 gains ours: {NOT_MEASURED}."
-    both = both[both["backend"] != both["backend_fp32"]]
-    if both.empty:
-        return ""
     alone = both["gpu_ms"] / both["gpu_ms_fp32"]
     ratio = alone.fillna(both["end_to_end_ms_p50"] / both["end_to_end_ms_p50_fp32"])
     both = both.assign(ratio=1 / ratio, noise=STEADY)
-    words = [
-        f"at $d = {d}$ {', '.join(f'{word} at {lengths}' for word, lengths in page.stretches(part))}"
-        for d, part in both.groupby("head_dim")
-    ]
+    pieces = both["backend"].astype(str).str.contains(page.PIECES)
+    same = _same_kernels(
+        both[pieces], ratio[pieces], "Under TF32" if pieces.all() else "At the other lengths"
+    )
+    both, ratio = both[~pieces], ratio[~pieces]
+    if both.empty:
+        return same
+    words = []
+    for d, part in both.groupby("head_dim"):
+        grouped = itertools.groupby(page.stretches(part), key=lambda stretch: stretch[0])
+        courses = [f"{word} at {listed([lengths for _, lengths in found])}" for word, found in grouped]
+        words.append(f"at $d = {d}$ {', '.join(courses)}")
     text = (
-        f"Ours in TF32 beside ours in fp32, where other kernels served that (the GPU's time in CUDA graphs, or "
-        f"`do_bench`'s where one of the two has none; even within {percent(STEADY)}): {'; '.join(words)}. "
-        f"It takes {span(ratio, 2)} times as long."
+        "Ours with products in TF32 beside ours in fp32 (the GPU's time in CUDA graphs, or `do_bench`'s where one of "
+        f"the two has none; even within {percent(STEADY)}): {'; '.join(words)}. It takes {span(ratio, 2)} times as "
+        "long."
     )
     slower = both[ratio > 1 + STEADY]
     if len(slower):
@@ -292,13 +300,26 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
                 " Only the kernels for fp32 in pieces make both backward passes in one launch and have tiles for few "
                 "programs, which is likely why."
             )
-    return text
+    return f"{text} {same}".rstrip()
+
+
+def _same_kernels(both: pd.DataFrame, ratio: pd.Series, where: str) -> str:
+    """What is left to say where no product of ours is in TF32 though it might be; `ratio` is the time over fp32's."""
+    if both.empty:
+        return ""
+    others = "; ".join(
+        f"at $d = {d}$ {', '.join(lengths for _, lengths in page.stretches(part.assign(ratio=1.0)))}"
+        for d, part in both.groupby("head_dim")
+    )
+    return (
+        f"{where} ({others}) `{both['backend'].iloc[0]}` serve ours as in fp32, with no product in TF32: the two times "
+        f"differ by at most {percent(max(distance(x) for x in ratio))}."
+    )
 
 
 def findings(chapter: Chapter, machine: str) -> str:
     """The answer to `flash_benchmarking` in a few lines: one head, both passes, every peer and dtype."""
     out = []
-    again = page.spread(chapter).set_index("run")["end_to_end"]
     for peer in page.implementations(chapter, heads=1):
         if peer == OURS:
             continue
@@ -311,9 +332,9 @@ def findings(chapter: Chapter, machine: str) -> str:
                 f"- {figures.label(peer)}, {figures.label(dtype)}: of {len(said)} shapes ours is faster in "
                 f"{said.count('faster')}, even in {said.count('even')}, slower in {said.count('slower')}"
             )
-            steady = table[again.reindex(table["run"]).to_numpy() <= STEADY]
-            if len(steady):
-                low, top = (steady.loc[i] for i in (steady["ratio"].idxmin(), steady["ratio"].idxmax()))
+            clear = table[page.steady(chapter, table) & (pd.Series(said, index=table.index) != "even")]
+            if len(clear):
+                low, top = (clear.loc[i] for i in (clear["ratio"].idxmin(), clear["ratio"].idxmax()))
                 text += (
                     f"; time over ours from {fmt(low['ratio'])} (n = {figures.short(low['seq_len'])}, "
                     f"d = {low['head_dim']}) to {fmt(top['ratio'])} (n = {figures.short(top['seq_len'])}, "
@@ -323,8 +344,8 @@ def findings(chapter: Chapter, machine: str) -> str:
     if not out:
         return f"Ours against its peers on the handout's grid: {NOT_MEASURED}."
     return (
-        f"Both passes together; the times over ours are the extremes of runs whose pair differs by at most "
-        f"{percent(STEADY)}.\n\n" + "\n".join(out)
+        f"Both passes together; the times over ours are the extremes where the two are not even, of runs whose pair "
+        f"differs by at most {percent(STEADY)}.\n\n" + "\n".join(out)
     )
 
 
@@ -339,10 +360,11 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
                 table = page.ratios(chapter, peer, "end_to_end", **where, head_dim=d) if peer != OURS else ()
                 if not len(table):
                     continue
-                slower = [r.ratio for r in table.itertuples() if page.verdict(r.ratio, r.noise) == "slower"]
-                if slower:
-                    at = page.slower_at(table)
-                    words.append(f"{figures.label(peer)} at {at} (at most {fmt(1 / min(slower))} ×)")
+                slower = table[[page.verdict(r.ratio, r.noise) == "slower" for r in table.itertuples()]]
+                if len(slower):
+                    worst = slower.loc[page.steady(chapter, slower), "ratio"].min()
+                    much = "" if math.isnan(worst) else f" (at most {fmt(1 / worst)} ×)"
+                    words.append(f"{figures.label(peer)} at {page.slower_at(table)}{much}")
             if words:
                 out.append(f"- {figures.label(dtype)}, $d = {d}$: {'; '.join(words)}")
     if not out:
@@ -350,7 +372,10 @@ def losses(chapter: Chapter, machine: str, heads: int = 1, dtypes: tuple[str, ..
         if not known:
             return f"Where ours is slower: {NOT_MEASURED}."
         return f"In {listed([figures.label(t) for t in dtypes])}, ours is slower nowhere beyond the noise."
-    return "Both passes of ours take longer, beyond the noise, than those of:\n\n" + "\n".join(out)
+    return (
+        "Both passes of ours take longer, beyond the noise, than those of (factors only from runs whose pair differs "
+        f"by at most {percent(STEADY)}):\n\n" + "\n".join(out)
+    )
 
 
 def rates(chapter: Chapter, roofs: Roofs, machine: str) -> str:

@@ -10,6 +10,7 @@ import pandas as pd
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
+from cs336_systems.report.pages.leaderboard_noise import largest
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import EMPTY, fmt, percent, span
 
@@ -58,7 +59,7 @@ def table(chapter: Chapter, roofs: Roofs, machine: str) -> pd.DataFrame:
 
 def words(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """How near the products that ours are made of in fp32 come to the best ones measured, and which rates are above
-    that of fp32 instructions."""
+    that of fp32 instructions by more than the noise."""
     found = parts(chapter, roofs, machine)
     found = found[found["share"].notna()] if len(found) else found
     if found.empty:
@@ -70,7 +71,8 @@ def words(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     ]
     text = f"**In fp32**, {'; '.join(said)}."
     sheet = roofs.sheet.tflops.get("fp32") if roofs.sheet else None
-    above = int((found["tflops"] > sheet).sum()) if sheet else 0
+    noise = largest(chapter, machine, "kernel", wide=True) or 0.0
+    above = int((found["tflops"] > sheet * (1 + noise)).sum()) if sheet else 0
     if above:
         text += (
             f" In {above} of {len(found)} cases attention's own rate is above {fmt(sheet)} TFLOP/s, the data sheet's "

@@ -10,10 +10,11 @@ from cs336_systems.ladder import steps
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages import leaderboard_ladder as ladder_page
-from cs336_systems.report.pages.leaderboard_noise import noise
-from cs336_systems.report.tables import fmt, overlap, percent
+from cs336_systems.report.pages.leaderboard_noise import clock_noise, largest
+from cs336_systems.report.tables import distance, fmt, overlap, percent
 
-# What is known of a step whose gain is not the expected one: (step, what was measured) → sentence
+# What is known of a step whose gain is not the expected one: (step, what was measured: as `judged`, or `less` or `more`
+# than expected) → sentence
 _SAME_SPEED = (
     "The model gives every program the same speed to the end; a guess is that the last ones of a grid run faster, "
     "having a multiprocessor to fewer."
@@ -23,12 +24,13 @@ _WAITING = (
 )
 _GLUON = "b_hopper_2"  # sums through TMA
 _ADDITIONS = (
-    f"The additions to memory are the suspect, since the same sums through TMA (*{steps.STEPS[_GLUON].title}*) cost "
-    "far less; no row takes them apart."
+    "The additions to memory are the suspect: another step of one pass, whose sums leave through TMA "
+    f"(*{steps.STEPS[_GLUON].title}*), takes less time than two passes did; no row takes them apart."
 )
 _NO_ORDER = "The model knows no order inside a tile and expects the same of all steps in Gluon."
 EXPLAINED = {
-    ("f_heavy_first", "even"): _SAME_SPEED,
+    ("f_heavy_first", "less"): _SAME_SPEED,
+    ("b_heavy_first", "less"): _SAME_SPEED,
     ("f_stages", "gain"): _WAITING,
     ("f_tiles", "loss"): "Less traffic from L2 does not pay here.",
     ("f_hopper_3", "gain"): "So a third group fills more than the overlap inside a group did.",
@@ -62,7 +64,7 @@ def ladder(chapter: Chapter, machine: str, part: str) -> str:
     gains = known["gain"].dropna().astype(float)
     if gains.empty:
         return text
-    repeated = noise(chapter, machine, first["run"])
+    repeated = largest(chapter, machine, "ladder")
     spread = repeated or 0.0
     top = known.loc[gains.idxmax()]
     text += f" The largest gain of one step is {fmt(top['gain'])} × (*{top['title']}*)."
@@ -81,9 +83,9 @@ def ladder(chapter: Chapter, machine: str, part: str) -> str:
             f"{'; '.join(open_)}."
         )
     text += (
-        " Nothing of this ladder was measured twice, so the noise is not known."
+        " No step was measured twice, so the noise is not known."
         if repeated is None
-        else f" Within the spread of the step measured twice, {percent(spread)}: {'; '.join(even)}."
+        else f" Within the most that a step and its repetition differ, {percent(spread)}: {'; '.join(even)}."
         if even
         else ""
     )
@@ -113,22 +115,37 @@ def missed(chapter: Chapter, machine: str, part: str) -> str:
     known = found[(found["status"] == "ok") & found["gain"].notna()]
     if known.empty:
         return f"Gains of the {part} ladder against what was expected: {NOT_MEASURED}."
-    repeated = noise(chapter, machine, known.iloc[0]["run"])
-    spread = repeated or 0.0
-    said = []
+    repeated = largest(chapter, machine, "ladder")
+    spread, said, unexplained = repeated or 0.0, [], 0
     for row in known.itertuples():
         expected = found.loc[row.base, "predicted_ms"] / row.predicted_ms
         if went(row.gain / expected, spread) == "even" or row.gain_low <= expected <= row.gain_high:
             continue
-        why = EXPLAINED.get((row.name, judged(row, spread)), "")
-        if row.name == "b_one_pass" and not _cheaper(found, _GLUON, row.name):
+        measured = (judged(row, spread), "less" if row.gain < expected else "more")
+        why = next((EXPLAINED[row.name, word] for word in measured if (row.name, word) in EXPLAINED), "")
+        if row.name == "b_one_pass" and not _cheaper(found, _GLUON, row.base):
             why = ""
-        said.append(f"- *{row.title}*: {fmt(expected)} × expected, {fmt(row.gain)} × measured. {why}".strip())
+        unexplained += not why
+        gain = f"{fmt(row.gain)} × measured{_by_clocks(chapter, machine, found.loc[row.base], row)}"
+        said.append(f"- *{row.title}*: {fmt(expected)} × expected, {gain}. {why}".strip())
     if not said:
         return f"No gain of the {part} ladder is further from the expected one than the noise."
     count = f"{len(said)} of {len(known)} steps"
     by = "; the noise is not known" if repeated is None else " by more than the noise"
-    return f"The expectation missed the gain of {count}{by}:\n\n" + "\n".join(said)
+    rest = "\n\nWhere no more is said, no row says why." if unexplained else ""
+    return f"The expectation missed the gain of {count}{by}:\n\n" + "\n".join(said) + rest
+
+
+def _by_clocks(chapter: Chapter, machine: str, base: Any, row: Any) -> str:
+    """The gain in clocks, where step and base were seen at clocks further apart than a case and its repetition were:
+    the expectation knows one clock only."""
+    rough, apart = clock_noise(chapter, machine), distance(base["sm_mhz"] / row.sm_mhz)
+    if rough is None or not apart > rough:
+        return ""
+    return (
+        f", at {fmt(row.sm_mhz, 4)} MHz instead of {fmt(base['sm_mhz'], 4)}: in clocks "
+        f"{fmt(row.gain * base['sm_mhz'] / row.sm_mhz)} ×"
+    )
 
 
 def _cheaper(found: pd.DataFrame, name: str, than: str) -> bool:
@@ -150,6 +167,14 @@ def predictions(chapter: Chapter, machine: str) -> str:
         f"(*{low['title']}*) to {fmt(ratio.max())} (*{high['title']}*); "
         f"{'no step is' if not below else f'{below} are'} faster than expected."
     )
+    if known["sm_mhz"].notna().all():
+        slow, fast = (known.loc[known["sm_mhz"].astype(float).agg(end)] for end in ("idxmin", "idxmax"))
+        clocks = (ratio * known["sm_mhz"] / steps.SM_MHZ).astype(float)
+        text += (
+            f" The expectation is for {fmt(float(steps.SM_MHZ), 4)} MHz; steps were seen at "
+            f"{fmt(slow['sm_mhz'], 4)} MHz (*{slow['title']}*) to {fmt(fast['sm_mhz'], 4)}. In clocks, measured over "
+            f"expected has a median of {fmt(clocks.median())}, from {fmt(clocks.min())} to {fmt(clocks.max())}."
+        )
     counted = []
     for part in page.PARTS:
         row = page.one(

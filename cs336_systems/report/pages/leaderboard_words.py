@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems import accounting
-from cs336_systems.experiments.leaderboard import GRAD_O, OFFICIAL_MS
+from cs336_systems.experiments.leaderboard import GRAD_O, OFFICIAL_MS, PEERS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
@@ -95,7 +95,7 @@ def record(chapter: Chapter, machine: str) -> str:
     )
     for other in (x for x in entries if x not in verified):
         value = float(other["value"])
-        text += f" An unverified one is given as {fmt(value, 4)} ms: ours is {_times(value / mean)}."
+        text += f" An unverified one was given as {fmt(value, 4)} ms: ours is {_times(value / mean)}."
     return text + " Theirs and ours come from two machines."
 
 
@@ -156,11 +156,12 @@ def _long_run(chapter: Chapter, machine: str) -> list[str]:
     )
     if long is None or short is None:
         return []
-    more = long["ms_p50"] / short["ms_p50"] - 1
+    again = page.one(chapter, machine, **HARNESS, impl=long["impl"], rep_ms=page.short_ms(chapter), repeat=1)
+    twice = "" if again is None else f" and, measured again, {fmt(again['ms_p50'], 4)}"
     return [
         f"Over the official ten seconds, in a run of its own, the median of {figures.label(long['impl'])} is "
-        f"{fmt(long['ms_p50'], 4)} ms, {percent(abs(more))} {'more' if more > 0 else 'less'} than in short turns; "
-        f"peers were not run so long."
+        f"{fmt(long['ms_p50'], 4)} ms; in short turns it is {fmt(short['ms_p50'], 4)}{twice}. Peers were not run so "
+        f"long."
     ]
 
 
@@ -212,6 +213,14 @@ def _below_zero(chapter: Chapter, machine: str, impl: str, missing: float) -> st
         "conditions: kernels alone are replayed from graphs and get random numbers for $dO$; under the harness "
         "they get ones."
     )
+    whole = page.one(chapter, machine, **HARNESS, impl=impl, rep_ms=page.short_ms(chapter))
+    alone = [page.one(chapter, machine, **page.headline(part), impl=impl) for part in page.PARTS]
+    clocks = [math.nan if row is None else float(row["sm_mhz"]) for row in (whole, *alone)]
+    if all(clocks[0] > mhz for mhz in clocks[1:]):
+        text += (
+            f" The clock seen there is higher, too: {fmt(clocks[0], 4)} MHz; here "
+            f"{listed([f'{fmt(mhz, 4)} {part}' for mhz, part in zip(clocks[1:], page.PARTS, strict=True)])}."
+        )
     number, matrix = (page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in GRAD_O)
     if number is None or matrix is None:
         return text
@@ -254,13 +263,15 @@ def counters(chapter: Chapter, machine: str) -> str:
 
 
 def _busiest(row: dict[str, Any]) -> str:
-    """The two busiest units of a row."""
+    """The two busiest units of a row, with those that read the same as the second."""
     known = {unit: float(row[unit]) for unit in page.COUNTED_UNITS if not pd.isna(row[unit])}
-    first, second = sorted(known, key=lambda unit: -known[unit])[:2]
+    first, *rest = sorted(known, key=lambda unit: -known[unit])
+    shown = {unit: percent(known[unit] / 100) for unit in known}
+    second = [unit for unit in rest if shown[unit] == shown[rest[0]]]
     name = page.COUNTED_UNITS
     return (
-        f"the busiest are {name[first]} ({percent(known[first] / 100)} of the cycles) and {name[second]} "
-        f"({percent(known[second] / 100)})"
+        f"the busiest are {name[first]} ({shown[first]} of the cycles) and {listed([name[u] for u in second])} "
+        f"({shown[rest[0]]}{' each' if len(second) > 1 else ''})"
     )
 
 
@@ -297,10 +308,11 @@ def harness_cost(roofs: Roofs) -> str:
 
 
 def stacked_against_separate(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """The measured difference between one leaf and three, beside the noise and what its bytes should take."""
-    out = []
+    """The measured difference between one leaf and three, beside the noise and what its bytes should take; and who is
+    faster with one, though it moves more."""
+    out, odd = [], []
     most = largest(chapter, machine, "harness")
-    for impl in page.OURS:
+    for impl in (*page.OURS, *PEERS):
         one = page.one(chapter, machine, **HARNESS, impl=impl, rep_ms=page.short_ms(chapter))
         three = page.one(chapter, machine, kind="harness", leaves="separate", impl=impl)
         if one is not None and three is not None:
@@ -309,6 +321,8 @@ def stacked_against_separate(chapter: Chapter, roofs: Roofs, machine: str) -> st
             out.append(
                 f"{figures.label(impl)} {fmt(more, 2)} ms" + (" (within the spread)" if within else "")
             )
+            if more < 0 and not within:
+                odd.append(figures.label(impl))
     if not out:
         return f"What one leaf costs more than three: {NOT_MEASURED}."
     text = f"Measured, with one leaf both passes take longer than with three by: {', '.join(out)}"
@@ -317,42 +331,57 @@ def stacked_against_separate(chapter: Chapter, roofs: Roofs, machine: str) -> st
         few = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=False)
         more_ms = (sum(moved.values()) - sum(few.values())) / (roofs.tb_per_s * 1e9)
         text += f"; the bytes of stacking and adding would take {fmt(more_ms)} ms"
-    return text + ". The two were measured in runs of their own."
+    text += ". The two were measured in runs of their own."
+    return text + (f" Why {listed(odd)} should be faster with one leaf, no row says." if odd else "")
 
 
 def number_against_matrix(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     """What the backward kernels save where dO may stay one number, and how little of it the bytes explain."""
     rows = chapter.measured(machine=machine, **page.headline("backward", "number"), repeat=0)
-    out, less = [], []
+    out, found = [], []
     for impl in rows["impl"]:
         one, matrix = (page.one(chapter, machine, **page.headline("backward", g), impl=impl) for g in GRAD_O)
         if one is None or matrix is None:
             continue
-        less.append(1 - one["ms_p50"] / matrix["ms_p50"])
+        found.append((1 - one["ms_p50"] / matrix["ms_p50"], one, matrix))
         if impl in page.OURS:
             out.append(f"{figures.label(impl)} {fmt(one['ms_p50'])} ms instead of {fmt(matrix['ms_p50'])}")
     if not out:
         return f"The backward kernels with one number for $dO$: {NOT_MEASURED}."
     text = f"The backward kernels alone, given one number instead of a matrix: {'; '.join(out)}."
-    if len(less) > 1:
-        text += (
-            f" Of all {len(less)} implementations measured so, {sum(x > 0 for x in less)} take less time, the "
-            f"differences being {percent(min(less))} to {percent(max(less))}, between two runs."
-        )
-        most = largest(chapter, machine, "kernel", wide=False)
+    most = largest(chapter, machine, "kernel", wide=False)
+    saved = [those for those in found if those[0] > (most or 0.0)]
+    if len(found) > 1:
+        text += f" Of all {len(found)} implementations measured so, in two runs, {len(saved)} take less time"
         if most is not None:
-            text += (
-                f" Of kernels alone, a case and its repetition differ by up to {percent(most)} in one run."
-            )
+            text += f" by more than kernels and their repetitions differ in one run ({percent(most)})"
+        text += f": {span([less for less, *_ in saved], 2, percent)}." if saved else "."
     if roofs.tb_per_s:
         matrix_ms = page.BYTES * HEADS * TOKENS * HEAD_DIM / (roofs.tb_per_s * 1e9)
         text += f" To read a matrix once takes {fmt(matrix_ms)} ms at the best copy."
-        if any(x > 0 for x in less):
-            text += (
-                " What else is saved no row says; a guess is that equal numbers switch fewer bits in the multipliers, "
-                "so that the clock falls less at the power limit."
-            )
-    return text
+    return text + (
+        _saved(saved, [those for those in found if abs(those[0]) <= (most or 0.0)]) if saved else ""
+    )
+
+
+def _saved(saved: list[tuple[float, Any, Any]], even: list[tuple[float, Any, Any]]) -> str:
+    """What clocks and power say of times that fell, and of those that did not: (share saved, one number, matrix)."""
+    text = " What else is saved no row says"
+    if all(one["sm_mhz"] > matrix["sm_mhz"] for _, one, matrix in saved):
+        more = span([one["sm_mhz"] / matrix["sm_mhz"] - 1 for _, one, matrix in saved], 2, percent)
+        text = f" Those that take less were seen at clocks higher by {more}"
+        for _, one, matrix in even:
+            if one["sm_mhz"] == matrix["sm_mhz"] and one["power_w"] < matrix["power_w"]:
+                text += (
+                    f"; {figures.label(one['impl'])}, as fast as before, at the same clock, but drawing "
+                    f"{fmt(one['power_w'])} W instead of {fmt(matrix['power_w'])}"
+                )
+        text += ". Why, no row says"
+    return (
+        text
+        + "; a guess is that equal numbers switch fewer bits in the multipliers, which draws less power, so that "
+        "the clock falls less at its limit."
+    )
 
 
 def _closest(rows: pd.DataFrame, best: pd.Series) -> str:
