@@ -73,7 +73,8 @@ def own_kernel() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "kernels" / KERNEL
         spec.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        # without the last argument, newer versions warn at each start that they listen unencrypted, on loopback
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )
