@@ -23,6 +23,7 @@ from cs336_systems.measure.code import code_digest, code_digests
 from cs336_systems.report import Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages import leaderboard_fp32 as fp32
+from cs336_systems.report.pages import leaderboard_harness_words as harness_words
 from cs336_systems.report.pages import leaderboard_ladder as ladder
 from cs336_systems.report.pages import leaderboard_ladder_words as ladder_words
 from cs336_systems.report.pages import leaderboard_noise as noise_words
@@ -961,7 +962,7 @@ def test_one_leaf_and_three_are_held_against_the_noise(results_root):
         more = {"flash_triton": 0.01, "fa4": -0.3}.get(case.impl, 0.3)
         return {"ms_p50": 4.0 + more * (case.leaves == "stacked") + 0.1 * case.repeat}
 
-    text = words.stacked_against_separate(changed(results_root, change), roofs(MACHINE), MACHINE)
+    text = harness_words.stacked_against_separate(changed(results_root, change), roofs(MACHINE), MACHINE)
     assert (
         "ours, Triton 0.010 ms (within the spread), ours, plain Triton 0.30 ms, FlashAttention-4 −0.30 ms"
         in text
@@ -983,7 +984,7 @@ def test_one_number_against_a_matrix_counts_all_implementations(results_root, fa
         mhz = {"sm_mhz": 1900.0} if number and faster_clock else {}
         return {"ms_p50": 2.7 if number else 3.0 + 0.03 * case.repeat} | mhz
 
-    text = words.number_against_matrix(changed(results_root, change), roofs(MACHINE), MACHINE)
+    text = harness_words.number_against_matrix(changed(results_root, change), roofs(MACHINE), MACHINE)
     assert "ours, Triton 2.70 ms instead of 3.00" in text
     said = "Of all 4 implementations measured so, in two runs, 3 take less time by more than kernels"
     assert f"{said} and their repetitions differ in one run (1.0 %): 10 %." in text

@@ -20,6 +20,7 @@ from cs336_systems.measure.memory import read_snapshot
 from cs336_systems.measure.memory_timeline import CATEGORIES, Timeline, timeline
 from cs336_systems.measure.process import ChildError, call
 from cs336_systems.report.pages import memory as page
+from cs336_systems.report.pages import memory_accuracy as accuracy
 from cs336_systems.report.pages import memory_verdicts as verdicts
 from cs336_systems.report.pages import memory_words as words
 from cs336_systems.sizes import SIZES, size
@@ -473,7 +474,7 @@ def test_missing_rows_read_not_measured(full, drawn):
     assert "*full step* not measured" in words.peaks(chapter, "bf16")
     assert "*full step*: not measured" in words.precision(chapter)
     assert words.optimizer(chapter).count("not measured") == 2
-    assert words.repeats(chapter) == "The same case a second time: not measured."
+    assert accuracy.repeats(chapter) == "The same case a second time: not measured."
     assert "At context 512: not measured." in words.largest(chapter) and "20.0 MiB" in words.largest(chapter)
     assert page.largest_table(chapter, "fp32", 512).empty
     assert (
@@ -567,7 +568,7 @@ def test_rounding_is_told_from_what_tensors_need(full):
     assert row["requested_bytes"] > fp32["requested_bytes"] and "*full step* at 256" not in words.precision(
         full()
     )
-    assert "forward passes were rounded up by" in words.rounding(full())
+    assert "forward passes were rounded up by" in accuracy.rounding(full())
 
 
 def test_without_rows_the_predictions_are_not_judged(full):
@@ -630,10 +631,12 @@ def test_autocast_beside_its_prediction(full):
 
 
 def test_the_forward_pass_beside_its_predictions(full):
-    text = words.growth(full(), "fp32")
+    text = verdicts.growth(full(), "fp32")
     assert "above the weights alone: hardly more, as predicted (1)." in text and "as predicted (2)." in text
     more, less = memory.Case("2.7B", 512, "forward"), memory.Case("2.7B", 512, "forward_graph")
-    text = words.growth(full({more: {"peak_bytes": 20 * GIB}, less: {"activations_bytes": 5 * GIB}}), "fp32")
+    text = verdicts.growth(
+        full({more: {"peak_bytes": 20 * GIB}, less: {"activations_bytes": 5 * GIB}}), "fp32"
+    )
     assert "above the weights alone: prediction 1 misses." in text and "against prediction 2." in text
 
 
@@ -671,9 +674,9 @@ def test_the_same_cases_on_a_machine_that_is_not_quoted(full, results_root):
 
 
 def test_categories_are_those_of_all_sizes(full):
-    assert "of *weights*" not in words.categories(full())
+    assert "of *weights*" not in accuracy.categories(full())
     off = {memory.Case("xl", 512, "train_step"): {"weights_bytes": 8 * GIB}}
-    assert "of *weights*" in words.categories(full(off))
+    assert "of *weights*" in accuracy.categories(full(off))
 
 
 def test_the_residual_stream_is_derived():

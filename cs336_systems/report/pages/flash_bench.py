@@ -20,7 +20,6 @@ from cs336_systems.report.tables import EMPTY, distance, fmt
 PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "forward + backward"}
 OURS = "flash_triton"
 STEADY = 0.1  # a run is quoted for an extreme only if its pair lies closer together than this
-PIECES = "split"  # in the name of the kernels that make no products in TF32, wherever they serve
 _SHORT = {
     "flash_triton": "ours",
     "flash_torch": "tiled",
@@ -243,6 +242,11 @@ def steady(chapter: Chapter, table: pd.DataFrame) -> pd.Series:
     """Which rows of a table with `run` are of runs whose pair of both passes lies closer together than STEADY."""
     again = spread(chapter).set_index("run")["end_to_end"]
     return pd.Series(again.reindex(table["run"]).to_numpy() <= STEADY, index=table.index, dtype=bool)
+
+
+def in_pieces(backends: pd.Series) -> pd.Series:
+    """Which kernels, by the name in a row, take fp32 in pieces: they make no products in TF32, wherever they serve."""
+    return backends.astype(str).str.contains("split")
 
 
 def gpu_and_host(chapter: Chapter, longest: int, **where: Any) -> pd.DataFrame:

@@ -40,7 +40,7 @@ def accuracy(chapter: Chapter) -> str:
     )
     tf32 = rows[rows["dtype"] == "tf32"]
     ours = tf32[tf32["impl"] == OURS]
-    pieces = ours[_in_pieces(ours)]
+    pieces = ours[page.in_pieces(ours["backend"])]
     if len(ours) > len(pieces):
         text += (
             " In TF32 they allow more: cuBLAS rounds fp32 numbers to TF32 before a product, while Triton hands them to "
@@ -57,11 +57,6 @@ def accuracy(chapter: Chapter) -> str:
             text += ", where it makes its own in TF32" if len(pieces) else ""
         text += "."
     return f"{text}{_accurate_all_the_same(ours, pieces)}{_beside_libraries(rows)}{_tf32_over_fp32(rows)}"
-
-
-def _in_pieces(rows: pd.DataFrame) -> pd.Series:
-    """Which rows are of kernels that make no products in TF32."""
-    return rows["backend"].astype(str).str.contains(page.PIECES)
 
 
 def _accurate_all_the_same(ours: pd.DataFrame, pieces: pd.DataFrame) -> str:
@@ -131,7 +126,7 @@ def _tf32_over_fp32(rows: pd.DataFrame) -> str:
         one = rows[(rows["impl"] == impl) & (rows["heads"] == 1)]
         keys = ["machine", "heads", "head_dim", "seq_len"]
         both = one[one["dtype"] == "tf32"].merge(one[one["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
-        pieces = _in_pieces(both)
+        pieces = page.in_pieces(both["backend"])
         both = both[~pieces]
         where = " where it makes them" if pieces.any() else ""
         if len(both):

@@ -274,7 +274,7 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
     alone = both["gpu_ms"] / both["gpu_ms_fp32"]
     ratio = alone.fillna(both["end_to_end_ms_p50"] / both["end_to_end_ms_p50_fp32"])
     both = both.assign(ratio=1 / ratio, noise=STEADY)
-    pieces = both["backend"].astype(str).str.contains(page.PIECES)
+    pieces = page.in_pieces(both["backend"])
     same = _same_kernels(
         both[pieces], ratio[pieces], "Under TF32" if pieces.all() else "At the other lengths"
     )
@@ -294,7 +294,7 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
     slower = both[ratio > 1 + STEADY]
     if len(slower):
         text += " Where TF32 is slower, it costs time and accuracy."
-        split = slower["backend_fp32"].str.contains("split") & slower["backend"].str.contains("portable")
+        split = page.in_pieces(slower["backend_fp32"]) & slower["backend"].str.contains("portable")
         if split.all():
             text += (
                 " Only the kernels for fp32 in pieces make both backward passes in one launch and have tiles for few "

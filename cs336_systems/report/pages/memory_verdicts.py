@@ -1,5 +1,4 @@
-"""What became of the predictions of chapter `memory` about the training step, and what other machines say of its cases.
-See `pages.memory`; predictions 1 and 2 are judged in `memory_words.growth`."""
+"""What became of the predictions of chapter `memory`, and what other machines say of its cases. See `pages.memory`."""
 
 from __future__ import annotations
 
@@ -20,10 +19,13 @@ from cs336_systems.report.pages.memory import (
     left_out_bytes,
     measured,
     one,
+    records,
 )  # fmt: skip
 from cs336_systems.report.pages.memory_words import amount, block_bytes
-from cs336_systems.report.tables import fmt
+from cs336_systems.report.tables import fmt, listed
 from cs336_systems.sizes import SIZES, size
+
+HARDLY = 0.05  # what prediction 1 calls hardly more than the weights, as a share of them
 
 
 def _span(counts: Iterable[float]) -> str:
@@ -31,11 +33,6 @@ def _span(counts: Iterable[float]) -> str:
     found = sorted(counts)
     name, scale = ("MiB", MIB) if found[-1] < GIB / 4 else ("GiB", GIB)
     return f"{' to '.join(dict.fromkeys(fmt(count / scale) for count in (found[0], found[-1])))} {name}"
-
-
-def _and(texts: Iterable[Any]) -> str:
-    found = list(map(str, texts))
-    return " and ".join(filter(None, [", ".join(found[:-1]), found[-1]]))
 
 
 def _names(rows: Iterable[Row]) -> str:
@@ -46,11 +43,11 @@ def _names(rows: Iterable[Row]) -> str:
         dtypes.setdefault((row["size"], int(row["context_length"])), []).append(row["dtype"])
     lengths: dict[tuple[str, str], list[int]] = {}
     for (name, context), found in dtypes.items():
-        lengths.setdefault((name, _and(found)), []).append(context)
+        lengths.setdefault((name, listed(found)), []).append(context)
     sizes: dict[tuple[str, str], list[str]] = {}
     for (name, precisions), at in lengths.items():
-        sizes.setdefault((_and(at), precisions), []).append(f"`{name}`")
-    return "; ".join(f"{_and(names)} at {at} in {dtype}" for (at, dtype), names in sizes.items())
+        sizes.setdefault((listed(list(map(str, at))), precisions), []).append(f"`{name}`")
+    return "; ".join(f"{listed(names)} at {at} in {dtype}" for (at, dtype), names in sizes.items())
 
 
 def _steps(chapter: Chapter) -> list[dict[str, Any]]:
@@ -70,17 +67,44 @@ def _above_floor(chapter: Chapter, row: Row) -> int:
     return int(row["requested_bytes"] - row["before_recording_bytes"] - left - floor)
 
 
+def growth(chapter: Chapter, dtype: str) -> str:
+    """How far a forward pass without a graph goes beyond the weights, and what the graph holds, by context."""
+    alone = [r for r in records(chapter, mode="forward", dtype=dtype) if measured(r)]
+    kept = [r for r in records(chapter, mode="forward_graph", dtype=dtype) if measured(r)]
+    kept = [r for r in kept if r["machine"] == kept[0]["machine"]]
+    words = []
+    if alone:
+        more = [r["peak_bytes"] / r["weights_bytes"] - 1 for r in alone]
+        words.append(
+            f"Without a graph the forward pass peaks {fmt(100 * min(more), 2)} to {fmt(100 * max(more), 2)} % above the"
+            f" weights alone: {'hardly more, as predicted (1)' if max(more) < HARDLY else 'prediction 1 misses'}."
+        )
+    else:
+        words.append(f"The forward pass without a graph: {NOT_MEASURED}.")
+    if len(kept) > 1:
+        first, last = kept[0], kept[-1]
+        ratio = last["activations_bytes"] / first["activations_bytes"]
+        times = last["context_length"] / first["context_length"]
+        words.append(
+            f"With the graph there are {amount(first['activations_bytes'])} of activations at context"
+            f" {first['context_length']} and {amount(last['activations_bytes'])} at {last['context_length']}:"
+            f" {fmt(ratio)} times as much for {times:g} times the context,"
+            f" {'as predicted (2)' if ratio > times else 'against prediction 2'}."
+        )
+    else:
+        words.append(f"How activations grow: {NOT_MEASURED}.")
+    return " ".join(words)
+
+
 def step(chapter: Chapter) -> str:
     """Prediction 3, of where a step has its peak, beside the rows."""
     rows = _steps(chapter)
     if not rows:
         return f"Prediction 3: {NOT_MEASURED}."
-    rising = []
+    low, high = [], []
     for row in rows:
         saved, copies, gradients = block_bytes(row)
-        rising.append(gradients > saved + copies)
-    low = [row for row, up in zip(rows, rising, strict=True) if up]
-    high = [row for row, up in zip(rows, rising, strict=True) if not up]
+        (low if gradients > saved + copies else high).append(row)
     return f"*Prediction 3.*{_low_words(chapter, low)}{_high_words(high)}"
 
 
@@ -150,25 +174,26 @@ def autocast(chapter: Chapter) -> str:
         for context in contexts(chapter):
             fp32, bf16 = (one(chapter, mode=mode, dtype=d, context_length=context) for d in DTYPES)
             if measured(fp32) and measured(bf16):
-                lower[context] = bf16["requested_bytes"] < fp32["requested_bytes"]
-                if mode == "forward" and bf16["requested_bytes"] == fp32["requested_bytes"]:
-                    lower[context] = True  # not more
+                more = bf16["requested_bytes"] - fp32["requested_bytes"]
+                lower[context] = more < 0 or (mode == "forward" and more == 0)  # no more is a miss there
                 (saved, _, _), (less, copies, _) = block_bytes(fp32), block_bytes(bf16)
                 if saved - less > copies:
                     outweigh.add(context)
     if not all(by_mode.values()):
         return f"Prediction 4: {NOT_MEASURED}."
 
-    def listed(found: Iterable[int]) -> str:
+    def at(found: Iterable[int]) -> str:
         return ", ".join(map(str, sorted(found)))
 
     missed = [context for context, lower in by_mode["forward"].items() if lower]
     gains = {context for context, lower in by_mode["train_step"].items() if lower}
     text = "*Prediction 4.* The forward pass without a graph asks for more under autocast at every context measured"
     if missed:
-        text = f"*Prediction 4* misses at {listed(missed)}: there the forward pass without a graph asks for no more"
-    where = f"at {listed(gains)}" if gains else "at none of them"
-    freed = f"at {listed(outweigh)}" if outweigh else "at none of them"
+        text = (
+            f"*Prediction 4* misses at {at(missed)}: there the forward pass without a graph asks for no more"
+        )
+    where = f"at {at(gains)}" if gains else "at none of them"
+    freed = f"at {at(outweigh)}" if outweigh else "at none of them"
     verdict = "as predicted" if gains <= outweigh else "against the prediction"
     return (
         f"{text}{'' if missed else ', as predicted'}. The step gains {where}; the activations that autocast frees in a"

@@ -20,15 +20,12 @@ from cs336_systems.report.pages.memory import (
     closed_form,
     contexts,
     device_of,
-    expected_categories,
-    left_out_bytes,
     measured,
     one,
     predicted_bytes,
     primary,
     read_timeline,
     records,
-    rounded_off_bytes,
     tensor_names,
     what,
 )  # fmt: skip
@@ -36,7 +33,6 @@ from cs336_systems.report.tables import fmt
 from cs336_systems.sizes import SIZES, ModelConfig, size
 
 STEP = 16  # tokens: how finely contexts are searched
-HARDLY = 0.05  # what prediction 1 calls hardly more than the weights, as a share of them
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -106,35 +102,6 @@ def balance(config: ModelConfig = SIZES[REFERENCE], name: str = REFERENCE, batch
 
 
 # ------------------------------------------------------------------------------------------------ what rows say
-def growth(chapter: Chapter, dtype: str) -> str:
-    """How far a forward pass without a graph goes beyond the weights, and what the graph holds, by context."""
-    alone = [r for r in records(chapter, mode="forward", dtype=dtype) if measured(r)]
-    kept = [r for r in records(chapter, mode="forward_graph", dtype=dtype) if measured(r)]
-    kept = [r for r in kept if r["machine"] == kept[0]["machine"]]
-    words = []
-    if alone:
-        more = [r["peak_bytes"] / r["weights_bytes"] - 1 for r in alone]
-        words.append(
-            f"Without a graph the forward pass peaks {fmt(100 * min(more), 2)} to {fmt(100 * max(more), 2)} % above the"
-            f" weights alone: {'hardly more, as predicted (1)' if max(more) < HARDLY else 'prediction 1 misses'}."
-        )
-    else:
-        words.append(f"The forward pass without a graph: {NOT_MEASURED}.")
-    if len(kept) > 1:
-        first, last = kept[0], kept[-1]
-        ratio = last["activations_bytes"] / first["activations_bytes"]
-        times = last["context_length"] / first["context_length"]
-        words.append(
-            f"With the graph there are {amount(first['activations_bytes'])} of activations at context"
-            f" {first['context_length']} and {amount(last['activations_bytes'])} at {last['context_length']}:"
-            f" {fmt(ratio)} times as much for {times:g} times the context,"
-            f" {'as predicted (2)' if ratio > times else 'against prediction 2'}."
-        )
-    else:
-        words.append(f"How activations grow: {NOT_MEASURED}.")
-    return " ".join(words)
-
-
 def rhythm(chapter: Chapter, dtype: str, context: int) -> str:
     """How high the teeth of the forward pass are, and how high a stair."""
     alone, kept = (
@@ -288,62 +255,6 @@ def room(chapter: Chapter) -> str:
     return " ".join(words)
 
 
-def accuracy(chapter: Chapter) -> str:
-    """How far the closed form is from what was measured, over all rows, and what is left when all is counted."""
-    rows = chapter.measured().to_dict("records")
-    if not rows:
-        return f"The closed form against the measured peaks: {NOT_MEASURED}."
-    apart, rest = [], []
-    for row in rows:
-        moment, items = closed_form(chapter, row)
-        expected = sum(items.values())
-        counted = expected + row["before_recording_bytes"] + left_out_bytes(case_of(chapter, row), moment)
-        apart.append(100 * (row["peak_bytes"] / expected - 1))
-        rest.append(row["requested_bytes"] - counted)
-    return (
-        f"Over all {len(rows)} measured cases, the peak is {fmt(min(apart), 2)} % to {fmt(max(apart), 2)} % above the"
-        " closed form. Closed form, workspaces, tables and ids add up to what was requested, to within"
-        f" {max(map(abs, rest)):,.0f} bytes in every case."
-    )
-
-
-def rounding(chapter: Chapter) -> str:
-    """What the allocator's rounding comes to in passes and steps of the largest model, beside that of its weights."""
-    rows = chapter.measured(size=primary(chapter), source="allocator").to_dict("records")
-    if not rows:
-        return f"What the allocator rounds up: {NOT_MEASURED}."
-    parameters = rounded_off_bytes(size(primary(chapter)))
-    words = []
-    for what_kind, step in (("forward passes", False), ("training steps", True)):
-        found = [r["peak_bytes"] - r["requested_bytes"] for r in rows if (r["mode"] == "train_step") == step]
-        if found:
-            words.append(
-                f"the {what_kind} were rounded up by {fmt(min(found) / MIB)} to {fmt(max(found) / MIB)} MiB"
-            )
-    return (
-        f"By these rules the weights of `{primary(chapter)}` keep {fmt(parameters / MIB)} MiB that they do not need,"
-        f" and weights, gradients and two moments at most {fmt(4 * parameters / MIB)} MiB. Measured,"
-        f" {', and '.join(words)}."
-    )
-
-
-def categories(chapter: Chapter) -> str:
-    """How far any category of any case is from its closed form, the workspaces aside."""
-    found = []
-    for row in chapter.measured().to_dict("records"):
-        there = alive(chapter, row)
-        for name, expected in expected_categories(chapter, row).items():
-            if name != "before recording":
-                found.append((abs(there.get(name, 0) - expected), name))
-    if not found:
-        return f"Categories against their closed forms: {NOT_MEASURED}."
-    apart, name = max(found)
-    return (
-        "Before rounding to the digits shown, the largest difference in any category of any case, of whatever size and"
-        f" precision, is {fmt(apart / MIB)} MiB, of *{name}*."
-    )
-
-
 def residual(batch: int = 4, context: int = 512) -> str:
     """The size of one tensor of the residual stream at the reference hyperparameters, derived."""
     config = SIZES[REFERENCE]
@@ -412,30 +323,6 @@ def _failure(chapter: Chapter, row: dict[str, Any]) -> str:
         parts = ", ".join(f"{amount(count)} of {name}" for name, count in there.items())
         text += f" asked for {amount(row['asked_bytes'])} when it held {parts}"
     return text
-
-
-def repeats(chapter: Chapter) -> str:
-    """Whether the same case in another process has the same peak."""
-    rows = chapter.measured()
-    keys = ["machine", "size", "context_length", "mode", "dtype", "optimizer", "batch"]
-    pairs = rows[rows["repeat"] == 0].merge(rows[rows["repeat"] == 1], on=keys, suffixes=("", "_again"))
-    if pairs.empty:
-        return f"The same case a second time: {NOT_MEASURED}."
-    words = []
-    for pair in pairs.to_dict("records"):
-        apart = abs(pair["peak_bytes_again"] - pair["peak_bytes"])
-        same = "the same peak to the byte" if apart == 0 else f"peaks that are {amount(apart)} apart"
-        events = int(pair["allocations"]), int(pair["allocations_again"])
-        count = (
-            f"the same {events[0]:,} allocations"
-            if events[0] == events[1]
-            else f"{events[0]:,} and {events[1]:,}"
-        )
-        words.append(
-            f"`{pair['size']}`, context {pair['context_length']}, {what(pair)}, {pair['dtype']}: {same}, and {count}"
-        )
-    apart = ", each time in a process of its own" if set(rows["source"]) == {"allocator"} else ""
-    return f"Recorded twice{apart} (A/A): {'; '.join(words)}."
 
 
 def source(chapter: Chapter) -> str:

@@ -29,12 +29,11 @@ def _pairs(chapter: Chapter, **where: Any) -> list[tuple[dict[str, Any], dict[st
     both = [key for key in eager.index if key in compiled.index]
     order = list(SIZES)
     both.sort(key=lambda key: (key[0], key[4], order.index(key[1]), key[3]))
-    whole = {
-        "eager": eager.reset_index().to_dict("records"),
-        "compiled": compiled.reset_index().to_dict("records"),
-    }
-    by_key = {name: {tuple(row[k] for k in keys): row for row in found} for name, found in whole.items()}
-    return [(by_key["eager"][key], by_key["compiled"][key]) for key in both]
+    eager, compiled = (
+        {tuple(row[k] for k in keys): row for row in found.reset_index().to_dict("records")}
+        for found in (eager, compiled)
+    )
+    return [(eager[key], compiled[key]) for key in both]
 
 
 def same_run(*rows: dict[str, Any]) -> bool:
@@ -82,6 +81,7 @@ def noise_words(chapter: Chapter) -> str:
 
 
 def step_ms(row: dict[str, Any]) -> str:
+    """A row's median step in ms, or why there is none."""
     return fmt(row["step_ms_p50"]) if row["status"] == "ok" else steps.word(row["status"])
 
 
@@ -272,7 +272,7 @@ def host_words(chapter: Chapter) -> str:
             words = (
                 f"- `{machine}`, {mode.replace('_', ' ')}: divided by its layers, the time is"
                 f" {listed([fmt(ms) for ms in eager])} ms eager and {listed([fmt(ms) for ms in compiled])} ms compiled"
-                f" ({listed([f'`{name}`' for name in names])}), the FLOPs"
+                f" ({_names(names)}), the FLOPs"
                 f" {listed([fmt(g, 2) for g in growth[1:]])} times those of `{names[0]}`."
             )
             same = [

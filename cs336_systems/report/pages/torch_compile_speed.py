@@ -65,7 +65,6 @@ def speed_figure(chapter: Chapter, machine: str) -> Figure:
         ax.set_visible(False)
     if not shapes:
         figures.nothing(axes[0, 0])
-    colors = {"reference": "reference", "sdpa": "sdpa", "flash_triton": "flash_triton"}
     for ax, (size, batch) in zip(axes.flat, shapes, strict=False):
         part = rows[(rows["size"] == size) & (rows["batch"] == batch)]
         values, series = {}, []
@@ -75,7 +74,7 @@ def speed_figure(chapter: Chapter, machine: str) -> Figure:
                 values[f"{ATTENTION[attention]}, {COMPILE[compile].replace('compiled, ', '')}"] = (
                     row["tokens_per_s"] / 1e3
                 )
-                series.append(colors[attention])
+                series.append(attention)
         figures.bars(ax, values, series=series)
         ax.set(title=f"{size}, batch {batch}", xlabel="thousand tokens/s")
     return figure
