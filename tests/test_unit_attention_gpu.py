@@ -124,6 +124,16 @@ def test_tf32_products_follow_the_setting():
     check("flash_triton", *x, True, grad_o, factor=8)
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_few_programs(head_dim, dtype, precision):
+    torch.set_float32_matmul_precision(precision)
+    for num_queries, num_keys in ((200, 130), (77, 411), (250, 250)):
+        x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
+        check("flash_triton", *x, True, factor=8 if precision == "high" else 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_gradients_are_the_same_every_time(dtype):
     q, k, v, grad_o = (gpu(4, 1000, 64, dtype=dtype) for _ in range(4))

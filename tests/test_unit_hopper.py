@@ -198,7 +198,7 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
     """Equal keys of remembered launches mean equal descriptors, arguments, grids and alignment."""
     keys, launches = launched
     draw, known, again = random.Random(0), {}, 0
-    for _ in range(2000):
+    for _ in range(3000):
         batch, heads, n, m = (draw.choice(x) for x in ((1, 2), (1, 3), (1, 100), (1, 70)))
         d, is_causal = draw.choice((40, 128)), draw.random() < 0.5
         q, k, v = (_layout(draw, batch, heads, length, d) for length in (n, m, m))
@@ -236,9 +236,15 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
     monkeypatch.setattr(hopper, "remembered", plans.get)
     monkeypatch.setattr(hopper, "remember", plans.__setitem__)
     new = functools.partial(torch.zeros, dtype=torch.bfloat16)
-    for n, m, one_number in ((70, 130, False), (70, 130, True)):
-        q, k, v, do = new(1, 2, n, 64), new(1, 2, m, 64), new(1, 2, m, 64), new(1, 2, n, 64)
-        do = new(1, 2, 1, 1).expand(1, 2, n, 64) if one_number else do
+    n, m = 70, 130
+    gradients = {
+        "a matrix": new(1, 2, n, 64),
+        "one number": new(1, 2, 1, 1).expand(1, 2, n, 64),
+        "rows that TMA cannot read": new(1, 2, n, 65)[..., :64],
+        "a matrix where TMA cannot read": new(2 * n * 64 + 1)[1:].view(1, 2, n, 64),
+    }
+    for kind, do in gradients.items():
+        q, k, v = new(1, 2, n, 64), new(1, 2, m, 64), new(1, 2, m, 64)
         names = {x.data_ptr(): name for x, name in ((q, "q"), (k, "k"), (v, "v"), (do, "do"))}
         seen = []
         for _ in range(2):
@@ -258,7 +264,26 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
         [(_, described)] = [launch for launch in seen[0] if launch[0] == "backward_keys_kernel"]
         expected = ["q", "k", "v", "do", "dk", "dv"]
         found = [name for name, _ in described]
-        assert found[:3] + found[4:6] == expected[:3] + expected[4:] and (found[3] == "do") != one_number
+        assert found[:3] + found[4:6] == expected[:3] + expected[4:] and (found[3] == "do") == (
+            kind == "a matrix"
+        )
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (6, 64, 128), (3, 640, 64)])
+@pytest.mark.parametrize("one_number", [False, True])
+def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, one_number):
+    batch_heads, rows, d = shape
+    tile = (1, batch_heads, 64, d) if one_number else None
+    workspace = hopper.Workspace((2 * batch_heads, rows), (batch_heads, rows * d // 64, 64), tile)
+    buffer = workspace.empty(torch.device("cpu"))
+    parts = [x for x in workspace.tensors(buffer, torch.float16) if x is not None]
+    assert [tuple(x.shape) for x in parts] == [x for x in (workspace.stats, workspace.dq_sum, tile) if x]
+    assert [x.dtype for x in parts] == [torch.float32, torch.float32, torch.float16][: len(parts)]
+    addresses = workspace.addresses(buffer.data_ptr())
+    assert addresses[: len(parts)] == tuple(x.data_ptr() for x in parts)
+    ends = [x.data_ptr() + x.nbytes for x in parts]  # one behind the other, and nothing more
+    assert ends == [*addresses[1 : len(parts)], buffer.data_ptr() + buffer.nbytes]
+    assert not any((x - buffer.data_ptr()) % 128 for x in addresses)
 
 
 def test_small_programs_unless_there_are_many_and_rows_are_long():
@@ -336,8 +361,8 @@ def test_few_descriptors_are_kept(recorded, monkeypatch):
     _, (described, other), _ = recorded
     monkeypatch.setattr(tma, "_MAX_MADE", 10)
     for address in range(0, 100 * 16, 16):
-        assert described.arguments(address)[0][1] == address
-        assert other.arguments(address)[0][1] == address
+        for x in (described, other):
+            assert x.make(address)[0][1] == address and tma._made[x.serial, address][0][1] == address
     assert len(tma._made) <= 10
 
 
@@ -566,6 +591,11 @@ def test_strided_tensors_and_gradients_of_one_number(on_hopper, d):
     one = fresh(2, 3, 1, 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
     check_both_ways(q, k, v, one.expand(2, 3, 333, d), True)
     check_both_ways(q, k, v, one.expand(2, 3, 333, d), False)
+    for _ in range(2):  # launched again: another number
+        one = fresh(2, 3, 1, 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+        check_both_ways(q, k, v, one.expand(2, 3, 333, d), True)
+        elsewhere = fresh(2 * 3 * 333 * d + 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+        check_both_ways(q, k, v, elsewhere[1:].view(2, 3, 333, d), True)
     column = fresh(2, 3, 333, 1, dtype=torch.bfloat16, device="cuda", requires_grad=False)
     check_both_ways(q, k, v, column.expand(2, 3, 333, d), True)
 

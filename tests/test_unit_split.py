@@ -81,9 +81,10 @@ def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
 @pytest.mark.parametrize("d", launch.FORWARD)
 def test_few_programs_get_tiles_of_their_own(d):
     many, few, side = launch.FORWARD[d], launch.FEW_FORWARD[d], launch.FORWARD[d].block_m
-    assert launch.forward_tiles(d, 2, 66 * side, 132) == many
-    assert launch.forward_tiles(d, 2, 65 * side, 132) == few
-    assert launch.forward_tiles(d - 1, 2, 65 * side + 1, 132) == many
+    programs = 66 * launch.MANY_FORWARD[d]
+    assert launch.forward_tiles(d, 2, programs * side, 132) == many
+    assert launch.forward_tiles(d, 2, (programs - 1) * side, 132) == few
+    assert launch.forward_tiles(d - 1, 2, (programs - 1) * side + 1, 132) == many
     queries, keys = 65 * launch.QUERIES[d].block_m, 65 * launch.KEYS[d].block_n
     assert launch.few_backward(d, 2, queries, keys, 132)
     assert not launch.few_backward(d - 1, 2, queries + 1, keys, 132)

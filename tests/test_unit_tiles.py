@@ -1,5 +1,7 @@
 """Every frozen tile configuration compiles for its target without a GPU, without spilling, within its shared memory."""
 
+import types
+
 import pytest
 from attention_checks import compiler
 
@@ -23,9 +25,9 @@ def _compile(kernel, capability, head_dim, dtype, chosen, variant):
     return aot.compile_kernel(kernel, capability, head_dim, dtype, chosen, **variant)
 
 
-def check(kernel, capability, head_dim, dtype, **variant):
+def check(kernel, capability, head_dim, dtype, few=False, **variant):
     """Compiles the table's configuration in a process of its own kind: here the kernels may be the interpreter's."""
-    chosen = tiles.tiles(kernel, capability, head_dim, PRECISIONS[dtype])
+    chosen = tiles.tiles(kernel, capability, head_dim, PRECISIONS[dtype], few)
     compiled = compiler().submit(_compile, kernel, capability, head_dim, dtype, chosen, variant).result()
     where = f"{kernel} sm_{capability} d={head_dim} {dtype} {chosen} {variant}"
     limit = tiles.SHARED_MEMORY_KIB[capability] * 1024
@@ -75,6 +77,46 @@ def test_whole_table(kernel, capability, head_dim, dtype):
                 tiles.tiles("backward_keys", capability, head_dim, dtype)
             return
     check(kernel, capability, head_dim, dtype)
+
+
+OF_FEW = [
+    (kernel, generation, d, precision)
+    for generation, kernels in tiles.FEW.items()
+    for kernel, precisions in kernels.items()
+    for precision, rows in precisions.items()
+    for d in rows
+]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("kernel", "generation", "head_dim", "precision"), OF_FEW)
+def test_tiles_of_few_programs(kernel, generation, head_dim, precision):
+    check(kernel, generation, head_dim, precision, few=True)
+
+
+def test_few_programs_are_made_more(monkeypatch):
+    """Programs in tiles of few have fewer rows; they run while the table's would leave multiprocessors idle."""
+    monkeypatch.setattr(tiles, "_capability", lambda index: 90)
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
+
+    def chosen(kernel, heads, queries, keys, precision="tf32", head_dim=128):
+        device = types.SimpleNamespace(type="cuda", index=0)
+        q, k = (types.SimpleNamespace(device=device, shape=(1, heads, n, head_dim)) for n in (queries, keys))
+        return tiles.tiles_for(kernel, q, k, precision)
+
+    for kernel, generation, head_dim, precision in OF_FEW:
+        many, few = (tiles.tiles(kernel, generation, head_dim, precision, x) for x in (False, True))
+        rows = tiles.rows_of(kernel, many)
+        assert tiles.rows_of(kernel, few) < rows
+        for heads, length, expected in (
+            (1, 131 * rows, few),
+            (131, rows, few),
+            (132, 1, many),
+            (1, 132 * rows, many),
+        ):
+            lengths = (7, length) if kernel == "backward_keys" else (length, 7)
+            assert chosen(kernel, heads, *lengths, precision, head_dim) == expected
+    assert chosen("forward", 1, 7, 7, "half") == tiles.tiles("forward", 90, 128, "half")
 
 
 def test_every_generation_has_every_row():

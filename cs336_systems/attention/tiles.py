@@ -2,7 +2,8 @@
 precision. (Those of the kernels for Hopper, in Gluon, stand in `hopper.launch`.)
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
-`cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add here.
+`cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add to
+TABLE, which is for many programs; FEW has the exceptions.
 
 The rows of `sm_90` were chosen by measurement on an H100. The other generations hold shapes that their shared memory
 and registers take without spilling, which the compile tests check against the limits below; on such a GPU, tune.
@@ -104,6 +105,16 @@ TABLE[86] = TABLE[80] | {
 }
 TABLE[100] = TABLE[80]
 TABLE[120] = TABLE[86]
+
+# generation → kernel → precision → rows by d: in place of the table's where those would be fewer programs than the GPU
+# has multiprocessors, for then the time is that of the longest program
+FEW: dict[int, dict[str, dict[str, dict[int, Tiles]]]] = {
+    90: {
+        "forward": {"tf32": {128: _T(32, 32, 4, 1)}},
+        "backward_queries": {"tf32": {128: _T(32, 32, 8, 1)}},
+        "backward_keys": {"tf32": {128: _T(64, 16, 8, 1)}},
+    },
+}
 # fmt: on
 
 OLDEST = min(TABLE)
@@ -119,12 +130,21 @@ def generation(capability: int) -> int:
     return max(g for g in TABLE if g <= capability)
 
 
-def tiles(kernel: str, capability: int, head_dim: int, precision: str) -> Tiles:
-    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS.
+def rows_of(kernel: str, tiles: Tiles) -> int:
+    """The rows that a program of a kernel writes: queries, or keys."""
+    return tiles.block_n if kernel == "backward_keys" else tiles.block_m
+
+
+def tiles(kernel: str, capability: int, head_dim: int, precision: str, few: bool = False) -> Tiles:
+    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS; with `few`,
+    for fewer programs than the GPU has multiprocessors.
 
     ValueError where the GPU is too old, or where no configuration fits its shared memory.
     """
     column = next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
+    of_few = FEW.get(generation(capability), {}).get(kernel, {}).get(precision, {})
+    if few and HEAD_DIMS[column] in of_few:
+        return of_few[HEAD_DIMS[column]]
     found = TABLE[generation(capability)][kernel][precision][column]
     if found is None:
         raise ValueError(
@@ -142,8 +162,21 @@ def _capability(device_index: int) -> int:
     return 10 * major + minor
 
 
-def tiles_for(kernel: str, x: torch.Tensor, precision: str) -> Tiles:
-    """The configuration of a kernel for a tensor x (..., d) on its device."""
-    if x.device.type != "cuda":
+@functools.cache
+def multiprocessors_of(device_index: int) -> int:
+    """How many multiprocessors a GPU has."""
+    import torch
+
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> Tiles:
+    """The configuration of a kernel for tensors q, k (batch, heads, n, d) on their device."""
+    if q.device.type != "cuda":
         return _INTERPRETER
-    return tiles(kernel, _capability(x.device.index), x.shape[-1], precision)
+    batch, heads, num_queries, head_dim = q.shape
+    capability = _capability(q.device.index)
+    chosen = tiles(kernel, capability, head_dim, precision)
+    length = k.shape[2] if kernel == "backward_keys" else num_queries
+    programs = batch * heads * -(-length // rows_of(kernel, chosen))
+    return tiles(kernel, capability, head_dim, precision, few=programs < multiprocessors_of(q.device.index))

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from cs336_systems.attention.tiles import Tiles, tiles_for
+from cs336_systems.attention.tiles import Tiles, rows_of, tiles_for
 from cs336_systems.attention.triton_kernels import KERNELS
 
 # TRITON_INTERPRET=1 at the time of import: kernels run on the CPU
@@ -71,10 +71,10 @@ def first_launch(
     """Compiles one of KERNELS where needed, launches it, and returns what the next launch needs (nothing when
     interpreted)."""
     q, k = tensors["q"], tensors["k"]
-    tiles = tiles or tiles_for(kernel, q, _precision(q.dtype))
+    tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
     arguments = _arguments(kernel, tensors, is_causal, tiles)
-    rows, block = (k.shape[2], tiles.block_n) if kernel == "backward_keys" else (q.shape[2], tiles.block_m)
-    grid = (triton.cdiv(rows, block) * arguments["batch_heads"], 1, 1)
+    length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
+    grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], 1, 1)
     compiled = KERNELS[kernel][grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     if INTERPRETED:
         return []
@@ -136,7 +136,8 @@ def launch_forward(
             return launch_forward(q, k, v, is_causal, tiles)
     o = torch.empty_like(q)
     shape, device, dtype = q.shape, q.device, q.dtype
-    logsumexp = torch.empty(shape[:3], device=device, dtype=torch.float32)
+    batch, heads, num_queries, _ = shape  # a slice of a Size takes longer, here and as an argument
+    logsumexp = torch.empty((batch, heads, num_queries), device=device, dtype=torch.float32)
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     # what a launch depends on; outputs are new, and thus aligned
     key = (

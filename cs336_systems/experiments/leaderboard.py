@@ -6,7 +6,8 @@ ladder to it.
 
 Five kinds of rows, one case in each group twice (A/A). The first three are measured in turns with what they are
 compared with, five turns each, in changing order (`order`). A turn begins with calls that are not timed, so that the
-GPU runs at the clock to which the case's own power draw brings it, not that of the one before:
+GPU runs at the clock to which the case's own power draw brings it, not that of the one before; a group begins with a
+second and a half of such calls of its cases:
 
     harness   the leaderboard's own code: a compiled function, the sum of its output, its backward pass, under
               `do_bench`; for ours also with the official ten seconds of repetitions, in one turn
@@ -65,6 +66,7 @@ FIRST_CALLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cud
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 SETTLE_MS = 250  # of a turn's calls that are not timed, on a GPU
+WARM_MS = 1500  # of a group's calls before its first turn: a GPU that rested runs faster at first
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
 
 
@@ -173,7 +175,8 @@ def estimate_s(group: list[Case]) -> float:
         once = 0.3 * len(group)
     slow = sum(turns(case) * 0.8 for case in group if case.impl == "reference" and not small)
     turn_s = 0.05 if small else (1.15 * first.rep_ms + SETTLE_MS) / 1e3 + 0.04
-    return 1 + once + slow + sum(turns(case) * turn_s for case in group)
+    warm = 0 if small else WARM_MS / 1e3
+    return 1 + warm + once + slow + sum(turns(case) * turn_s for case in group)
 
 
 # ---------------------------------------------------------------------------------------------- counters
@@ -255,6 +258,8 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         ready = [candidate for candidate in candidates if candidate.ok]
         if device == "cuda":
             torch.cuda.empty_cache()
+            for candidate in ready:
+                _settle(candidate, WARM_MS / len(ready))
         for turn in range(turns(first) if ready else 0):
             _turn([ready[i] for i in order(len(ready), turn)], device)
         for candidate in ready:
@@ -278,7 +283,7 @@ def _turn(ready: list[Candidate], device: str) -> None:
 
     for candidate in ready:
         if device == "cuda":
-            _settle(candidate)
+            _settle(candidate, SETTLE_MS)
         watches = {candidate.name: Watch()} if device != "cpu" else {}
         found = interleaved(
             {candidate.name: candidate.call},
@@ -295,11 +300,11 @@ def _turn(ready: list[Candidate], device: str) -> None:
         )
 
 
-def _settle(candidate: Candidate) -> None:
-    """Calls for SETTLE_MS, many at a time, so that the GPU seldom waits for the host."""
+def _settle(candidate: Candidate, milliseconds: float) -> None:
+    """Calls for that long, many at a time, so that the GPU seldom waits for the host."""
     import torch
 
-    end, calls = time.perf_counter() + SETTLE_MS / 1e3, 1
+    end, calls = time.perf_counter() + milliseconds / 1e3, 1
     while time.perf_counter() < end:
         for _ in range(calls):
             for tensor in candidate.grads:

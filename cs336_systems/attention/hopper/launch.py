@@ -18,6 +18,7 @@ from cs336_systems.attention.hopper.backward import (
 )
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
+from cs336_systems.attention.tiles import multiprocessors_of
 from cs336_systems.attention.triton_launch import elsewhere, remember, remembered, watched
 
 LOG2_E = math.log2(math.e)
@@ -122,12 +123,6 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-@functools.cache
-def multiprocessors_of(device_index: int) -> int:
-    """How many multiprocessors a GPU has."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, multiprocessors: int
 ) -> Forward:
@@ -143,10 +138,10 @@ def forward_config(
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
-    if q.dtype == torch.float32 or min(q.shape[2], k.shape[2]) < MIN_LENGTH:
+    if q.dtype == torch.float32 or q.shape[2] < MIN_LENGTH or k.shape[2] < MIN_LENGTH:
         return False
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    key = ("serves", q.dtype, q.get_device(), aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
+    key = ("serves", q.dtype, aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
     decided = remembered(key)
     if decided is None:
         decided = [reason_against(q, k, v) is None]
@@ -168,15 +163,14 @@ def launch_forward(
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return launch_forward(q, k, v, is_causal, config)
-    o = torch.empty_like(q)
-    shape, device = q.shape, q.device
-    logsumexp = torch.empty(shape[:3], device=device, dtype=torch.float32)
+    o, device = torch.empty_like(q), q.device
+    batch, heads, num_queries, head_dim = shape = q.shape
+    logsumexp = torch.empty((batch, heads, num_queries), device=device, dtype=torch.float32)
     key = ("hopper", is_causal, config, q.dtype, device, shape, k.shape, q.stride(), k.stride(), v.stride())
     if (plans := remembered(key)) and not watched():
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
         plans[0].again(device.index, at, logsumexp.data_ptr())
         return o, logsumexp
-    batch, heads, num_queries, head_dim = shape
     num_keys, d = k.shape[2], padded(head_dim)
     if config is None:
         config = forward_config(
@@ -202,6 +196,41 @@ def launch_forward(
 
 
 # ------------------------------------------------------------------------------------------------ backward
+@dataclass(frozen=True)
+class Workspace:
+    """What the three kernels share, one behind the other in one buffer of fp32 numbers, for allocating three would take
+    the host longer: two numbers a row, the sum that becomes dQ, and in 16 bits a tile of a dO that is one number."""
+
+    stats: tuple[int, int]
+    dq_sum: tuple[int, int, int]
+    tile: tuple[int, int, int, int] | None
+
+    @functools.cached_property
+    def numbers(self) -> int:
+        return (
+            math.prod(self.stats) + math.prod(self.dq_sum) + (math.prod(self.tile) // 2 if self.tile else 0)
+        )
+
+    @functools.cached_property
+    def _starts(self) -> tuple[int, int]:
+        return math.prod(self.stats), math.prod(self.stats) + math.prod(self.dq_sum)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.numbers, device=device, dtype=torch.float32)
+
+    def addresses(self, start: int) -> tuple[int, int, int]:
+        """Where they lie in a buffer at `start`."""
+        dq_sum, tile = self._starts
+        return start, start + 4 * dq_sum, start + 4 * tile
+
+    def tensors(
+        self, buffer: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        dq_sum, tile = self._starts
+        of_tile = buffer[tile:].view(dtype).view(self.tile) if self.tile else None
+        return buffer[:dq_sum].view(self.stats), buffer[dq_sum:tile].view(self.dq_sum), of_tile
+
+
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, config: Backward | None = None,
@@ -214,43 +243,47 @@ def launch_backward(
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return launch_backward(q, k, v, o, logsumexp, do, is_causal, config)
-    batch, heads, num_queries, head_dim = q.shape
-    num_keys, d = k.shape[2], padded(head_dim)
-    settings = config or BACKWARD[d]
     device, dtype = q.device, q.dtype
-    one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
-    if not one_number and not addressable(do):
-        do = do.contiguous()
-    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, KEYS)
-    rows = query_tiles * settings.block_m
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    stats = torch.empty((batch * heads * 2, rows), device=device, dtype=torch.float32)
-    dq_sum = torch.empty(
-        (batch * heads, rows * d // _DQ_TILE[1], _DQ_TILE[1]), device=device, dtype=torch.float32
-    )
-    do_tile = do
-    if one_number:  # TMA cannot spread it out: the first kernel writes a tile of it, which serves all rows
-        do_tile = torch.empty((batch, heads, settings.block_m, d), device=device, dtype=dtype)
     o_at, do_at, l_at = o.data_ptr(), do.data_ptr(), logsumexp.data_ptr()
     key = (
         "hopper backward", is_causal, config, dtype, device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        o.stride(), do.stride(), one_number,
-        (o_at | do_at | l_at) % 16 and (o_at % 16, do_at % 16, l_at % 16),
+        o.stride(), do.stride(), (o_at | do_at | l_at) % 16 and (o_at % 16, do_at % 16, l_at % 16),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        prepare, main, finish = plans
-        index = device.index
-        prepare.again(
-            index, (), o_at, do_at, l_at, stats.data_ptr(), dq_sum.data_ptr(), do_tile.data_ptr()
-        )  # fmt: skip
-        described = (q, k, v, do_tile, dk, dv, dq_sum, stats)
-        main.again(index, tuple(x.data_ptr() for x in described))
-        finish.again(index, (), dq_sum.data_ptr(), dq.data_ptr())
+        prepare, main, finish, workspace, copied = plans
+        if copied:
+            do = do.clone(memory_format=torch.contiguous_format)
+            do_at = do.data_ptr()
+        buffer, index = workspace.empty(device), device.index
+        stats_at, sum_at, tile_at = workspace.addresses(buffer.data_ptr())
+        tile_at = tile_at if workspace.tile else do_at
+        prepare.again(index, (), o_at, do_at, l_at, stats_at, sum_at, tile_at)
+        described = q.data_ptr(), k.data_ptr(), v.data_ptr(), tile_at, dk.data_ptr(), dv.data_ptr()
+        main.again(index, (*described, sum_at, stats_at))
+        finish.again(index, (), sum_at, dq.data_ptr())
         return dq, dk, dv
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys, d = k.shape[2], padded(head_dim)
+    settings = config or BACKWARD[d]
     settings.check(d)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
+    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, KEYS)
+    rows = query_tiles * settings.block_m
+    one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
+    copied = not one_number and not addressable(do)
+    if copied:  # to where an allocation begins: what is contiguous may begin elsewhere
+        do = do.clone(memory_format=torch.contiguous_format)
+    workspace = Workspace(
+        (batch_heads * 2, rows),
+        (batch_heads, rows * d // _DQ_TILE[1], _DQ_TILE[1]),
+        # TMA cannot spread one number out: the first kernel writes a tile of it, which serves all rows
+        (batch, heads, settings.block_m, d) if one_number else None,
+    )
+    stats, dq_sum, do_tile = workspace.tensors(workspace.empty(device), dtype)
+    do_tile = do if do_tile is None else do_tile
     arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile)
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
@@ -285,5 +318,5 @@ def launch_backward(
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
-    remember(key, plans)
+    remember(key, [*plans, workspace, copied])
     return dq, dk, dv

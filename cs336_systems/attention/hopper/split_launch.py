@@ -12,9 +12,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.hopper import split
-from cs336_systems.attention.hopper.launch import LOG2_E, multiprocessors_of
+from cs336_systems.attention.hopper.launch import LOG2_E
 from cs336_systems.attention.hopper.tma import Plan, first_launch
-from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.tiles import Tiles, multiprocessors_of
 from cs336_systems.attention.triton_launch import (
     INTERPRETED,
     elsewhere,
@@ -54,7 +54,9 @@ KEYS = {
     128: Tiles(32, 64, 4, 2),
 }
 
-# where those would be fewer programs than the GPU has multiprocessors: the time is that of the longest program then.
+# programs of FORWARD for each multiprocessor from which on they are many (at 32, one head of 32,768 makes two)
+MANY_FORWARD = {16: 1, 32: 3, 64: 1, 128: 1}
+# where they are few: the time is that of the longest program then.
 # The fastest of two to five each (one head of 256 to 8,192), though the backward kernels spill here, too.
 FEW_FORWARD = {
     16: FORWARD[16],
@@ -90,7 +92,7 @@ def forward_tiles(head_dim: int, batch_heads: int, num_queries: int, multiproces
     """The frozen configuration of the forward kernel."""
     d = padded(head_dim)
     programs = batch_heads * triton.cdiv(num_queries, FORWARD[d].block_m)
-    return FORWARD[d] if programs >= multiprocessors else FEW_FORWARD[d]
+    return FORWARD[d] if programs >= MANY_FORWARD[d] * multiprocessors else FEW_FORWARD[d]
 
 
 def few_backward(
@@ -203,7 +205,8 @@ def launch_forward(
         with torch.cuda.device(q.device):
             return launch_forward(q, k, v, is_causal, tiles)
     o = torch.empty_like(q)
-    logsumexp = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    batch, heads, num_queries, head_dim = q.shape
+    logsumexp = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
     own = room(q.shape, k.shape, False)
     pieces = own.empty(q.device)
     key = (
@@ -215,7 +218,6 @@ def launch_forward(
         plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
         plans[1].again(index, at, o.data_ptr(), logsumexp.data_ptr())
         return o, logsumexp
-    batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], pieces.shape[1]
     tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q.device))
     plans = _split(q, k, v, pieces)

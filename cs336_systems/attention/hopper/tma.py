@@ -79,15 +79,12 @@ class _Described:
     meta: Any
     serial: int = field(default_factory=_serials.__next__)
 
-    def arguments(self, address: int) -> list[Any]:
-        key = (self.serial, address)
-        found = _made.get(key)
-        if found is None:
-            if len(_made) >= _MAX_MADE:
-                _made.clear()
-            found = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta)
-            _made[key] = found
-        return found
+    def make(self, address: int) -> list[Any]:
+        if len(_made) >= _MAX_MADE:
+            _made.clear()
+        made = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta)
+        _made[self.serial, address] = made
+        return made
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,9 @@ class Plan:
 
     def again(self, device_index: int, addresses: tuple[int, ...], *pointers: int) -> None:
         """Launches the kernel on tensors at these addresses: those that it takes by descriptor, then the others."""
+        if not self.described:
+            launch_again(self.launch, device_index, *pointers)
+            return
         run, grid, fixed, rest = self.launch
         if self.launcher is None:
             described = (
@@ -111,7 +111,7 @@ class Plan:
             return
         arguments: list[Any] = []
         for x, address in zip(self.described, addresses, strict=True):
-            arguments += x.arguments(address)
+            arguments += _made.get((x.serial, address)) or x.make(address)
         function, *metadata_and_hooks = fixed
         stream = driver.active.get_current_stream(device_index)
         how = (stream, function, run.launch_cooperative_grid, run.launch_pdl)

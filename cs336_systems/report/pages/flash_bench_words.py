@@ -296,10 +296,7 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
         text += " Where TF32 is slower, it costs time and accuracy."
         split = page.in_pieces(slower["backend_fp32"]) & slower["backend"].str.contains("portable")
         if split.all():
-            text += (
-                " Only the kernels for fp32 in pieces make both backward passes in one launch and have tiles for few "
-                "programs, which is likely why."
-            )
+            text += " Only the kernels for fp32 in pieces make both backward passes in one launch, which is likely why."
     return f"{text} {same}".rstrip()
 
 
