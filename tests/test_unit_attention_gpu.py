@@ -129,9 +129,11 @@ def test_tf32_products_follow_the_setting():
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_few_programs(head_dim, dtype, precision):
     torch.set_float32_matmul_precision(precision)
+    # cuBLAS makes products of narrow heads in fp32 all the same; ours cut what they take to the ten bits of TF32
+    floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
     for num_queries, num_keys in ((200, 130), (77, 411), (250, 250)):
         x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
-        check("flash_triton", *x, True, factor=8 if precision == "high" else 2)
+        check("flash_triton", *x, True, floor=floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

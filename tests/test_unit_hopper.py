@@ -515,11 +515,11 @@ SHAPES = [  # batch, heads, n_queries, n_keys, d
 @pytest.fixture
 def on_hopper(monkeypatch):
     monkeypatch.delenv("CS336_HOPPER", raising=False)
-    flash_triton._hopper.cache_clear()
+    flash_triton._launchers.cache_clear()
     if reason := hopper_reason():
         pytest.skip(reason)
     yield
-    flash_triton._hopper.cache_clear()
+    flash_triton._launchers.cache_clear()
 
 
 def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, backward=None):

@@ -64,7 +64,13 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
         tensors |= dict(dk=torch.empty_like(k), dv=torch.empty_like(v))
     (launch,) = first_launch(kernel, tensors, True, tiles)
     pointers = [x.data_ptr() for x in tensors.values()]
-    return lambda: launch_again(launch, q.get_device(), *pointers)
+
+    def again(
+        _kept: object = tensors,
+    ) -> None:  # a launch takes addresses, which are theirs as long as they live
+        launch_again(launch, q.get_device(), *pointers)
+
+    return again
 
 
 def tune(
