@@ -24,7 +24,7 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 # A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
 Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]
 _remembered: dict[tuple[Any, ...], list[Any]] = {}
-_MAX_REMEMBERED = 10_000  # the lengths are part of the key, and a program may meet any number of them
+MAX_REMEMBERED = 10_000  # the lengths are part of the key, and a program may meet any number of them
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -117,7 +117,7 @@ def remembered(key: tuple[Any, ...]) -> list[Any] | None:
 def remember(key: tuple[Any, ...], launches: list[Any]) -> None:
     """Keeps what the next launches of a kind need, or who makes them, the kind being all that this depends on."""
     if launches:
-        if len(_remembered) >= _MAX_REMEMBERED:
+        if len(_remembered) >= MAX_REMEMBERED:
             _remembered.clear()
         _remembered[key] = launches
 

@@ -284,7 +284,7 @@ def _turn(ready: list[Candidate], device: str) -> None:
     for candidate in ready:
         if device == "cuda":
             _settle(candidate, SETTLE_MS)
-        watches = {candidate.name: Watch()} if device != "cpu" else {}
+        watch = Watch() if device != "cpu" else None
         found = interleaved(
             {candidate.name: candidate.call},
             device=device,
@@ -292,9 +292,8 @@ def _turn(ready: list[Candidate], device: str) -> None:
             warmup_ms=candidate.case.rep_ms / 10,
             rep_ms=candidate.case.rep_ms,
             grad_to_none={candidate.name: candidate.grads},
-            watches=watches,
+            watches={candidate.name: watch} if watch else {},
         )
-        watch = watches.get(candidate.name)
         candidate.turns.append(
             (found[candidate.name].samples_ms, watch and watch.sm_mhz, watch and watch.power_w)
         )

@@ -17,6 +17,7 @@ from cs336_systems.attention.hopper.tma import Plan, first_launch
 from cs336_systems.attention.tiles import Tiles, multiprocessors_of
 from cs336_systems.attention.triton_launch import (
     INTERPRETED,
+    MAX_REMEMBERED,
     elsewhere,
     remember,
     remembered,
@@ -29,7 +30,6 @@ MIN_TF32_HEAD_DIM = 33  # where TF32 is allowed
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
-MAX_REMEMBERED = 10_000  # the lengths are part of what is remembered
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
 
 # by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal; queries
