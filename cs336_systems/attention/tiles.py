@@ -110,9 +110,9 @@ TABLE[120] = TABLE[86]
 # has multiprocessors, for then the time is that of the longest program
 FEW: dict[int, dict[str, dict[str, dict[int, Tiles]]]] = {
     90: {
-        "forward": {"tf32": {128: _T(32, 32, 4, 1)}},
-        "backward_queries": {"tf32": {128: _T(32, 32, 8, 1)}},
-        "backward_keys": {"tf32": {128: _T(64, 16, 8, 1)}},
+        "forward": {"half": {64: _T(16, 64, 4, 3), 128: _T(16, 64, 4, 3)}, "tf32": {64: _T(16, 64, 4, 2), 128: _T(16, 64, 4, 2)}, "fp32": {64: _T(16, 64, 4, 2), 128: _T(16, 32, 4, 2)}},
+        "backward_queries": {"half": {64: _T(16, 64, 4, 3), 128: _T(16, 64, 4, 3)}, "tf32": {64: _T(16, 64, 4, 2), 128: _T(16, 64, 4, 2)}, "fp32": {128: _T(16, 32, 4, 2)}},
+        "backward_keys": {"half": {64: _T(64, 16, 4, 3), 128: _T(64, 16, 4, 3)}, "tf32": {64: _T(64, 16, 4, 2), 128: _T(64, 16, 4, 2)}},
     },
 }
 # fmt: on
