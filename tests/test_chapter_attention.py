@@ -784,3 +784,39 @@ def test_kernels_that_take_numbers_apart_are_named(results_root, head_dims):
 def test_only_compiling_without_a_cache_is_quoted(chapter):
     assert "Compiled cases: 48, each of them exactly one graph" in words.really_compiled(chapter)
     assert "3.50 to 3.50 s" in words.really_compiled(chapter)
+
+
+@pytest.mark.parametrize(("mib", "said"), [(0, False), (1, True), (3, False)])
+def test_memory_beyond_the_closed_form_is_explained_up_to_a_block(results_root, mib, said):
+    one = experiment.Case(128, 16384, "bf16", 0, "flash_triton")
+
+    def change(case, metrics):
+        return metrics | {"peak_gib": metrics["peak_gib"] + mib / 1024 * (case == one)}
+
+    write_rows(results_root, change=change)
+    chapter, roof = report.Chapter("attention", measure="no"), roofs("h100-x1")
+    text = words.accuracy(chapter, roof, "h100-x1")
+    assert "Rows are rounded to six digits, which alone makes up to 0.00050 %." in text
+    where = "by 1.00 MiB at the most (ours, Triton in bf16, $n = 16384$, $d = 128$)"
+    assert (f"Of the peaks 1 is higher by more than that, {where}" in text) == said
+    assert ("allocator" in text) == said
+
+
+@pytest.mark.parametrize(
+    ("slower", "said"), [(8, ""), (5, " in the 5 of 8 shapes where it is slower"), (4, None)]
+)
+def test_what_compiled_code_costs_the_host_is_told_where_most_shapes_show_it(changed, slower, said):
+    shapes = list(itertools.product(("fp32", "bf16"), HANDOUT["head_dim"]))
+
+    def factor(case, part):
+        if (case.impl, case.seq_len, part) != ("reference_compiled", 256, "forward"):
+            return 1
+        return (
+            2.0 if (case.dtype, case.head_dim) in shapes[:slower] else 4 / 3
+        )  # slower, or as plain attention
+
+    chapter, roof = changed(factor)
+    text = times.surplus(chapter, roof, "h100-x1")
+    assert (
+        (f"longer than a plain one{said}, with one launch fewer" in text) if said is not None else text == ""
+    )

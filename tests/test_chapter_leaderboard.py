@@ -621,8 +621,8 @@ def test_cases_whose_percentiles_overlap_are_not_told_apart(results_root):
         return {"ms_p20": 0.8 * ms, "ms_p80": 1.2 * ms}
 
     text = noise_words.kernels(changed(results_root, change), MACHINE)
-    assert "not settled in forward, fp16, d = 64, causal (0.873 ×) and backward, fp16" in text
-    assert "faster in 6 of 8 cases (0.873 ×)" in text
+    assert "not settled in forward, fp16, d = 64, causal (0.8727 ×) and backward, fp16" in text
+    assert "faster in 6 of 8 cases (0.8727 ×)" in text
     left, right = ({"ms_p20": low, "ms_p80": high} for low, high in ((1.0, 2.0), (2.0, 3.0)))
     assert overlap(left, right) and overlap(right, left)
     assert not overlap(left, {"ms_p20": 2.1, "ms_p80": 3.0})
@@ -641,7 +641,7 @@ def test_a_peer_whose_times_our_repetition_reaches_is_not_told_apart(results_roo
 
     text = noise_words.kernels(changed(results_root, change), MACHINE).split(" **SDPA")[0]
     verdict = "not settled" if wide else "slower"
-    assert f"{verdict} in forward, fp16, d = 64, causal (1.04 ×) and backward, fp16" in text
+    assert f"{verdict} in forward, fp16, d = 64, causal (1.040 ×) and backward, fp16" in text
     assert ("not settled" in text) == wide
 
 
@@ -658,8 +658,8 @@ def test_fp32_is_judged_by_its_own_noise(results_root):
 
     chapter = changed(results_root, change)
     text = noise_words.kernels(chapter, MACHINE)
-    assert "**SDPA (efficient)** over ours, in fp32: slower in 4 of 4 cases (1.02 ×)" in text
-    assert "over ours, plain Triton, in fp32: faster in 4 of 4 cases (0.680 ×)" in text
+    assert "**SDPA (efficient)** over ours, in fp32: slower in 4 of 4 cases (1.020 ×)" in text
+    assert "over ours, plain Triton, in fp32: faster in 4 of 4 cases (0.6800 ×)" in text
     assert "**SDPA (cuDNN)** over ours, in bf16 and fp16: even within the spread in 10 of 10" in text
     assert "in kernels alone (20 % in 16 bits, 0.50 % in fp32)" in text
     said = "in kernels alone 20 % in 16 bits, 0.50 % in fp32; in the ladder"
@@ -710,11 +710,11 @@ def test_kernels_are_judged_by_the_noise_of_all_kernels(results_root):
         return change
 
     settled = noise_words.kernels(changed(results_root, repeated(0.1)), MACHINE)
-    assert "**FlashAttention-4** over ours, in bf16 and fp16: faster in 8 of 8 cases (0.873 ×)" in settled
-    assert "**SDPA (cuDNN)** over ours, in bf16 and fp16: slower in 10 of 10 cases (1.13 ×)" in settled
+    assert "**FlashAttention-4** over ours, in bf16 and fp16: faster in 8 of 8 cases (0.8727 ×)" in settled
+    assert "**SDPA (cuDNN)** over ours, in bf16 and fp16: slower in 10 of 10 cases (1.129 ×)" in settled
     unsettled = noise_words.kernels(changed(results_root, repeated(0.2)), MACHINE)
     assert "(20 % in 16 bits, 20 % in fp32)" in unsettled
-    for ratio, left in (("0.873", "7 of 8"), ("1.13", "9 of 10")):
+    for ratio, left in (("0.8727", "7 of 8"), ("1.129", "9 of 10")):
         here = f"even within the spread in forward, bf16, d = 128, causal ({ratio} ×); not settled in {left}"
         assert here in unsettled
 
@@ -726,7 +726,9 @@ def test_kernels_are_judged_by_the_noise_of_all_kernels(results_root):
         )
 
     found = noise_words.kernels(changed(results_root, even), MACHINE)
-    said = "**FlashAttention-4** over ours, in bf16 and fp16: even within the spread in 8 of 8 cases (1.01 ×)"
+    said = (
+        "**FlashAttention-4** over ours, in bf16 and fp16: even within the spread in 8 of 8 cases (1.010 ×)"
+    )
     assert said in found
 
 
@@ -768,14 +770,18 @@ def test_first_turns_that_are_further_away_than_chance_are_told(results_root, ea
     def change(case):
         if case.kind != "kernel":
             return {}
-        turns, off = [1.0] * 5, 0 if early else next(numbers) % 5
-        turns[off] = 1.1
+        index = next(numbers)
+        turns, off = [1.0] * 5, 0 if early else index % 5
+        turns[off] = 1.1 if index % 3 else 0.9
         return {"ms_p50": 1.0, "turns_ms": ";".join(map(str, turns))}
 
     text = noise_words.spread(changed(results_root, change), MACHINE)
     cases = sum(c.kind == "kernel" for c in leaderboard.grid("full")) - 1  # FlashAttention-4 with one number
     said = f"is the first in {cases} of {cases} cases, by up to 10 %; chance would make it {round(cases / 5)}"
     assert (said in text) == early and ("furthest" in text) == early
+    shorter = -(-cases // 3)
+    where = f"It is shorter than the median in {shorter} of them and longer in {cases - shorter}"
+    assert (where in text) == early
 
 
 @pytest.mark.parametrize("other_w", [650.0, 700.0])
@@ -789,7 +795,8 @@ def test_all_that_were_seen_at_the_lowest_clock_are_named(results_root, other_w)
     text = noise_words.clocks(changed(results_root, change), MACHINE)
     assert "between 1,700 MHz (FlashAttention-4, 700 W; SDPA (cuDNN), 700 W)" in text
     limited = (
-        "At the highest clock cases draw 650 W, all others 700: a GPU at its power limit lowers its clock."
+        "At the highest clock cases draw 650 W in the median, all others 700: a GPU at its power limit lowers "
+        "its clock."
     )
     assert (limited in text) == (other_w < 700) and ("power limit" in text) == (other_w < 700)
 

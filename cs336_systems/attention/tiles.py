@@ -5,8 +5,9 @@ Nothing is tuned at run time: autotuning costs minutes at the first call and mak
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add to
 TABLE, which is for many programs; FEW has the exceptions.
 
-The rows of `sm_90` were chosen by measurement on an H100. The other generations hold shapes that their shared memory
-and registers take without spilling, which the compile tests check against the limits below; on such a GPU, tune.
+The rows of `sm_90` were chosen by measurement: TABLE's on an H100, FEW's on an H200. The other generations hold shapes
+that their shared memory and registers take without spilling, which the compile tests check against the limits below; on
+such a GPU, tune.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.pages.attention import OURS, PARTS, PLAIN
 from cs336_systems.report.pages.attention_time_words import shapes, timed
-from cs336_systems.report.pages.attention_words import LONG
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt, listed, percent, span
 
@@ -130,7 +129,7 @@ def price(chapter: Chapter, roofs: Roofs, machine: str) -> str:
         for part in PARTS
     ]
     lost = pd.concat(tables)
-    lost = lost[(lost["word"] == "slower") & (lost["seq_len"] >= LONG)]
+    lost = lost[lost["word"] == "slower"]
     if lost.empty:
         return ""
     row = lost.loc[lost["ratio"].idxmin()]

@@ -79,17 +79,20 @@ def _do_bench(bound: pd.DataFrame, every: pd.DataFrame, tb_per_s: float) -> str:
     )
     more = 1e3 * (bound["forward_ms_p50"] - bound["forward_gpu_ms"])
     fits = bound["forward_host_us"] < clearing
-    if fits.any():
+    hidden = fits & (more < LATE_US)
+    if hidden.any():
         text += (
             " Where the host needs less than that for one of these forward passes, "
-            f"`do_bench` reads {span(more[fits], 2)} µs more than the GPU takes in a CUDA graph, with a warm cache"
+            f"`do_bench` reads {span(more[hidden], 2)} µs more than the GPU takes in a CUDA graph, with a warm cache"
         )
-        if len(late := bound[~fits]):
-            lengths = listed([figures.short(n) for n in late["seq_len"]])
-            text += f"; where it needed more, at {lengths} tokens, {span(more[~fits], 2)} µs more"
+        for where, those in (("it does not", fits & ~hidden), ("the host needed more", ~fits)):
+            if those.any():
+                lengths = listed([figures.short(n) for n in bound[those]["seq_len"]])
+                text += f"; at {lengths} tokens, where {where}, {span(more[those], 2)} µs more"
         text += f".{_late(every, clearing)}"
     if bound["backward_host_us"].min() > clearing:
-        text += f" A backward pass takes {fmt(bound['backward_host_us'].min())} µs of the host's or more."
+        least, most = bound["backward_host_us"].min(), bound["backward_host_us"].max()
+        text += f" A backward pass at these lengths takes {span([least, most])} µs of the host's."
     return (
         f"{text} In a model, the launches before play that part, if the host is ahead; a CUDA graph removes the host "
         "altogether."
@@ -167,7 +170,7 @@ def _least(chapter: Chapter, **where: Any) -> str:
         f"{fmt(part['forward_host_us'].min(), 2)} and {fmt(part['backward_host_us'].min(), 2)} µs with {name}"
         for name, part in kinds
     ]
-    text = f" A forward and a backward call keep the host for at least {listed(said)}."
+    text = f" The least that a forward and a backward call keep the host is about {listed(said)}."
     if {"split kernels", "portable kernels"} <= set(ours.groups):
         text += " Those for fp32 in pieces launch one kernel more than the portable ones in either."
     return text

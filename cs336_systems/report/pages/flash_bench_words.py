@@ -247,7 +247,7 @@ def memory(chapter: Chapter, **where: Any) -> str:
     text = (
         f"At {fmt(n)} tokens ours peaks at {fmt(row['peak_gib'])} GiB. Inputs, output and gradients, eight matrices of "
         f"$n \\times d$, and $L$ and $D$ are {fmt(keep)} GiB of it, and where the kernels for Hopper serve, $dQ$ in "
-        "fp32 comes on top. The rest is what the process held before: at "
+        "fp32 comes on top. The rest is what the process held before, which may grow while lengths are measured: at "
         f"{fmt(int(first['seq_len']))} tokens, where all that is next to nothing, ours reads "
         f"{fmt(first['peak_gib'])} GiB, workspace for the most part, which cuBLAS needs for plain attention and "
         "PyTorch keeps, for each stream."
@@ -291,6 +291,8 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
         f"the two has none; even within {percent(STEADY)}): {'; '.join(words)}. It takes {span(ratio, 2)} times as "
         "long."
     )
+    if both["backend"].str.contains("portable").all():
+        text += " Part of that may be tiles: each precision has its own, and its own for few programs."
     slower = both[ratio > 1 + STEADY]
     if len(slower):
         text += " Where TF32 is slower, it costs time and accuracy."

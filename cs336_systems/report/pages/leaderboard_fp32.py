@@ -76,6 +76,6 @@ def words(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     if above:
         text += (
             f" In {above} of {len(found)} cases attention's own rate is above {fmt(sheet)} TFLOP/s, the data sheet's "
-            f"for fp32 instructions: tensor cores make these products."
+            f"for fp32 instructions, by more than a case and its repetition differ: tensor cores make these products."
         )
     return text
