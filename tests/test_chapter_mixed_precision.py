@@ -347,7 +347,9 @@ def test_speedups_of_made_up_rows(made_up):
             "forward_ms_p50", kind="step", size="2.7B", mode="forward_backward", dtype="bf16", repeat=0
         )
     )
-    assert "With every size more: forward, backward, step." in models.speed_words(made_up)
+    assert "never falls, beyond what a pair differs by: forward, backward, step." in models.speed_words(
+        made_up
+    )
     assert "16.0 times as fast in bf16 as in fp32 and 2.00 times" in models.bound_words(made_up)
     share, alone, _ = models.amdahl(made_up, "h100-x1", "2.7B", "fp32")
     assert alone == pytest.approx(1 / (1 - share + share / 16))
@@ -425,3 +427,24 @@ def test_predictions_need_no_rows():
         "in fp16 at 32, after" in page.stagnation_words() and "in bf16 at 4, after" in page.stagnation_words()
     )
     assert list(page.format_table()["format"]) == list(FORMATS)
+
+
+@pytest.mark.parametrize(("factor", "slower"), [(1.1, False), (1.3, True)])
+def test_a_loss_no_larger_than_that_of_a_pair_is_none(results_root, factor, slower):
+    """Of one case alone bf16 takes as long as fp32 and the factor; its pair of steps differs by a fifth."""
+
+    def change(case):
+        found = make(case)
+        if case.repeat:
+            return found | {"step_ms_p50": 1.2 * found["step_ms_p50"]}
+        if (case.mode, case.dtype) == ("forward_backward", "bf16"):
+            of_fp32 = make(dataclasses.replace(case, dtype="fp32"))
+            return found | {"forward_ms_p50": factor * of_fp32["forward_ms_p50"]}
+        return found
+
+    cases = [c for c in mixed_precision.grid("full") if c.kind == "step" and c.size == "small"]
+    step_rows.write(mixed_precision, cases, results_root, make=change)
+    chapter = Chapter("mixed_precision", measure="no", machine="h100-x1", preset="full", size="small")
+    text = models.speed_words(chapter)
+    assert ("Slower than fp32: forward of `small`." in text) == slower
+    assert ("Slower by no more than a pair differs: forward of `small`." in text) == (not slower)

@@ -157,9 +157,12 @@ def speed_figure(chapter: Chapter, machine: str) -> Figure:
 
 
 def speed_words(chapter: Chapter) -> str:
-    """From the smallest to the largest size that was measured: what bf16 gains, if ever more, and where it loses."""
+    """From the smallest to the largest size that was measured: what bf16 gains, if ever more, and where it loses. A
+    difference no larger than that of the largest pair of the same case (A/A) counts as none."""
     said = []
     for machine in chapter.machines:
+        apart = steps.noise(chapter.measured(machine=machine))
+        limit = 1 + (0 if apart.empty else apart.max())
         for over in OVER:
             found = {
                 part: {
@@ -172,12 +175,21 @@ def speed_words(chapter: Chapter) -> str:
             found = {part: by_size for part, by_size in found.items() if by_size}
             if not found:
                 continue
-            grows = [p for p, by_size in found.items() if _grows(by_size)]
-            slower = [f"{p} of `{n}`" for p, by_size in found.items() for n, x in by_size.items() if x < 1]
+            grows = [p for p, by_size in found.items() if _grows(list(by_size.values()), limit)]
+            less = {(p, n): x for p, by_size in found.items() for n, x in by_size.items() if x < 1}
+            slower = [f"{p} of `{n}`" for (p, n), x in less.items() if x * limit < 1]
+            even = [f"{p} of `{n}`" for (p, n), x in less.items() if x * limit >= 1]
             words = ", ".join(f"{part} {_path(by_size)}" for part, by_size in found.items())
             words = f"- over {figures.label(over)} on `{machine}`: {words}."
-            words += f" With every size more: {', '.join(grows)}." if grows else ""
-            words += f" Slower than {figures.label(over)}: {', '.join(slower)}." if slower else ""
+            for text, those in (
+                (
+                    "It rises from the smallest size to the largest and never falls, beyond what a pair differs by",
+                    grows,
+                ),
+                (f"Slower than {figures.label(over)}", slower),
+                ("Slower by no more than a pair differs", even),
+            ):
+                words += f" {text}: {', '.join(those)}." if those else ""
             said.append(words)
     return "\n".join(said) or f"The speedups of bf16: {NOT_MEASURED}."
 
@@ -188,8 +200,9 @@ def _path(by_size: Mapping[str, float]) -> str:
     return " to ".join(f"{fmt(by_size[n])} × (`{n}`)" for n in dict.fromkeys((names[0], names[-1])))
 
 
-def _grows(by_size: Mapping[str, float]) -> bool:
-    return len(by_size) > 1 and all(a < b for a, b in itertools.pairwise(by_size.values()))
+def _grows(found: list[float], limit: float) -> bool:
+    """Whether the last is more than the first, and none less than the one before, by more than `limit`, a ratio."""
+    return found[-1] > found[0] * limit and all(a < b * limit for a, b in itertools.pairwise(found))
 
 
 def cast_words(chapter: Chapter) -> str:
