@@ -65,9 +65,10 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
     (launch,) = first_launch(kernel, tensors, True, tiles)
     pointers = [x.data_ptr() for x in tensors.values()]
 
+    # a launch takes addresses, which are the tensors' own only as long as these live
     def again(
         _kept: object = tensors,
-    ) -> None:  # a launch takes addresses, which are theirs as long as they live
+    ) -> None:
         launch_again(launch, q.get_device(), *pointers)
 
     return again

@@ -66,7 +66,7 @@ FIRST_CALLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cud
 TURNS = 5
 OFFICIAL_MS, SHORT_MS, KERNEL_MS = 10_000, 200, 40
 SETTLE_MS = 250  # of a turn's calls that are not timed, on a GPU
-WARM_MS = 1500  # of a group's calls before its first turn: a GPU that rested runs faster at first
+WARM_MS = 1500  # of a group's calls before its first turn: a GPU that rested may run at another clock
 WORK = (16, 16384, 64)  # heads, tokens, head dimension
 
 

@@ -207,6 +207,7 @@ class Workspace:
 
     @functools.cached_property
     def numbers(self) -> int:
+        """How many of fp32 the buffer has."""
         return (
             math.prod(self.stats) + math.prod(self.dq_sum) + (math.prod(self.tile) // 2 if self.tile else 0)
         )
@@ -216,16 +217,18 @@ class Workspace:
         return math.prod(self.stats), math.prod(self.stats) + math.prod(self.dq_sum)
 
     def empty(self, device: torch.device) -> torch.Tensor:
+        """The buffer, (numbers,) in fp32, not initialized."""
         return torch.empty(self.numbers, device=device, dtype=torch.float32)
 
     def addresses(self, start: int) -> tuple[int, int, int]:
-        """Where they lie in a buffer at `start`."""
+        """The three in a buffer at `start`, in bytes; without a tile the last is where the buffer ends."""
         dq_sum, tile = self._starts
         return start, start + 4 * dq_sum, start + 4 * tile
 
     def tensors(
         self, buffer: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The three as views of the buffer in their shapes: two in fp32, the tile, if there is one, in `dtype`."""
         dq_sum, tile = self._starts
         of_tile = buffer[tile:].view(dtype).view(self.tile) if self.tile else None
         return buffer[:dq_sum].view(self.stats), buffer[dq_sum:tile].view(self.dq_sum), of_tile

@@ -80,6 +80,7 @@ class _Described:
     serial: int = field(default_factory=_serials.__next__)
 
     def make(self, address: int) -> list[Any]:
+        """What a launch takes for a tensor of this description at an address, kept in `_made` for the next one."""
         if len(_made) >= _MAX_MADE:
             _made.clear()
         made = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta)

@@ -16,9 +16,8 @@ from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt, listed, percent
 
 SIX_DIGITS = 5e-6  # the relative difference that rounding to six digits makes at the most
-BLOCK_BYTES = (
-    2 << 20
-)  # PyTorch's allocator takes large blocks in multiples of this; a small rest of one is not split off
+# PyTorch's allocator takes large blocks in multiples of this, and splits no small rest off (the chapter on memory)
+BLOCK_BYTES = 2 << 20
 LONG = 4096  # from here on the matrices outweigh everything else, and slopes say something
 
 

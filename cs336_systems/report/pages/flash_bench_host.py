@@ -85,14 +85,18 @@ def _do_bench(bound: pd.DataFrame, every: pd.DataFrame, tb_per_s: float) -> str:
             " Where the host needs less than that for one of these forward passes, "
             f"`do_bench` reads {span(more[hidden], 2)} µs more than the GPU takes in a CUDA graph, with a warm cache"
         )
-        for where, those in (("it does not", fits & ~hidden), ("the host needed more", ~fits)):
+        for where, those in (
+            ("although the host needs less there too", fits & ~hidden),
+            ("where the host needed more", ~fits),
+        ):
             if those.any():
                 lengths = listed([figures.short(n) for n in bound[those]["seq_len"]])
-                text += f"; at {lengths} tokens, where {where}, {span(more[those], 2)} µs more"
-        text += f".{_late(every, clearing)}"
+                text += f"; at {lengths} tokens, {where}, {span(more[those], 2)} µs more"
+        text += "."
+    if fits.any():
+        text += _late(every, clearing)
     if bound["backward_host_us"].min() > clearing:
-        least, most = bound["backward_host_us"].min(), bound["backward_host_us"].max()
-        text += f" A backward pass at these lengths takes {span([least, most])} µs of the host's."
+        text += f" A backward pass at these lengths takes {span(bound['backward_host_us'])} µs of the host's."
     return (
         f"{text} In a model, the launches before play that part, if the host is ahead; a CUDA graph removes the host "
         "altogether."

@@ -173,8 +173,7 @@ def clocks(chapter: Chapter, machine: str) -> str:
     low, high = rows["sm_mhz"].min(), rows["sm_mhz"].max()
     text = (
         f"In the short turns of the harness with one leaf the median SM clock of a case was between {fmt(low, 4)} MHz "
-        f"({_seen_at(rows, low)}) and {fmt(high, 4)} MHz "
-        f"({_seen_at(rows, high)})."
+        f"({_seen_at(rows, low)}) and {fmt(high, 4)} MHz ({_seen_at(rows, high)})."
     )
     top, rest = rows[rows["sm_mhz"] == high]["power_w"], rows[rows["sm_mhz"] < high]["power_w"]
     if len(rest) and rest.min() > top.max():

@@ -161,7 +161,7 @@ def speed_words(chapter: Chapter) -> str:
     difference no larger than that of the largest pair of the same case (A/A) counts as none."""
     said = []
     for machine in chapter.machines:
-        apart = steps.noise(chapter.measured(machine=machine))
+        apart = steps.noise(chapter.measured(machine=machine, kind="step"))
         limit = 1 + (0 if apart.empty else apart.max())
         for over in OVER:
             found = {
