@@ -7,7 +7,8 @@ import pytest
 import torch
 from attention_checks import check, fresh, relative, run
 
-from cs336_systems.attention import attention, hopper_reason
+pytest.importorskip("triton")
+from cs336_systems.attention import attention, hopper_reason, tiles, triton_launch
 from cs336_systems.attention.reference import exact_attention
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +128,11 @@ def test_tf32_products_follow_the_setting():
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-def test_few_programs(head_dim, dtype, precision):
+@pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["many", "few"])
+def test_tiles_of_many_and_of_few_programs(multiprocessors, head_dim, dtype, precision, monkeypatch):
+    """As if the GPU were so small that these programs are many, and so large that they are few."""
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: multiprocessors)
+    monkeypatch.setattr(triton_launch, "_remembered", {})
     torch.set_float32_matmul_precision(precision)
     # cuBLAS makes products of narrow heads in fp32 all the same; ours cut what they take to the ten bits of TF32
     floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
