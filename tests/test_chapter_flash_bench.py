@@ -522,26 +522,6 @@ def test_where_tf32_costs_ours_time_it_is_said(results_root, monkeypatch):
     assert "at $d = 64$ faster at 128–64k; " in words.tf32_gain(chapter, "h100-x1")
 
 
-def test_where_tf32_changes_no_product_it_is_no_gain(results_root, monkeypatch):
-    def change(case):
-        if case.impl != "flash_triton" or case.dtype == "bf16":
-            return {}
-        split = 512 <= case.seq_len <= 8192
-        gpu = 0.5 if case.dtype == "tf32" and not split else 0.98 if case.dtype == "tf32" else 1.0
-        out = {f"{part}_gpu_ms": gpu for part in ("forward", "backward")}
-        return out | {"backend": "split kernels" if split else "portable kernels"}
-
-    chapter, _ = chapter_of(results_root, monkeypatch, change)
-    text = words.tf32_gain(chapter, "h100-x1")
-    assert "at $d = 64$ faster at 128–256 and 16k–64k; at $d = 128$ faster at 128–256 and 16k–64k" in text
-    assert "takes 0.50 times as long" in text
-    assert "At the other lengths (at $d = 64$ 512–8k; at $d = 128$ 512–8k) `split kernels` serve ours" in text
-    assert "differ by at most 2.0 %" in text
-    chapter._frame.loc[chapter._frame["impl"] == "flash_triton", "backend"] = "split kernels"
-    text = words.tf32_gain(chapter, "h100-x1")
-    assert text.startswith("Under TF32 (at $d = 64$ 128–64k; ") and "by at most 100 %" in text
-
-
 def test_a_host_of_changing_speed_is_told(results_root, monkeypatch):
     slow = {"flash_triton": {16: 90.0}}
     chapter, _ = chapter_of(
@@ -677,35 +657,20 @@ def test_errors_are_told_apart_by_the_kernels_that_served(results_root, monkeypa
     )  # plain's OOM has no error
 
 
-def test_errors_under_tf32_are_fp32s_where_no_product_is_in_it(results_root, monkeypatch):
+def test_errors_under_tf32_are_held_against_those_of_fp32(results_root, monkeypatch):
     def errors(case):
         if case.dtype == "bf16" or case.impl not in ("flash_triton", "reference", "sdpa"):
             return {}
-        split = case.impl == "flash_triton" and 512 <= case.seq_len <= 8192
-        rounded = case.dtype == "tf32" and case.impl != "sdpa" and not split
-        error = 2e-3 if rounded else 4e-7 if split else 5e-7
-        found = {"error_out": error, "error_grads": error}
-        return found | (
-            {"backend": f"{'split' if split else 'portable'} kernels"} if case.impl == "flash_triton" else {}
-        )
+        error = 2e-3 if case.dtype == "tf32" and case.impl != "sdpa" else 5e-7
+        return {"error_out": error, "error_grads": error}
 
     chapter, _ = chapter_of(results_root, monkeypatch, errors)
     text = error_words.accuracy(chapter)
-    assert "more accurate, where it makes its own in TF32." in text
-    assert "`split kernels`, which served ours in 10 of 20 shapes under TF32, make no product in it" in text
-    assert "fp32's, 4.0e−7 (output) and 4.0e−7 (gradients) at most. The table's errors" in text
-    assert "4,000 times for ours where it makes them (more than predicted) and 4,000 times for plain" in text
-    ours = chapter._frame["impl"] == "flash_triton"
-    chapter._frame.loc[ours, "backend"] = "portable kernels"
-    text = error_words.accuracy(chapter)
-    assert "that are more accurate." in text and "make no product" not in text
-    chapter._frame.loc[ours, ["error_out", "error_grads"]] = 4e-7
-    chapter._frame.loc[ours, "backend"] = "split kernels"
-    text = error_words.accuracy(chapter)
-    assert "in 20 of 20 shapes" in text
+    assert "Triton hands them to the tensor cores as they are" in text
     assert (
-        "Triton hands them" not in text and "that are more accurate" not in text and "The table's" not in text
+        "5.0e−7 at most, so in the TF32 rows ours is compared with products that are more accurate." in text
     )
+    assert "4,000 times for ours (more than predicted) and 4,000 times for plain" in text
 
 
 def test_lengths_that_are_no_neighbours_are_not_put_together():

@@ -26,7 +26,6 @@ from cs336_systems.attention.triton_launch import (
 )
 
 MAX_HEAD_DIM = 128
-MIN_TF32_HEAD_DIM = 33  # where TF32 is allowed
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
@@ -115,25 +114,20 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels.
-
-    Where TF32 is allowed, only if programs are few: their tiles for that gained more than six products for one cost,
-    measured against portable kernels that had no tiles for few programs yet.
-    """
-    precise = torch.get_float32_matmul_precision() == "highest"
-    return q.dtype == torch.float32 and _served(q.shape, k.shape, precise, q.device)
+    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels. Not where TF32 is
+    allowed: one product in it costs less than six in bf16."""
+    if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+        return False
+    return _served(q.shape, k.shape)
 
 
 @functools.lru_cache(maxsize=MAX_REMEMBERED)
-def _served(q_shape: torch.Size, k_shape: torch.Size, precise: bool, device: torch.device) -> bool:
+def _served(q_shape: torch.Size, k_shape: torch.Size) -> bool:
     batch, heads, num_queries, head_dim = q_shape
     num_keys = k_shape[2]
     if head_dim > MAX_HEAD_DIM or min(num_queries, num_keys) < MIN_LENGTH:
         return False
-    if 3 * batch * heads * padded_rows(max(num_queries, num_keys)) > _MAX_ROWS:
-        return False
-    few = few_backward(head_dim, batch * heads, num_queries, num_keys, _multiprocessors(device))
-    return precise or (few and head_dim >= MIN_TF32_HEAD_DIM)
+    return 3 * batch * heads * padded_rows(max(num_queries, num_keys)) <= _MAX_ROWS
 
 
 def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:

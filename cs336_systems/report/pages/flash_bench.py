@@ -244,11 +244,6 @@ def steady(chapter: Chapter, table: pd.DataFrame) -> pd.Series:
     return pd.Series(again.reindex(table["run"]).to_numpy() <= STEADY, index=table.index, dtype=bool)
 
 
-def in_pieces(backends: pd.Series) -> pd.Series:
-    """Which kernels, by the name in a row, take fp32 in pieces: they make no products in TF32, wherever they serve."""
-    return backends.astype(str).str.contains("split")
-
-
 def gpu_and_host(chapter: Chapter, longest: int, **where: Any) -> pd.DataFrame:
     """Of short calls, up to `longest` tokens: the GPU's time (by a CUDA graph), `do_bench`'s, and the host's."""
     rows = chapter.measured(**where, repeat=0)

@@ -39,9 +39,7 @@ def accuracy(chapter: Chapter) -> str:
         + f".{_as_good_as_plain(both)} The tests allow twice plain PyTorch's error and some roundings of the result."
     )
     tf32 = rows[rows["dtype"] == "tf32"]
-    ours = tf32[tf32["impl"] == OURS]
-    pieces = ours[page.in_pieces(ours["backend"])]
-    if len(ours) > len(pieces):
+    if (tf32["impl"] == OURS).any():
         text += (
             " In TF32 they allow more: cuBLAS rounds fp32 numbers to TF32 before a product, while Triton hands them to "
             "the tensor cores as they are, which drop the last bits, all in one direction."
@@ -50,28 +48,9 @@ def accuracy(chapter: Chapter) -> str:
     if sdpa < FP32_ACCURATE:
         text += (
             f" SDPA's kernel does not use TF32 even where it may: its gradients have an error of {fmt(sdpa, 2)} at "
-            "most"
+            "most, so in the TF32 rows ours is compared with products that are more accurate."
         )
-        if len(ours) > len(pieces):
-            text += ", so in the TF32 rows ours is compared with products that are more accurate"
-            text += ", where it makes its own in TF32" if len(pieces) else ""
-        text += "."
-    return f"{text}{_accurate_all_the_same(ours, pieces)}{_beside_libraries(rows)}{_tf32_over_fp32(rows)}"
-
-
-def _accurate_all_the_same(ours: pd.DataFrame, pieces: pd.DataFrame) -> str:
-    """What errors of ours under TF32 mean where its kernels make no product in it."""
-    worst = pieces[["error_out", "error_grads"]].max()
-    if not worst.max() < FP32_ACCURATE:
-        return ""
-    text = (
-        f" `{pieces['backend'].iloc[0]}`, which served ours in {len(pieces)} of {len(ours)} shapes under TF32, make no "
-        f"product in it: there its errors are fp32's, {fmt(worst['error_out'], 2)} (output) and "
-        f"{fmt(worst['error_grads'], 2)} (gradients) at most."
-    )
-    if len(ours) > len(pieces):
-        text += " The table's errors of ours under TF32, the largest, are those of the other shapes."
-    return text
+    return f"{text}{_beside_libraries(rows)}{_tf32_over_fp32(rows)}"
 
 
 def _as_good_as_plain(both: pd.DataFrame) -> str:
@@ -126,14 +105,11 @@ def _tf32_over_fp32(rows: pd.DataFrame) -> str:
         one = rows[(rows["impl"] == impl) & (rows["heads"] == 1)]
         keys = ["machine", "heads", "head_dim", "seq_len"]
         both = one[one["dtype"] == "tf32"].merge(one[one["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
-        pieces = page.in_pieces(both["backend"])
-        both = both[~pieces]
-        where = " where it makes them" if pieces.any() else ""
         if len(both):
             ratio = pd.concat([both[f"error_{x}"] / both[f"error_{x}_fp32"] for x in ("out", "grads")])
             missed = " (more than predicted)" if ratio.min() > PREDICTED_TF32 else ""
             missed = " (less than predicted)" if ratio.max() < PREDICTED_TF32 else missed
-            words.append(f"{span(ratio, 2)} times for {name}{where}{missed}")
+            words.append(f"{span(ratio, 2)} times for {name}{missed}")
     if not words:
         return ""
     return (

@@ -265,7 +265,7 @@ def memory(chapter: Chapter, **where: Any) -> str:
 
 
 def tf32_gain(chapter: Chapter, machine: str) -> str:
-    """What TF32 products gain ours in time, where its kernels make them."""
+    """What TF32 products gain ours in time."""
     rows = chapter.measured(machine=machine, impl=OURS, repeat=0, heads=1)
     keys, rows = ["head_dim", "seq_len"], rows.assign(gpu_ms=gpu_ms(rows))
     both = rows[rows["dtype"] == "tf32"].merge(rows[rows["dtype"] == "fp32"], on=keys, suffixes=("", "_fp32"))
@@ -274,13 +274,6 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
     alone = both["gpu_ms"] / both["gpu_ms_fp32"]
     ratio = alone.fillna(both["end_to_end_ms_p50"] / both["end_to_end_ms_p50_fp32"])
     both = both.assign(ratio=1 / ratio, noise=STEADY)
-    pieces = page.in_pieces(both["backend"])
-    same = _same_kernels(
-        both[pieces], ratio[pieces], "Under TF32" if pieces.all() else "At the other lengths"
-    )
-    both, ratio = both[~pieces], ratio[~pieces]
-    if both.empty:
-        return same
     words = []
     for d, part in both.groupby("head_dim"):
         grouped = itertools.groupby(page.stretches(part), key=lambda stretch: stretch[0])
@@ -291,29 +284,15 @@ def tf32_gain(chapter: Chapter, machine: str) -> str:
         f"the two has none; even within {percent(STEADY)}): {'; '.join(words)}. It takes {span(ratio, 2)} times as "
         "long."
     )
-    if both["backend"].str.contains("portable").all():
+    if both["backend"].astype(str).str.contains("portable").all():
         text += " Part of that may be tiles: each precision has its own, and its own for few programs."
     slower = both[ratio > 1 + STEADY]
     if len(slower):
         text += " Where TF32 is slower, it costs time and accuracy."
-        split = page.in_pieces(slower["backend_fp32"]) & slower["backend"].str.contains("portable")
+        split = slower["backend_fp32"].str.contains("split") & slower["backend"].str.contains("portable")
         if split.all():
             text += " Only the kernels for fp32 in pieces make both backward passes in one launch, which is likely why."
-    return f"{text} {same}".rstrip()
-
-
-def _same_kernels(both: pd.DataFrame, ratio: pd.Series, where: str) -> str:
-    """What is left to say where no product of ours is in TF32 though it might be; `ratio` is the time over fp32's."""
-    if both.empty:
-        return ""
-    others = "; ".join(
-        f"at $d = {d}$ {', '.join(lengths for _, lengths in page.stretches(part.assign(ratio=1.0)))}"
-        for d, part in both.groupby("head_dim")
-    )
-    return (
-        f"{where} ({others}) `{both['backend'].iloc[0]}` serve ours as in fp32, with no product in TF32: the two times "
-        f"differ by at most {percent(max(distance(x) for x in ratio))}."
-    )
+    return text
 
 
 def findings(chapter: Chapter, machine: str) -> str:
