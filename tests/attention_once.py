@@ -18,7 +18,7 @@ from cs336_systems.attention.reference import exact_attention
 
 SHAPES = ((1, 2, 200, 130), (1, 1, 70, 70), (1, 1, 33, 300))  # batch, heads, queries, keys
 OF = {  # head dimensions and dtypes
-    "portable": ((16, 64, 128), (torch.bfloat16, torch.float32)),
+    "portable": ((16, 64, 128), (torch.bfloat16, torch.float32, "tf32")),
     "hopper": ((40, 64, 128), (torch.bfloat16, torch.float16)),
     "split": ((16, 40, 128), (torch.float32,)),
 }
@@ -51,6 +51,8 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
             of = tiles if kernels == "portable" else launcher
             of.multiprocessors_of = lambda index, many=many: 1 if many else 10**6
             triton_launch._remembered.clear()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        dtype = torch.float32 if dtype == "tf32" else dtype
         batch, heads, num_queries, num_keys = shape
         q, k, v, grad_o = (
             torch.randn(batch, heads, n, d, device="cuda", dtype=dtype)
