@@ -103,26 +103,38 @@ def on_a_hopper_gpu(monkeypatch):
 
 def test_who_is_served_is_asked_for_each_layout(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
-    x = torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16)
-    spread = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16).expand(1, 2, 1024, 128)
+    x = torch.zeros(1, 9, 1024, 128, dtype=torch.bfloat16)
+    spread = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16).expand(1, 9, 1024, 128)
     unaligned = torch.zeros(x.numel() + 8, dtype=torch.bfloat16)[1 : x.numel() + 1].view(x.shape)
-    for _ in range(2):
-        assert hopper.serves(x, x, x)
-        assert hopper.serves(*[x.half()] * 3)
-        assert not hopper.serves(*[x.float()] * 3)
+    for part in ("forward", "backward") * 2:
+        assert hopper.serves(part, x, x, x)
+        assert hopper.serves(part, *[x.half()] * 3)
+        assert not hopper.serves(part, *[x.float()] * 3)
         for other in (spread, unaligned, x[:, :, :255]):
-            assert not hopper.serves(other, x, x)
-            assert not hopper.serves(x, other, other)
+            assert not hopper.serves(part, other, x, x)
+            assert not hopper.serves(part, x, other, other)
         for other in (spread, unaligned):
-            assert not hopper.serves(x, x, other)
+            assert not hopper.serves(part, x, x, other)
         shortest = x[:, :, :256]
-        assert hopper.serves(shortest, x, x) and hopper.serves(x, shortest, shortest)
+        assert hopper.serves(part, shortest, x, x) and hopper.serves(part, x, shortest, shortest)
+
+
+def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
+    """132 programs of 16 rows are the most that a GPU of 132 multiprocessors runs at once, one each."""
+    on_a_hopper_gpu(monkeypatch)
+    for heads, queries, keys, few in (
+        (1, 2112, 2112, True), (1, 2113, 2113, False), (4, 528, 528, True), (4, 529, 529, False),
+        (8, 256, 256, True), (1, 2112, 256, True), (1, 256, 257, False), (1, 2113, 256, False),
+    ):  # fmt: skip
+        q, k = (torch.zeros(1, heads, n, 64, dtype=torch.bfloat16) for n in (queries, keys))
+        assert hopper.serves("forward", q, k, k)
+        assert hopper.serves("backward", q, k, k) is not few
 
 
 def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: {"hopper": hopper})
-    x = torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16)
+    x = torch.zeros(1, 3, 1024, 64, dtype=torch.bfloat16)
 
     def served():
         return [flash_triton._kernels(part, x, x, x) for part in ("forward", "backward")]

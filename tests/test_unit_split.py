@@ -103,18 +103,28 @@ def test_programs_of_one_launch_have_the_same_options(both):
 # ------------------------------------------------------------------------------------------------ who is served
 def test_who_is_served(monkeypatch):
     x = torch.zeros(1, 2, launch.MIN_LENGTH, 128)
-    assert launch.serves(x, x, x)
-    assert launch.serves(*[x[..., :17]] * 3) and launch.serves(
-        *[x.transpose(1, 2).contiguous().transpose(1, 2)] * 3
-    )
-    assert not launch.serves(*[x.bfloat16()] * 3)
-    assert not launch.serves(*[x.new_zeros(1, 1, launch.MIN_LENGTH, 129)] * 3)
+    parts = "forward", "backward"
+
+    def served(q, k):
+        found = {launch.serves(part, q, k, k) for part in parts}
+        assert len(found) == 1
+        return found.pop()
+
+    assert served(x, x)
+    assert served(*[x[..., :17]] * 2) and served(*[x.transpose(1, 2).contiguous().transpose(1, 2)] * 2)
+    assert not served(*[x.bfloat16()] * 2)
+    assert not served(*[x.new_zeros(1, 1, launch.MIN_LENGTH, 129)] * 2)
     short = x[:, :, 1:]
-    assert not launch.serves(short, x, x) and not launch.serves(x, short, short)
+    assert not served(short, x) and not served(x, short)
     huge = torch.zeros(1).expand(2**11, 2**10, launch.MIN_LENGTH, 16)
-    assert not launch.serves(huge, huge, huge)
+    assert not served(huge, huge)
+    # as many portable programs of 16 rows as two for each multiprocessor
+    for multiprocessors, forward in ((31, True), (32, False)):
+        monkeypatch.setattr(launch, "_multiprocessors", lambda device, n=multiprocessors: n)
+        assert [launch.serves(part, x, x, x) for part in parts] == [forward, True]
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert not launch.serves(x, x, x)
+    assert not served(x, x)
 
 
 def test_both_passes_are_deterministic(monkeypatch):
@@ -191,9 +201,10 @@ def gpu(*shape, **kwargs):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Short sequences are served as well."""
+    """Short sequences and few programs are served as well."""
     _need_hopper()
     monkeypatch.setattr(launch, "MIN_LENGTH", 1)
+    monkeypatch.setattr(launch, "PORTABLE_FORWARD", 0)
 
 
 @pytest.mark.gpu

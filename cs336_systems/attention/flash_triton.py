@@ -39,7 +39,7 @@ def _launchers(device_index: int) -> dict[str, ModuleType]:
 def _kernels(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Which of `_launchers` is for `part` of the attention of tensors (batch, heads, n, d) on a GPU; None: portable."""
     for name, launcher in _launchers(q.get_device()).items():
-        if launcher.serves(q, k, v):
+        if launcher.serves(part, q, k, v):
             # those for 16 bits add up dQ in the order of arrival
             random = part == "backward" and name == "hopper" and torch.are_deterministic_algorithms_enabled()
             return None if random else name

@@ -13,6 +13,7 @@ such a GPU, tune.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,14 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class Few(Tiles):
+    """Tiles of fewer rows, for where the table's make fewer programs for each multiprocessor than `below`: then the
+    time is that of the longest program."""
+
+    below: float = 1 / 2
 
 
 # 16-bit tiles; fp32 tiles with TF32 products; fp32 tiles with fp32 accuracy
@@ -107,29 +116,37 @@ TABLE[86] = TABLE[80] | {
 TABLE[100] = TABLE[80]
 TABLE[120] = TABLE[86]
 
-# generation → kernel → precision → rows by d: in place of the table's where those would be fewer programs than the GPU
-# has multiprocessors, for then the time is that of the longest program
-FEW: dict[int, dict[str, dict[str, dict[int, Tiles]]]] = {
+
+_F = Few
+# generation → kernel → precision → by d. `below` was read off few measurements, of one to sixteen heads.
+FEW: dict[int, dict[str, dict[str, dict[int, Few]]]] = {
     90: {
         "forward": {
-            "half": {64: _T(16, 64, 4, 3), 128: _T(16, 64, 4, 3)},
-            "tf32": {64: _T(16, 64, 4, 2), 128: _T(16, 64, 4, 2)},
-            "fp32": {64: _T(16, 64, 4, 2), 128: _T(16, 32, 4, 2)},
+            "half": {64: _F(16, 64, 4, 3, 1 / 4), 128: _F(16, 64, 4, 3, 1 / 4)},
+            "tf32": {16: _F(32, 64, 4, 2), 32: _F(16, 64, 4, 2), 64: _F(16, 64, 4, 2), 128: _F(16, 64, 4, 2, 1)},
+            "fp32": {16: _F(64, 64, 4, 2), 32: _F(16, 64, 4, 2), 64: _F(16, 64, 4, 2), 128: _F(16, 32, 4, 2, 1)},
         },
         "backward_queries": {
-            "half": {64: _T(16, 64, 4, 3), 128: _T(16, 64, 4, 3)},
-            "tf32": {64: _T(16, 64, 4, 2), 128: _T(16, 64, 4, 2)},
-            "fp32": {128: _T(16, 32, 4, 2)},
+            "half": {32: _F(16, 64, 4, 3), 64: _F(16, 64, 4, 3), 128: _F(16, 64, 4, 3, 1 / 4)},
+            "tf32": {32: _F(16, 64, 4, 2), 64: _F(16, 64, 4, 2), 128: _F(16, 64, 4, 2, 1)},
+            "fp32": {16: _F(32, 64, 4, 2), 32: _F(16, 64, 4, 2), 64: _F(16, 64, 4, 2), 128: _F(16, 32, 4, 2, 1)},
         },
         "backward_keys": {
-            "half": {64: _T(64, 16, 4, 3), 128: _T(64, 16, 4, 3)},
-            "tf32": {64: _T(64, 16, 4, 2), 128: _T(64, 16, 4, 2)},
+            "half": {
+                16: _F(128, 32, 4, 3),
+                32: _F(64, 16, 4, 3, 1 / 4),
+                64: _F(64, 16, 4, 3, 1 / 4),
+                128: _F(64, 16, 4, 3, 1 / 4),
+            },
+            "tf32": {16: _F(64, 32, 4, 2), 32: _F(64, 16, 4, 2), 64: _F(64, 16, 4, 2), 128: _F(64, 16, 4, 2, 1)},
+            "fp32": {32: _F(64, 16, 4, 2, 1), 64: _F(64, 16, 8, 1, 1)},
         },
     },
 }
 # fmt: on
 
 OLDEST = min(TABLE)
+FEW_ROWS = 16  # of most programs of FEW's
 _INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test meets every branch
 
 
@@ -147,16 +164,18 @@ def rows_of(kernel: str, tiles: Tiles) -> int:
     return tiles.block_n if kernel == "backward_keys" else tiles.block_m
 
 
-def tiles(kernel: str, capability: int, head_dim: int, precision: str, few: bool = False) -> Tiles:
-    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS; with `few`,
-    for fewer programs than the GPU has multiprocessors.
+def tiles(
+    kernel: str, capability: int, head_dim: int, precision: str, programs_per_multiprocessor: float = math.inf
+) -> Tiles:
+    """The frozen configuration of one of KERNELS for a head dimension of 16 to 256 and one of PRECISIONS, where the
+    table's makes so many programs for each multiprocessor of the GPU (left out: many).
 
     ValueError where the GPU is too old, or where no configuration fits its shared memory.
     """
     column = next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
-    of_few = FEW.get(generation(capability), {}).get(kernel, {}).get(precision, {})
-    if few and HEAD_DIMS[column] in of_few:
-        return of_few[HEAD_DIMS[column]]
+    few = FEW.get(generation(capability), {}).get(kernel, {}).get(precision, {}).get(HEAD_DIMS[column])
+    if few is not None and programs_per_multiprocessor < few.below:
+        return few
     found = TABLE[generation(capability)][kernel][precision][column]
     if found is None:
         raise ValueError(
@@ -182,6 +201,11 @@ def multiprocessors_of(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def few_programs_of(batch_heads: int, length: int) -> int:
+    """How many programs of FEW_ROWS a kernel has for so many heads and rows of each."""
+    return batch_heads * -(-length // FEW_ROWS)
+
+
 def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> Tiles:
     """The configuration of a kernel for tensors q, k (batch, heads, n, d) on their device."""
     if q.device.type != "cuda":
@@ -191,4 +215,4 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
     chosen = tiles(kernel, capability, head_dim, precision)
     length = k.shape[2] if kernel == "backward_keys" else num_queries
     programs = batch * heads * -(-length // rows_of(kernel, chosen))
-    return tiles(kernel, capability, head_dim, precision, few=programs < multiprocessors_of(q.device.index))
+    return tiles(kernel, capability, head_dim, precision, programs / multiprocessors_of(q.device.index))

@@ -18,16 +18,17 @@ from cs336_systems.attention.hopper.backward import (
 )
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
-from cs336_systems.attention.tiles import multiprocessors_of
+from cs336_systems.attention.tiles import few_programs_of, multiprocessors_of
 from cs336_systems.attention.triton_launch import elsewhere, remember, remembered, watched
 
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a group of warps
 KEYS = 128  # keys of a program of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
-# queries and keys from which on these kernels take less GPU time than the portable ones on an H100: shorter sequences
-# do not repay larger tiles, nor the backward pass its third kernel
-MIN_LENGTH = 256
+MIN_LENGTH = 256  # queries and keys from which on the forward kernel is faster than the portable one
+# programs of the portable backward kernels, in tiles for few, for each multiprocessor up to which those are faster than
+# the three here: tiles as large as these make fewer, and the time is that of the longest program
+PORTABLE_BACKWARD = 1
 _ROWS = 64  # of a program of the two small kernels
 _DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 numbers, as TMA sees them
 _L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
@@ -136,17 +137,24 @@ def forward_config(
     return large if num_keys >= LONG and programs >= 2 * multiprocessors else FORWARD_OF_MANY[d]
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels."""
+def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
+    (batch, heads, n, d)."""
     if q.dtype == torch.float32 or q.shape[2] < MIN_LENGTH or k.shape[2] < MIN_LENGTH:
         return False
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    key = ("serves", q.dtype, aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
+    index = q.get_device()
+    key = ("serves", index, q.dtype, aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
     decided = remembered(key)
     if decided is None:
-        decided = [reason_against(q, k, v) is None]
+        forward = reason_against(q, k, v) is None
+        batch, heads, num_queries, _ = q.shape
+        programs = few_programs_of(batch * heads, num_queries)
+        # with more keys than queries a portable program for queries has more to do than any here
+        few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors_of(index)
+        decided = [forward, forward and not few]
         remember(key, decided)
-    return decided[0]
+    return decided[part == "backward"]
 
 
 def _section(batch_heads: int, bytes_of_a_head: int) -> int:

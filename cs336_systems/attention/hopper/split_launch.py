@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.attention.hopper import split
 from cs336_systems.attention.hopper.launch import LOG2_E
 from cs336_systems.attention.hopper.tma import Plan, first_launch
-from cs336_systems.attention.tiles import Tiles, multiprocessors_of
+from cs336_systems.attention.tiles import Tiles, few_programs_of, multiprocessors_of
 from cs336_systems.attention.triton_launch import (
     INTERPRETED,
     MAX_REMEMBERED,
@@ -26,7 +26,9 @@ from cs336_systems.attention.triton_launch import (
 )
 
 MAX_HEAD_DIM = 128
-MIN_LENGTH = 512  # queries and keys from which on taking numbers apart first pays
+MIN_LENGTH = 512  # queries and keys from which on taking numbers apart pays in the backward pass
+# programs of the portable forward kernel, in tiles for few, for each multiprocessor up to which it is faster
+PORTABLE_FORWARD = 2
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that takes numbers apart
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
@@ -113,19 +115,22 @@ def _multiprocessors(device: torch.device) -> int:
     return multiprocessors_of(device.index) if device.type == "cuda" else 1
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the attention of tensors (batch, heads, n, d) on a Hopper GPU is for these kernels. Not where TF32 is
-    allowed: one product in it costs less than six in bf16."""
+def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
+    (batch, heads, n, d). Not where TF32 is allowed: one product in it costs less than six in bf16."""
     if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return False
-    return _served(q.shape, k.shape)
+    return _served(part, q.shape, k.shape, _multiprocessors(q.device))
 
 
 @functools.lru_cache(maxsize=MAX_REMEMBERED)
-def _served(q_shape: torch.Size, k_shape: torch.Size) -> bool:
+def _served(part: str, q_shape: torch.Size, k_shape: torch.Size, multiprocessors: int) -> bool:
     batch, heads, num_queries, head_dim = q_shape
     num_keys = k_shape[2]
     if head_dim > MAX_HEAD_DIM or min(num_queries, num_keys) < MIN_LENGTH:
+        return False
+    few = few_programs_of(batch * heads, num_queries) <= PORTABLE_FORWARD * multiprocessors
+    if part == "forward" and few:
         return False
     return 3 * batch * heads * padded_rows(max(num_queries, num_keys)) <= _MAX_ROWS
 
