@@ -142,6 +142,33 @@ def test_tiles_of_many_and_of_few_programs(multiprocessors, head_dim, dtype, pre
         check("flash_triton", *x, True, floor=floor)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [*((x, "highest") for x in DTYPES), (torch.float32, "high")], ids=name
+)
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 128, 256])
+def test_kernels_that_are_mistrusted_have_others_in_their_place(head_dim, dtype, precision, monkeypatch):
+    """As if the assembler had got them all wrong."""
+    monkeypatch.setattr(triton_launch, "_mistrusted", lambda *arguments: True)
+    monkeypatch.setattr(triton_launch, "_remembered", {})
+    torch.set_float32_matmul_precision(precision)
+    floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
+    for num_queries, num_keys in ((200, 130), (77, 411)):
+        x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
+        check("flash_triton", *x, True, floor=floor)
+
+
+def test_columns_that_lie_apart_and_odd_strides():
+    """Layouts that ptxas 12.8 has made a wrong kernel of (see `machine_code`)."""
+    q, v = (gpu(4, n, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3) for n in (13, 9))
+    k = gpu(2, 4, 20, 9, dtype=torch.bfloat16).transpose(2, 3)
+    check("flash_triton", q, k, v, True)
+    q, k = (
+        gpu(2, 2, 20, 128, dtype=torch.float16).transpose(2, 3),
+        gpu(2, 2, 10, 40, dtype=torch.float16)[..., ::2],
+    )
+    check("flash_triton", q, k, gpu(2, 10, 2, 20, dtype=torch.float16).transpose(1, 2), False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_gradients_are_the_same_every_time(dtype):
     q, k, v, grad_o = (gpu(4, 1000, 64, dtype=dtype) for _ in range(4))

@@ -37,6 +37,7 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
     assert compiled.shared_bytes <= limit, (
         f"{where} takes {compiled.shared_bytes} bytes of shared memory, {limit} allowed"
     )
+    assert not compiled.unset, f"{where}: {compiled.unset}"
     assert compiled.registers <= MAX_REGISTERS
     assert compiled.registers * compiled.num_threads <= 65536, (
         f"{where}: no block fits a multiprocessor's registers"
@@ -97,7 +98,7 @@ def test_tiles_of_few_programs(kernel, generation, head_dim, precision):
 
 def test_few_programs_are_made_more(monkeypatch):
     """Programs in tiles of few have fewer rows; they run while the table's would leave multiprocessors idle."""
-    monkeypatch.setattr(tiles, "_capability", lambda index: 90)
+    monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
 
     def chosen(kernel, heads, queries, keys, precision="tf32", head_dim=128):

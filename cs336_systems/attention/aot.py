@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cs336_systems.attention.machine_code import disassemble, unset_descriptors
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.attention.triton_kernels import KERNELS
 from cs336_systems.attention.triton_launch import INPUT_PRECISION
@@ -40,7 +41,8 @@ class Compiled:
     """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes.
 
     serialized: whether the assembler lets each asynchronous product end before the next begins, which it does where it
-    cannot follow what becomes of the registers that hold the results.
+    cannot follow what becomes of the registers that hold the results. unset: wgmma instructions whose descriptors it
+    left unset (see `machine_code`).
     """
 
     registers: int
@@ -49,15 +51,17 @@ class Compiled:
     num_threads: int
     ptx: str
     serialized: bool = False
+    unset: tuple[str, ...] = ()
 
 
 def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
-    expanded: int = 0,
+    expanded: int = 0, plain: bool = True,
 ) -> Compiled:  # fmt: skip
     """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
 
-    `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles.
+    `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `plain`: strides
+    are multiples of 16, and columns lie next to each other.
     Raises triton's own errors where the kernel does not compile for the target.
     """
     function = KERNELS[kernel]
@@ -68,7 +72,9 @@ def compile_kernel(
     )  # fmt: skip
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    constants |= {name: 1 for name in names if name.endswith("_col")}
+    if plain:
+        constants |= {name: 1 for name in names if name.endswith("_col")}
+    aligned = ("_ptr", "_row", "_head", "_batch") if plain else ("_ptr",)
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constants:
@@ -82,7 +88,7 @@ def compile_kernel(
         else:
             signature[name] = "i32"
         # aligned pointers and row lengths, as launches see them
-        if name.endswith(("_ptr", "_row", "_head", "_batch")) and name not in constants:
+        if name.endswith(aligned) and name not in constants:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -93,7 +99,10 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, int]) -> Co
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     registers, spills, serialized = ptxas_report(ptx, capability)
-    return Compiled(registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized)
+    unset = unset_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
+    return Compiled(
+        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(unset)
+    )
 
 
 def compile_hopper_kernel(

@@ -145,6 +145,13 @@ FEW: dict[int, dict[str, dict[str, dict[int, Few]]]] = {
 }
 # fmt: on
 
+# by precision, for d up to 16, 32, 64, 128, 256: so few rows that products are made without Hopper's wgmma instructions
+WITHOUT_WGMMA = {
+    "half": (*[_T(32, 32, 4, 2)] * 4, _T(32, 32, 8, 1)),
+    "tf32": (*[_T(32, 32, 4, 1)] * 3, _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+    "fp32": (*[_T(32, 32, 4, 1)] * 3, *[_T(16, 16, 8, 1)] * 2),
+}
+
 OLDEST = min(TABLE)
 FEW_ROWS = 16  # of most programs of FEW's
 _INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test meets every branch
@@ -185,8 +192,14 @@ def tiles(
     return found
 
 
+def tiles_without_wgmma(head_dim: int, precision: str) -> Tiles:
+    """The configuration of any kernel that makes its products without wgmma instructions."""
+    return WITHOUT_WGMMA[precision][next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)]
+
+
 @functools.cache
-def _capability(device_index: int) -> int:
+def capability_of(device_index: int) -> int:
+    """The compute capability of a GPU, 10 · major + minor."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device_index)
@@ -211,7 +224,7 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
     if q.device.type != "cuda":
         return _INTERPRETER
     batch, heads, num_queries, head_dim = q.shape
-    capability = _capability(q.device.index)
+    capability = capability_of(q.device.index)
     chosen = tiles(kernel, capability, head_dim, precision)
     length = k.shape[2] if kernel == "backward_keys" else num_queries
     programs = batch * heads * -(-length // rows_of(kernel, chosen))

@@ -12,7 +12,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-from cs336_systems.attention.tiles import Tiles, rows_of, tiles_for
+from cs336_systems.attention.machine_code import faulty
+from cs336_systems.attention.tiles import Tiles, capability_of, rows_of, tiles_for, tiles_without_wgmma
 from cs336_systems.attention.triton_kernels import KERNELS
 
 # TRITON_INTERPRET=1 at the time of import: kernels run on the CPU
@@ -65,14 +66,32 @@ def _arguments(
     return arguments
 
 
+def _mistrusted(
+    kernel: str, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], tiles: Tiles
+) -> bool:
+    """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns lie apart, which
+    needs a register for the address of each number, and where its code shows the fault."""
+    if tensors["q"].device.type != "cuda" or capability_of(tensors["q"].device.index) != 90:
+        return False
+    if any(x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
+        return True
+    options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return faulty(KERNELS[kernel].warmup(grid=(1,), **arguments, **options))
+
+
 def first_launch(
     kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None
 ) -> list[Launch]:
     """Compiles one of KERNELS where needed, launches it, and returns what the next launch needs (nothing when
-    interpreted)."""
+    interpreted). Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
+    trusted."""
     q, k = tensors["q"], tensors["k"]
-    tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
-    arguments = _arguments(kernel, tensors, is_causal, tiles)
+    chosen = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
+    arguments = _arguments(kernel, tensors, is_causal, chosen)
+    if tiles is None and _mistrusted(kernel, tensors, arguments, chosen):
+        chosen = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
+        arguments = _arguments(kernel, tensors, is_causal, chosen)
+    tiles = chosen
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
     grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], 1, 1)
     compiled = KERNELS[kernel][grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
