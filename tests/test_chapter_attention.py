@@ -777,7 +777,7 @@ def test_kernels_that_take_numbers_apart_are_named(results_root, head_dims):
         in text
     )
     assert text.startswith("Our kernels for Hopper ran") and text.endswith(
-        "All other shapes ran our portable ones."
+        "All other passes ran our portable ones."
     )
 
 

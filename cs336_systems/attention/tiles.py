@@ -1,9 +1,10 @@
-"""The one table of the Triton kernels' frozen tile configurations: by GPU generation, kernel, head dimension and
-precision. (Those of the kernels for Hopper, in Gluon, stand in `hopper.launch`.)
+"""The portable Triton kernels' frozen tile configurations: by GPU generation, kernel, head dimension and precision; on
+Hopper others for few programs, and where the machine code is not to be trusted. (Those of the kernels for Hopper stand
+in `hopper.launch` and `hopper.split_launch`.)
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add to
-TABLE, which is for many programs; FEW has the exceptions.
+TABLE, which is for many programs; FEW and WITHOUT_WGMMA have the exceptions.
 
 The rows of `sm_90` were chosen by measurement: TABLE's on an H100, FEW's on an H200. The other generations hold shapes
 that their shared memory and registers take without spilling, which the compile tests check against the limits below; on

@@ -35,7 +35,7 @@ def served(chapter: Chapter, machine: str) -> str:
     if not said:
         return "All shapes ran our portable kernels."
     left = (rows[[f"{part}_kernels" for part in PARTS]] == "portable").any(axis=None)
-    return " ".join(said) + " All other shapes ran our portable ones." * bool(left)
+    return " ".join(said) + " All other passes ran our portable ones." * bool(left)
 
 
 def unexplained(chapter: Chapter, roofs: Roofs, machine: str) -> str:

@@ -93,7 +93,7 @@ def _beside_libraries(rows: pd.DataFrame, dtype: str = "bf16") -> str:
     if worse.empty:
         return f"{text}."
     text += ": there ours is worse than PyTorch."
-    if worse["backend"].str.contains("hopper").all():
+    if worse["backend"].str.contains("hopper (?:kernels|backward)").all():
         text += " Those kernels make $dS$ from a $P$ that is rounded already, which is likely why."
     return text
 
