@@ -148,13 +148,21 @@ def test_tiles_of_many_and_of_few_programs(multiprocessors, head_dim, dtype, pre
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 128, 256])
 def test_kernels_that_are_mistrusted_have_others_in_their_place(head_dim, dtype, precision, monkeypatch):
     """As if the assembler had got them all wrong."""
+    asked = []
+
+    def without_wgmma(*arguments):
+        asked.append(arguments)
+        return tiles.tiles_without_wgmma(*arguments)
+
     monkeypatch.setattr(triton_launch, "_mistrusted", lambda *arguments: True)
+    monkeypatch.setattr(triton_launch, "tiles_without_wgmma", without_wgmma)
     monkeypatch.setattr(triton_launch, "_remembered", {})
     torch.set_float32_matmul_precision(precision)
     floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
     for num_queries, num_keys in ((200, 130), (77, 411)):
         x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
         check("flash_triton", *x, True, floor=floor)
+    assert len(asked) == 6  # three kernels for each of the shapes
 
 
 def test_columns_that_lie_apart_and_odd_strides():

@@ -495,7 +495,7 @@ def test_two_programs_of_one_group_fit_a_multiprocessor(head_dim, config):
 
 
 def _check_compiled(compiled, kernel):
-    assert not compiled.serialized and not compiled.unset
+    assert not compiled.serialized and not compiled.wrong_descriptors
     assert compiled.spill_bytes <= {"forward": 0, "backward": 64}[kernel]
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
@@ -512,7 +512,7 @@ def test_steps_of_the_ladder_are_not_serialized(step):
     name, arguments = step.config
     config = getattr(hopper, name)(**arguments)
     compiled = compiler().submit(_compile, step.part, 64, True, config).result()
-    assert not compiled.serialized and compiled.spill_bytes <= 128 and not compiled.unset
+    assert not compiled.serialized and compiled.spill_bytes <= 128 and not compiled.wrong_descriptors
 
 
 # --------------------------------------------------------------------------------- on a GPU

@@ -1,5 +1,6 @@
-"""Descriptors that the assembler left unset are found in listings, and kernels that have them are not launched."""
+"""Descriptors that the assembler got wrong are found in listings, and kernels that have them are not launched."""
 
+import hashlib
 import types
 
 import pytest
@@ -13,6 +14,9 @@ PRODUCT = (
     "HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR16].tnspB, R88"  # of registers and the tile at UR18, UR19
 )
 BOTH = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4].tnspB, RZ, !UPT"  # of the tiles at UR4, UR5 and UR6, UR7
+ADDRESS = "USGXT.U32 UR28, UR12, 0xe"
+LOW = "UIADD3 UR18, UP0, UR28, 0x40, URZ"
+HIGH = "UIADD3.X UR19, URZ, -0x7fffffe0, URZ, UP0, !UPT"
 
 
 def listing(*lines):
@@ -20,114 +24,152 @@ def listing(*lines):
     written = []
     for i, line in enumerate(lines):
         written.append(line if line.startswith(".L") else f"        /*{16 * i:04x}*/   {line} ;")
-    return "\n".join([".text.forward_kernel:", *written, ".L_x_9:", "        /*fff0*/   BRA `(.L_x_9);"])
+    return "\n".join([".text.forward_kernel:", *written, ".L_x_9:", "        /*fff0*/   BRA `(.L_x_9) ;"])
 
 
 def found(*lines):
-    return machine_code.unset_descriptors(listing(*lines))
+    return machine_code.wrong_descriptors(listing(*lines))
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        ("UMOV UR18, 0x1", "UMOV UR19, 0x2", PRODUCT),
-        ("ULDC.64 UR18, c[0x0][0x210]", PRODUCT),
-        ("UMOV UR4, 0x1", "UMOV UR5, 0x1", "UIMAD.WIDE.U32 UR18, UR4, UR5, URZ", PRODUCT),
-        ("EXIT", PRODUCT),  # never reached
-        ("@P0 UMOV UR18, 0x1", "UMOV UR19, 0x2", PRODUCT),  # who is predicated is taken to have run
-        ("R2UR UR18, R3", "R2UR UR19, R4", "UIADD3 UR18, UP0, UR18, 0x40, URZ", PRODUCT),
-        # unset, but nobody's descriptor
-        ("UIADD3 UR30, UR31, 0x1, URZ", "ULDC.64 UR18, c[0x0][0x210]", PRODUCT),
-        ("MOV R4, UR54", "ULDC.64 UR18, c[0x0][0x210]", PRODUCT),
-        # set again
-        ("UIADD3 UR18, UR30, 0x1, URZ", "ULDC.64 UR18, c[0x0][0x210]", PRODUCT),
-        ("ULDC.64 UR4, c[0x0][0x210]", "ULDC.64 UR6, c[0x0][0x218]", BOTH),
-        # the loop is passed only by way of the assignment
-        ("ULDC.64 UR18, c[0x0][0x210]", ".L_x_0:", PRODUCT, "@P0 BRA `(.L_x_0)", "EXIT"),
-        ("@P0 BRA `(.L_x_1)", "ULDC.64 UR18, c[0x0][0x210]", PRODUCT, ".L_x_1:", "EXIT"),
+        (ADDRESS, LOW, HIGH),
+        ("ULOP3.LUT UR18, UR12, 0x3fff, URZ, 0xc0, !UPT", "UMOV UR19, 0x40000040"),
+        (ADDRESS, "ULOP3.LUT UR18, UR28, 0x1000000, URZ, 0xfc, !UPT", "UMOV UR19, 0x40000040"),
+        ("UMOV UR18, 0x100", "UMOV UR19, 0x40000040"),
+        (ADDRESS, "UMOV UR29, URZ", "UMOV UR20, 0x40", "UMOV UR21, 0x40000040", "UIADD3.64 UR18, UR28, UR20, URZ"),
+        # by way of registers of their own, and of the stack
+        (ADDRESS, "MOV R4, UR28.reuse", "R2UR UR18, R4", HIGH),
+        (ADDRESS, "IMAD.U32 R4, RZ, RZ, UR28", "STL [R1+0x8], R4", "LDL.LU R7, [R1+0x8]", "R2UR UR18, R7", HIGH),
+        (ADDRESS, LOW, "@P0 UMOV UR19, 0x2"),  # what is predicated is taken to have run
+        # two registers exchanged without a third
+        (
+            ADDRESS, "UMOV UR19, UR28", "UMOV UR18, 0x40000040", "ULOP3.LUT UR18, UR18, UR19, URZ, 0x3c, !UPT",
+            "ULOP3.LUT UR19, UR19, UR18, URZ, 0x3c, !UPT", "ULOP3.LUT UR18, UR18, UR19, URZ, 0x3c, !UPT",
+        ),
+        # anything, but nobody's descriptor
+        ("UIMAD UR30, UR31, UR32, URZ", "MOV R4, UR54", ADDRESS, LOW, HIGH),
+        # the loop is entered only by way of the copy; and turns the tiles round
+        (ADDRESS, LOW, HIGH, ".L_x_0:", "UIADD3 UR18, UR18, 0x80, URZ", "USEL UR18, UR18, UR28, UP0"),
+        (ADDRESS, "@P0 BRA `(.L_x_0)", LOW, HIGH, "BRA `(.L_x_1)", ".L_x_0:", "UMOV UR19, 0x2", "UMOV UR18, UR28",
+         ".L_x_1:"),
+        ('BRX R2 -0x190 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_1:", "EXIT", ".L_x_0:", ADDRESS, LOW, HIGH),
     ],
 )  # fmt: skip
-def test_what_is_set_is_not_reported(lines):
-    assert found(*lines) == []
+def test_descriptors_of_an_address_and_constants_are_right(lines):
+    loop = ["@P0 BRA `(.L_x_0)", "EXIT"] if ".L_x_0:" in lines else []
+    assert found(*lines, PRODUCT, *loop) == []
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        (PRODUCT,),
-        ("UMOV UR18, 0x1", PRODUCT),
-        ("UMOV UR19, 0x1", PRODUCT),
-        ("UMOV UR16, 0x1", "UMOV UR17, 0x1", PRODUCT),  # the pair that is not read
-        ("UMOV UR19, 0x1", "UIADD3 UR18, UP0, UR18, 0x40, URZ", PRODUCT),  # made from itself
-        ("UMOV UR19, 0x1", "UIADD3 UR20, UR21, 0x40, URZ", "UMOV UR18, UR20", PRODUCT),
-        ("UIADD3.64 UR18, UR20, UR22, URZ", PRODUCT),
-        ("UMOV UR20, 0x1", "UMOV UR22, 0x1", "UMOV UR23, 0x1", "UIADD3.64 UR18, UR20, UR22, URZ", PRODUCT),
-        # one way leads past the assignment
-        ("@P0 BRA `(.L_x_0)", "ULDC.64 UR18, c[0x0][0x210]", ".L_x_0:", PRODUCT),
-        ("BRA.U UP0, `(.L_x_0)", "ULDC.64 UR18, c[0x0][0x210]", ".L_x_0:", PRODUCT),
-        ("BRA `(.L_x_0)", "ULDC.64 UR18, c[0x0][0x210]", ".L_x_0:", PRODUCT),
+        (),
+        (ADDRESS, LOW),
+        (ADDRESS, HIGH),
+        (ADDRESS, "UMOV UR16, UR28", "UMOV UR17, 0x1"),  # the pair that is not read
+        # the copy is missing: what stands in the registers is another value, or none
+        ("UIMAD UR18, UR10, UR18, UR13", ADDRESS, "UIADD3 UR18, UP0, UR18, 0x40, URZ", HIGH),
+        (ADDRESS, LOW, "UIADD3.X UR19, UR19, -0x7fffffe0, URZ, UP0, !UPT"),
+        (ADDRESS, LOW, HIGH, "ULDC.64 UR18, c[0x0][0x210]"),
+        (ADDRESS, LOW, HIGH, "UIMAD.WIDE.U32 UR18, UR4, UR5, URZ"),
+        (ADDRESS, "UIADD3 UR18, UR28, UR28, URZ", HIGH),  # two addresses
+        (ADDRESS, LOW, "UMOV UR19, UR28"),
+        ("USGXT.U32 UR28, UR12, 0x10", LOW, HIGH),  # more bits than an address has
+        ("ULOP3.LUT UR18, UR12, 0x7fff, URZ, 0xc0, !UPT", HIGH),
+        (ADDRESS, LOW, HIGH, "LDL.LU R7, [R1+0x8]", "R2UR UR18, R7"),  # of the stack, where nothing was put
+        (ADDRESS, LOW, HIGH, "ULOP3.LUT UP0, UR18, UR30, UR31, URZ, 0xfc, !UPT"),  # a predicate stands first
+        # one way leads past the copy
+        (ADDRESS, HIGH, "@P0 BRA `(.L_x_0)", LOW, ".L_x_0:"),
+        (ADDRESS, HIGH, "BRA.U UP0, `(.L_x_0)", LOW, ".L_x_0:"),
+        (ADDRESS, HIGH, "BRA.DIV UR4, `(.L_x_1)", ".L_x_0:", "EXIT", ".L_x_1:"),
+        (ADDRESS, HIGH, "BRA `(.L_x_0)", LOW, ".L_x_0:"),
+        (ADDRESS, LOW, HIGH, "EXIT"),  # nothing leads there
         # the second turn of a loop
-        ("ULDC.64 UR18, c[0x0][0x210]", ".L_x_0:", PRODUCT, "UMOV UR18, UR30", "@P0 BRA `(.L_x_0)", "EXIT"),
+        (ADDRESS, LOW, HIGH, ".L_x_0:", "UMOV UR18, UR30"),
+        (ADDRESS, LOW, HIGH, "UIMAD UR30, UR31, UR32, URZ", ".L_x_0:", "UMOV UR18, UR28", "UMOV UR28, UR30"),
     ],
 )  # fmt: skip
-def test_what_is_not_set_on_some_way_is_reported(lines):
-    assert found(*lines) == [PRODUCT]
+def test_others_are_wrong(lines):
+    loop = ["@P0 BRA `(.L_x_0)", "EXIT"] if ".L_x_0:" in lines else []
+    assert found(*lines, PRODUCT, *loop) == [PRODUCT]
 
 
-@pytest.mark.parametrize("missing", [4, 5, 6, 7])
-def test_both_tiles_of_a_product_are_looked_at(missing):
-    lines = [f"UMOV UR{i}, 0x1" for i in range(4, 8) if i != missing]
+@pytest.mark.parametrize("wrong", [4, 5, 6, 7])
+def test_both_tiles_of_a_product_are_looked_at(wrong):
+    lines = [f"UMOV UR{i}, 0x1" for i in range(4, 8) if i != wrong]
     assert found(*lines, BOTH) == [BOTH]
 
 
-def test_an_answer_is_kept_beside_the_kernel(monkeypatch, tmp_path):
-    from triton.runtime import cache as of_triton
+class Asm(dict):
+    """As triton's: what it does not have it would make, and may not be able to."""
 
-    asked, kept = [], {}
+    def __missing__(self, key):
+        raise KeyError(f"Unknown key: {key!r}")
 
-    class InFiles:
-        def get_file(self, name):
-            return kept.get(name)
 
-        def put(self, text, name, binary):
-            assert not binary
-            (tmp_path / name).write_text(text)
-            kept[name] = str(tmp_path / name)
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """Triton's cache in an empty folder, and listings in place of kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_known", {})
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: cubin.decode())
+    return tmp_path
 
+
+def kernel(*lines, **others):
+    cubin = listing(*lines).encode()
+    asm = Asm({"ptx": "wgmma.mma_async", "cubin": cubin} | others)
+    return types.SimpleNamespace(asm=asm, hash=hashlib.sha256(cubin).hexdigest())
+
+
+GOOD, BAD = (ADDRESS, LOW, HIGH, PRODUCT), (PRODUCT,)
+
+
+@pytest.mark.parametrize(("lines", "expected"), [(GOOD, False), (BAD, True)], ids=["good", "bad"])
+def test_an_answer_is_kept_beside_the_kernel(lines, expected, cache, monkeypatch):
+    assert machine_code.faulty(kernel(*lines)) is expected
+    (kept,) = cache.rglob("cs336_*")
+    monkeypatch.setattr(machine_code, "disassemble", None)
+    assert machine_code.faulty(kernel(*lines)) is expected  # from memory
+    machine_code._known.clear()
+    assert machine_code.faulty(kernel(*lines)) is expected  # from the file
+    # an empty file says nothing
+    machine_code._known.clear()
+    kept.write_text("")
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: cubin.decode())
+    assert machine_code.faulty(kernel(*lines)) is expected
+
+
+def test_a_cache_that_is_only_read(cache, monkeypatch):
+    from triton.runtime.cache import FileCacheManager
+
+    def put(*arguments, **options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(FileCacheManager, "put", put)
+    assert machine_code.faulty(kernel(*BAD)) and not machine_code.faulty(kernel(*GOOD))
+
+
+def test_kernels_without_wgmma_are_not_read(cache, monkeypatch):
+    monkeypatch.setattr(machine_code, "disassemble", None)
+    assert not machine_code.faulty(kernel(*BAD, ptx="mma.sync"))
+
+
+def test_a_kernel_without_its_ptx_is_read(cache):
+    bad = kernel(*BAD)
+    del bad.asm["ptx"]
+    assert machine_code.faulty(bad)
+
+
+def test_where_code_cannot_be_read_that_is_said(cache, monkeypatch):
     def disassemble(cubin):
-        asked.append(cubin)
-        return cubin.decode()
+        raise RuntimeError("Cannot find nvdisasm")
 
-    monkeypatch.setattr(of_triton, "get_cache_manager", lambda key: InFiles())
     monkeypatch.setattr(machine_code, "disassemble", disassemble)
-    monkeypatch.setattr(machine_code, "_can_disassemble", lambda: True)
-    for lines, expected in (([PRODUCT], True), (["ULDC.64 UR18, c[0x0][0x210]", PRODUCT], False)):
-        asked.clear(), kept.clear()
-        kernel = types.SimpleNamespace(
-            asm={"ptx": "wgmma.mma_async", "cubin": listing(*lines).encode()}, hash="a key"
-        )
-        assert [machine_code.faulty(kernel) for _ in range(3)] == [expected] * 3
-        assert len(asked) == 1
-        kernel.asm["ptx"] = "mma.sync"
-        assert not machine_code.faulty(kernel)
-
-
-def test_without_the_tool_that_is_said_once(monkeypatch):
-    from triton import knobs
-
-    class Missing:
-        @property
-        def nvdisasm(self):
-            raise RuntimeError("Cannot find nvdisasm")
-
-    monkeypatch.setattr(knobs, "nvidia", Missing())
-    machine_code._can_disassemble.cache_clear()
-    try:
-        kernel = types.SimpleNamespace(asm={"ptx": "wgmma"})
-        with pytest.warns(UserWarning, match="not searched for a known fault.*Cannot find nvdisasm"):
-            assert not machine_code.faulty(kernel)
-    finally:
-        machine_code._can_disassemble.cache_clear()
+    with pytest.warns(UserWarning, match="not searched for a known fault.*Cannot find nvdisasm"):
+        assert not machine_code.faulty(kernel(*BAD))
 
 
 # ------------------------------------------------------------------------------------------------ what then

@@ -180,7 +180,7 @@ def test_every_configuration_compiles(d, tiles, in_turns, options):
     found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
-    assert not found.serialized and not found.unset
+    assert not found.serialized and not found.wrong_descriptors
     assert found.spill_bytes <= SPILLS.get((d, tiles), 0)
 
 

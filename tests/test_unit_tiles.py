@@ -37,7 +37,7 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
     assert compiled.shared_bytes <= limit, (
         f"{where} takes {compiled.shared_bytes} bytes of shared memory, {limit} allowed"
     )
-    assert not compiled.unset, f"{where}: {compiled.unset}"
+    assert not compiled.wrong_descriptors, f"{where}: {compiled.wrong_descriptors}"
     assert compiled.registers <= MAX_REGISTERS
     assert compiled.registers * compiled.num_threads <= 65536, (
         f"{where}: no block fits a multiprocessor's registers"

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.attention.machine_code import disassemble, unset_descriptors
+from cs336_systems.attention.machine_code import disassemble, wrong_descriptors
 from cs336_systems.attention.tiles import Tiles
 from cs336_systems.attention.triton_kernels import KERNELS
 from cs336_systems.attention.triton_launch import INPUT_PRECISION
@@ -41,8 +41,8 @@ class Compiled:
     """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes.
 
     serialized: whether the assembler lets each asynchronous product end before the next begins, which it does where it
-    cannot follow what becomes of the registers that hold the results. unset: wgmma instructions whose descriptors it
-    left unset (see `machine_code`).
+    cannot follow what becomes of the registers that hold the results. wrong_descriptors: wgmma instructions whose
+    descriptors it got wrong (see `machine_code`).
     """
 
     registers: int
@@ -51,7 +51,7 @@ class Compiled:
     num_threads: int
     ptx: str
     serialized: bool = False
-    unset: tuple[str, ...] = ()
+    wrong_descriptors: tuple[str, ...] = ()
 
 
 def compile_kernel(
@@ -99,9 +99,9 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, int]) -> Co
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     registers, spills, serialized = ptxas_report(ptx, capability)
-    unset = unset_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
+    wrong = wrong_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
     return Compiled(
-        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(unset)
+        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(wrong)
     )
 
 

@@ -1,104 +1,224 @@
 """Reads the machine code of Triton's kernels for Hopper, to refuse what the assembler got wrong.
 
-ptxas 12.8, which comes with triton 3.6 and 3.7, now and then forgets to copy the address of a tile in shared memory to
-the registers that it makes a wgmma instruction's descriptor from. The product then reads other rows, or memory that is
-not there. That happened to kernels with many values to keep, on tensors whose rows have odd lengths or odd strides, and
-depends on every stride: no test can meet all of them. It can be seen, though: on some way through the kernel a
-descriptor is made from a register to which nothing has been written. `unset_descriptors` looks for those.
+A wgmma instruction finds its tiles by descriptors: 14 bits of a tile's address in shared memory in the low word, and
+constants beside them and in the high word. ptxas 12.8, which comes with triton 3.6 and 3.7, now and then forgets to
+copy that address to the registers that it computes a descriptor in, and computes it from what stands there. The product
+then reads other rows, or memory that is not there. Known cases are kernels with many values to keep, on tensors whose
+columns lie apart; whether it happens depends on every stride, so no test can meet all of them.
 
-Sources: the listing of `nvdisasm` (CUDA Binary Utilities, instruction set of Hopper); of the same family are the faults
-reported in triton's issues 10486 and 11366.
+`wrong_descriptors` follows where descriptors come from, along every way through a kernel. That finds registers without
+the copy, whatever stands in them; it does not vouch for the rest of the code. Portable kernels are searched before they
+first run; those for Hopper, which are few, in the tests that compile them.
+
+Sources: the listing of `nvdisasm` (CUDA Binary Utilities, instruction set of Hopper); PTX ISA 8.7, descriptors of
+wgmma; faults of this family in triton's issues 10486 and 11366.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import inspect
 import re
 import subprocess
+import sys
 import tempfile
 import warnings
 from typing import Any
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
-_REGISTER = re.compile(r"\bUR(\d+)")
-_PREDICATE = re.compile(r"^!?U?P\d")
-# A-operand from registers: the descriptor is B's, in the second pair of the four
-_ONE_DESCRIPTOR = re.compile(r"^R\d+\S*, R\d+")
+_PREDICATE = re.compile(r"!?U?P(\d|T)")
+_NUMBER = re.compile(r"-?0x[0-9a-f]+$")
+_REGISTER = re.compile(r"(U?R)(\d+)$")
+_STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]$")
+_DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
+_ADDRESS_BITS = 0x3FFF
+
+# What a register holds: a known number (int), some constant, an address of 14 bits plus constants, or anything else.
+# ("xor", a, b): one step of exchanging two registers without a third.
+CONSTANT, ADDRESS, OTHER = "constant", "address", "other"
+Value = int | str | tuple
+State = dict[str, Value]
 
 
-def _set(first: int, count: int) -> int:
-    """A set of uniform registers, one bit each."""
-    return ((1 << count) - 1) << first
+def _constant(value: Value) -> bool:
+    return isinstance(value, int) or value == CONSTANT
 
 
-def _effect(name: str, operands: str) -> tuple[int, int]:
-    """The uniform registers that an instruction writes and reads."""
-    written = read = 0
-    first, _, rest = operands.partition(",")
-    kinds = name.split(".")
-    pair = 2 if "64" in kinds or "WIDE" in kinds else 1
-    # what writes a uniform register names it first; a store may name one first that it only reads, in brackets
-    if found := re.match(r"UR(\d+)$", first):
-        written = _set(int(found[1]), pair)
-    else:
-        rest = operands
-    for place, operand in enumerate(rest.split(",")):
-        for found in _REGISTER.finditer(operand):
-            at, last = int(found[1]), place == rest.count(",")
-            if "gdesc[" in operand:
-                read |= _set(at + 2, 2) if _ONE_DESCRIPTOR.match(operands) else _set(at, 4)
-            elif "desc[" in operand or (kinds[0] == "UIADD3" and "64" in kinds) or ("WIDE" in kinds and last):
-                read |= _set(at, 2)
-            else:
-                read |= _set(at, 1)
-    return written, read
+def _either(a: Value, b: Value) -> Value:
+    """What is known where two ways meet."""
+    if a == b:
+        return a
+    if _constant(a) and _constant(b):
+        return CONSTANT
+    return ADDRESS if all(_constant(x) or x == ADDRESS for x in (a, b)) else OTHER
 
 
-def unset_descriptors(listing: str) -> list[str]:
-    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, with a descriptor in uniform registers to which on
-    some way there nothing has been written, or what was computed from such a register."""
-    instructions: list[tuple[str | None, str, str]] = []
+def _sum(values: list[Value]) -> Value:
+    if all(isinstance(x, int) for x in values):
+        return sum(values) & 0xFFFFFFFF
+    if all(map(_constant, values)):
+        return CONSTANT
+    others = [x for x in values if not _constant(x)]
+    return ADDRESS if others == [ADDRESS] else OTHER
+
+
+def _number(operand: str) -> int | None:
+    return int(operand, 16) & 0xFFFFFFFF if _NUMBER.match(operand) else None
+
+
+def _value(state: State, operand: str) -> Value:
+    if operand in ("RZ", "URZ", "SRZ"):
+        return 0
+    if (number := _number(operand)) is not None:
+        return number
+    negative, name = operand.startswith("-"), operand.lstrip("-")
+    value = state.get(name, OTHER)
+    if negative:
+        return -value & 0xFFFFFFFF if isinstance(value, int) else value if value == CONSTANT else OTHER
+    return value
+
+
+def _high(operand: str) -> str:
+    """The second register of a pair; of a number its sign."""
+    if found := _REGISTER.match(operand.lstrip("-")):
+        return f"{'-' * operand.startswith('-')}{found[1]}{int(found[2]) + 1}"
+    return "-0x1" if operand.startswith("-0x") else "URZ"
+
+
+def _logic(state: State, sources: list[str]) -> Value:
+    """A bitwise operation of three operands by its table of truth."""
+    a, b, table = _value(state, sources[0]), _value(state, sources[1]), sources[3]
+    if table == "0xc0" and isinstance(b, int) and b <= _ADDRESS_BITS:  # a & b
+        return ADDRESS
+    if table == "0xfc" and a == ADDRESS and _constant(b):  # a | b
+        return ADDRESS
+    if table == "0x3c" and sources[2] in ("RZ", "URZ"):  # a ^ b
+        for both, one in ((a, b), (b, a)):
+            if isinstance(both, tuple) and one in both[1:]:
+                return both[2] if both[1] == one else both[1]
+        return ("xor", a, b)
+    return OTHER
+
+
+def _written(state: State, name: str, operands: list[str]) -> State:
+    """The registers that an instruction writes (and places of the stack, by their offset), with what they then hold."""
+    kind, *more = name.split(".")
+    count = 4 if "128" in more or kind == "LDSM" else 2 if "64" in more or "WIDE" in more else 1
+    if kind in ("STL", "LDL"):
+        place, register = operands if kind == "STL" else operands[::-1]
+        found, first = _STACK.match(place), _REGISTER.match(register)
+        if kind == "STL" and found:
+            start, number = int(found[1] or "0", 16), int(first[2]) if first else 0
+            held = [state.get(f"R{number + i}", OTHER) if first else 0 for i in range(count)]
+            return {f"stack {start + 4 * i}": held[i] for i in range(count)}
+        if kind == "LDL" and first:
+            start, number = int(found[1] or "0", 16) if found else -1024, int(first[2])
+            return {f"R{number + i}": state.get(f"stack {start + 4 * i}", OTHER) for i in range(count)}
+        return {}
+    while operands and _PREDICATE.match(operands[0]):
+        operands = operands[1:]
+    if not operands or not (target := _REGISTER.match(operands[0])):
+        return {}
+    into, sources = operands[0], [x for x in operands[1:] if not _PREDICATE.match(x)]
+    if kind == "HGMMA":
+        return {f"R{int(target[2]) + i}": OTHER for i in range(int(re.search(r"x(\d+)x", name)[1]) // 2)}
+    if kind == "CS2R" and sources == ["SRZ"]:
+        return {into: 0} | ({} if "32" in more else {_high(into): 0})
+    if kind == "UIADD3" and "64" in more:
+        return {
+            into: _sum([_value(state, x) for x in sources]),
+            _high(into): _sum([_value(state, _high(x)) for x in sources]),
+        }
+    if count == 1:
+        if kind in ("UIADD3", "IADD3", "VIADD"):
+            return {into: _sum([_value(state, x) for x in sources[:3]])}
+        if kind in ("MOV", "UMOV", "R2UR"):
+            return {into: _value(state, sources[0])}
+        if kind == "IMAD" and sources[:2] == ["RZ", "RZ"]:
+            return {into: _value(state, sources[2])}
+        if name == "IMAD.IADD" and sources[1] == "0x1":
+            return {into: _sum([_value(state, sources[0]), _value(state, sources[2])])}
+        if kind in ("SGXT", "USGXT") and "U32" in more and (_number(sources[1]) or 32) <= 14:
+            return {into: ADDRESS}
+        if kind in ("LOP3", "ULOP3"):
+            return {into: _logic(state, sources)}
+        if kind in ("SEL", "USEL"):
+            return {into: _either(_value(state, sources[0]), _value(state, sources[1]))}
+    return {f"{target[1]}{int(target[2]) + i}": OTHER for i in range(count)}
+
+
+def _sound(state: State, operands: list[str]) -> bool:
+    """Whether the descriptors of a wgmma instruction are what they have to be."""
+    for i, operand in enumerate(operands):
+        if found := _DESCRIPTORS.match(operand):
+            first = int(found[1])
+            # the first pair is A's descriptor, and idle where A stands in registers
+            for low in (first, first + 2) if i == 1 else (first + 2,):
+                words = [state.get(f"UR{low + j}", OTHER) for j in (0, 1)]
+                if not (words[0] == ADDRESS or _constant(words[0])) or not _constant(words[1]):
+                    return False
+    return True
+
+
+def wrong_descriptors(listing: str) -> list[str]:
+    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, whose descriptors on some way there do not come
+    from an address and constants, or to which no way was found."""
+    instructions: list[tuple[str | None, str, list[str]]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if found := _LABEL.match(line):
             labels[found[1]] = len(instructions)
         elif found := _INSTRUCTION.match(line):
-            instructions.append((found[1], found[2], found[3]))
-    effects = [_effect(name, operands) for _, name, operands in instructions]
-    # the registers with a value on every way to an instruction: the intersection over the instructions before it
-    before: list[int | None] = [None] * len(instructions)
-    waiting = [(0, 0)] if instructions else []
+            operands = [x.strip().removesuffix(".reuse") for x in found[3].split(",")]
+            instructions.append((found[1], found[2], operands))
+    starts = set(labels.values())
+    before: dict[int, State] = {0: {}}
+    sound: dict[int, bool] = {}
+    waiting = [0]
     while waiting:
-        at, known = waiting.pop()
+        at = waiting.pop()
+        state = dict(before[at])
         while at < len(instructions):
-            settled = before[at]
-            known = known if settled is None else known & settled
-            if known == settled:
-                break
-            before[at] = known
-            written, read = effects[at]
-            known = known & ~written if read & ~known else known | written
             predicate, name, operands = instructions[at]
-            kind, always = name.split(".")[0], predicate is None and not _PREDICATE.match(operands)
-            if (
-                kind in ("BRA", "CALL")
-                and (found := re.search(r"\.L_x_\d+", operands))
-                and found[0] in labels
-            ):
-                waiting.append((labels[found[0]], known))
-            if kind in ("BRA", "EXIT", "RET") and always:
-                break
+            if "gdesc[" in " ".join(operands):
+                sound[at] = _sound(state, operands)
+            kind, always = name.split(".")[0], predicate is None and not _PREDICATE.match(operands[0])
+            state |= _written(state, name, operands)
+            targets = []
+            if kind in ("BRA", "BRX", "BRXU", "CALL"):
+                targets = [labels[x] for x in re.findall(r"\.L_x_\d+", ",".join(operands)) if x in labels]
+            ends = kind in ("BRX", "BRXU") or (
+                kind in ("BRA", "EXIT", "RET") and always and ".DIV" not in name
+            )
             at += 1
+            if not ends and at in starts:
+                targets.append(at)
+            for target in targets:
+                known = before.get(target)
+                # what only one of two ways has set is anything on the other
+                new = (
+                    state
+                    if known is None
+                    else {r: _either(known[r], state[r]) for r in known.keys() & state.keys()}
+                )
+                if known is None or new != known:
+                    before[target] = dict(new)
+                    waiting.append(target)
+            if ends or at in starts:
+                break
     return [
-        f"{name} {operands}"
-        for (_, name, operands), (_, read), known in zip(instructions, effects, before, strict=True)
-        if known is not None and "gdesc[" in operands and read & ~known
+        f"{name} {', '.join(operands)}"
+        for i, (_, name, operands) in enumerate(instructions)
+        if "gdesc[" in " ".join(operands) and not sound.get(i, False)
     ]
 
 
 def disassemble(cubin: bytes) -> str:
-    """The listing of a compiled kernel. RuntimeError where triton has no `nvdisasm`."""
+    """The listing of a compiled kernel. RuntimeError where triton has no `nvdisasm`, CalledProcessError where that
+    cannot read the kernel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -109,28 +229,39 @@ def disassemble(cubin: bytes) -> str:
 
 
 @functools.cache
-def _can_disassemble() -> bool:
-    from triton import knobs
+def _file_name() -> str:
+    """Of an answer in triton's cache; another for other code than this."""
+    code = inspect.getsource(sys.modules[__name__])
+    return f"cs336_wrong_descriptors_{hashlib.sha256(code.encode()).hexdigest()[:12]}.txt"
 
-    try:
-        return bool(knobs.nvidia.nvdisasm.path)
-    except RuntimeError as error:
-        warnings.warn(
-            f"kernels for Hopper are not searched for a known fault of their assembler: {error}", stacklevel=2
-        )
-        return False
+
+_known: dict[str, bool] = {}  # by the kernel's hash
+GOOD = "none"
 
 
 def faulty(compiled: Any) -> bool:
-    """Whether a kernel that triton compiled has such descriptors. The answer is kept beside it in triton's cache."""
+    """Whether a kernel that triton compiled has such descriptors. The answer is kept beside it in triton's cache. Where
+    the code cannot be read, a warning says so, and the answer is no."""
     from triton.runtime.cache import get_cache_manager
 
-    if "wgmma" not in compiled.asm["ptx"] or not _can_disassemble():
+    key = compiled.hash
+    if "wgmma" not in compiled.asm.get("ptx", "wgmma"):
         return False
-    cache, name = get_cache_manager(compiled.hash), "cs336_unset_descriptors.txt"
-    if (known := cache.get_file(name)) is not None:
-        with open(known) as file:
-            return bool(file.read())
-    found = unset_descriptors(disassemble(compiled.asm["cubin"]))
-    cache.put("\n".join(found), name, binary=False)
-    return bool(found)
+    if key in _known:
+        return _known[key]
+    cache = get_cache_manager(key)
+    if (path := cache.get_file(_file_name())) is not None:
+        with open(path) as file:
+            if text := file.read():  # an empty file is what a full disk leaves
+                return _known.setdefault(key, text != GOOD)
+    try:
+        listing = disassemble(compiled.asm["cubin"])
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        warnings.warn(
+            f"a kernel for Hopper is not searched for a known fault of its assembler: {error}", stacklevel=2
+        )
+        return _known.setdefault(key, False)
+    found = wrong_descriptors(listing)
+    with contextlib.suppress(OSError):  # a cache that is only read: the next process looks again
+        cache.put("\n".join(found) or GOOD, _file_name(), binary=False)
+    return _known.setdefault(key, bool(found))
