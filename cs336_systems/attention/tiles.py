@@ -172,6 +172,11 @@ def rows_of(kernel: str, tiles: Tiles) -> int:
     return tiles.block_n if kernel == "backward_keys" else tiles.block_m
 
 
+def _column(head_dim: int) -> int:
+    """The place of a head dimension in the rows of a table."""
+    return next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
+
+
 def tiles(
     kernel: str, capability: int, head_dim: int, precision: str, programs_per_multiprocessor: float = math.inf
 ) -> Tiles:
@@ -180,7 +185,7 @@ def tiles(
 
     ValueError where the GPU is too old, or where no configuration fits its shared memory.
     """
-    column = next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)
+    column = _column(head_dim)
     few = FEW.get(generation(capability), {}).get(kernel, {}).get(precision, {}).get(HEAD_DIMS[column])
     if few is not None and programs_per_multiprocessor < few.below:
         return few
@@ -194,8 +199,9 @@ def tiles(
 
 
 def tiles_without_wgmma(head_dim: int, precision: str) -> Tiles:
-    """The configuration of any kernel that makes its products without wgmma instructions."""
-    return WITHOUT_WGMMA[precision][next(i for i, d in enumerate(HEAD_DIMS) if head_dim <= d)]
+    """The configuration with which any of KERNELS makes its products without wgmma instructions, for a head dimension
+    of 16 to 256 and one of PRECISIONS."""
+    return WITHOUT_WGMMA[precision][_column(head_dim)]
 
 
 @functools.cache

@@ -86,12 +86,12 @@ def first_launch(
     interpreted). Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
     trusted."""
     q, k = tensors["q"], tensors["k"]
-    chosen = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
-    arguments = _arguments(kernel, tensors, is_causal, chosen)
-    if tiles is None and _mistrusted(kernel, tensors, arguments, chosen):
-        chosen = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
-        arguments = _arguments(kernel, tensors, is_causal, chosen)
-    tiles = chosen
+    given = tiles is not None
+    tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
+    arguments = _arguments(kernel, tensors, is_causal, tiles)
+    if not given and _mistrusted(kernel, tensors, arguments, tiles):
+        tiles = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
+        arguments = _arguments(kernel, tensors, is_causal, tiles)
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
     grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], 1, 1)
     compiled = KERNELS[kernel][grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)

@@ -68,9 +68,7 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
     pointers = [x.data_ptr() for x in tensors.values()]
 
     # a launch takes addresses, which are the tensors' own only as long as these live
-    def again(
-        _kept: object = tensors,
-    ) -> None:
+    def again(_kept: object = tensors) -> None:
         launch_again(launch, q.get_device(), *pointers)
 
     return again
