@@ -321,12 +321,18 @@ def test_gpu_time_and_host_time_are_told_apart(results_root, monkeypatch):
     assert "forward 0.67 to 0.67" in text  # the peer's kernels take 1.5 times ours
     assert "backward at 1024 tokens, $d = 64$" in text and "800" in text and "700" in text
     assert text.count("tokens") == 1
+    flash, cudnn = text.split("Over ")[1:]
+    assert flash.startswith("SDPA (flash)") and "other way round" in flash
+    assert cudnn.startswith("SDPA (cuDNN)") and "has ours ahead, too" in cudnn
     assert "a guess" not in text
     flex = chapter._frame["impl"] == "flex_compiled"
     chapter._frame.loc[flex & (chapter._frame["seq_len"] == 4096), "forward_gpu_ms"] = (
         chapter._frame["forward_ms_p50"] * 1.05
     )
-    assert "In 2 passes" in (text := host.without_host(chapter, **many)) and "by up to 5.0 %" in text
+    text = host.without_host(chapter, **many)
+    assert "In 2 passes" in text and "by up to 5.0 %" in text
+    nothing = many | {"dtype": "fp32"}
+    assert host.without_host(chapter, **nothing) == "GPU time without the host: not measured."
     table = page.gpu_and_host(chapter, 2048, **many)
     assert len(table) == 2 * 2 * 4
     assert table.iloc[0]["B: host µs"] == "800"

@@ -203,6 +203,52 @@ def test_who_is_mistrusted(monkeypatch):
     assert not mistrusted(1) and not mistrusted(2)
 
 
+class _NamesItsTarget:
+    """What triton asks of a driver to compile and not to launch."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def _searched():
+    """ptxas's release, and of both layouts of the keys (columns together, and apart) whether the kernel of a forward
+    pass for Hopper is faulty: bf16, d = 20, 13 queries, 9 keys."""
+    import torch
+    from triton import knobs
+    from triton.runtime import driver
+
+    from cs336_systems.attention import triton_launch
+
+    driver.set_active(_NamesItsTarget())
+    chosen = tiles.tiles("forward", 90, 20, "half")
+    options = dict(num_warps=chosen.num_warps, num_stages=chosen.num_stages)
+    q = torch.empty(4, 13, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3)
+    v = torch.empty(4, 9, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3)
+    apart = torch.empty(2, 4, 20, 9, dtype=torch.bfloat16).transpose(2, 3)
+    faulty = []
+    for k in (apart.contiguous(), apart):
+        tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), l=torch.empty(2, 4, 13))
+        arguments = triton_launch._arguments("forward", tensors, True, chosen)
+        compiled = triton_launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **options)
+        assert "wgmma" in compiled.asm["ptx"]
+        faulty.append(machine_code.faulty(compiled))
+    return knobs.nvidia.ptxas.version, faulty
+
+
+def test_what_a_launch_would_compile_is_searched():
+    """The way of `_mistrusted` through triton's warmup, and a kernel known to be wrong from one release of ptxas."""
+    version, faulty = compiler().submit(_searched).result()
+    assert faulty == [False, version.startswith("12.8")], version
+
+
 def _compile(*args, **options):
     from cs336_systems.attention import aot
 
