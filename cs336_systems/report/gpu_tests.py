@@ -23,7 +23,12 @@ def sentence(root: Path | None = None) -> str:
     experiment = experiments.load("gpu_tests")
     code = code_digest(experiment)
     found = [_of_machine(m, store.read(experiment, m, root), code) for m in machines(root)]
-    return " ".join(filter(None, found)) or f"Tests of the kernels on a GPU: {NOT_MEASURED}."
+    said = "; ".join(filter(None, found))
+    return (
+        f"The kernels are tested on GPUs as well: {said}."
+        if said
+        else f"Tests of the kernels on a GPU: {NOT_MEASURED}."
+    )
 
 
 def _of_machine(machine: str, frame: pd.DataFrame, code: str) -> str:
@@ -37,4 +42,4 @@ def _of_machine(machine: str, frame: pd.DataFrame, code: str) -> str:
         day = max(part["time_utc"])[:10]
         of = "of the code as it stands" if now else "**of earlier code**"
         said.append(f"{count['passed']} tests passed{failed}{skipped} ({day}, {of})")
-    return f"The kernels are tested on a GPU as well: on `{machine}` {'; '.join(said)}." if said else ""
+    return f"on `{machine}` {', '.join(said)}" if said else ""

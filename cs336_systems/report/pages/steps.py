@@ -5,6 +5,7 @@ Rows are those of `experiments.steps.Case`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,6 +142,18 @@ def noise_words(chapter: Chapter, metric: str = "step_ms_p50") -> str:
 def series(row: Mapping[str, Any], phase: str) -> list[float]:
     """Every measured step's time of a phase, in ms, in order."""
     return each(row[f"{phase}_ms_each"])
+
+
+def turns_apart(*rows: Mapping[str, Any], phase: str = "step") -> float:
+    """How far the medians of the two turns of a case lie apart (`tables.distance`), the most of some cases: the first
+    half of its steps was measured before the other cases of its run, the second after them."""
+    most = 0.0
+    for row in rows:
+        times = series(row, phase)
+        first, second = times[: len(times) // 2], times[len(times) // 2 :]
+        if first:
+            most = max(most, distance(statistics.median(first) / statistics.median(second)))
+    return most
 
 
 def found_roofs(chapter: Chapter) -> dict[str, Roofs]:

@@ -51,11 +51,18 @@ def pairs_apart(rows: pd.DataFrame, metric: str = "step_ms_p50") -> float:
     return max(steps.noise(rows[rows["status"] == "ok"], metric), default=0.0)
 
 
-def _apart_of(chapter: Chapter, machine: str, metric: str = "step_ms_p50") -> dict[str, float]:
-    """Size → how far its training step that was measured twice differs from itself (A/A), in the grid of sizes."""
+def _apart_of(chapter: Chapter, machine: str, mode: str, phase: str = "step") -> dict[str, float]:
+    """Size → how far the same case differs from itself, in the grid of sizes: the most of its training step that was
+    measured twice (A/A) and of the turns of the cases of this mode."""
     rows = chapter.measured(machine=machine)
     rows = rows[rows["context_length"] != SPEED_CONTEXT]
-    return {str(size): pairs_apart(part, metric) for size, part in rows.groupby("size", sort=False)}
+    return {
+        str(size): max(
+            pairs_apart(part, f"{phase}_ms_p50"),
+            steps.turns_apart(*part[part["mode"] == mode].to_dict("records"), phase=phase),
+        )
+        for size, part in rows.groupby("size", sort=False)
+    }
 
 
 def noise_words(chapter: Chapter) -> str:
@@ -75,8 +82,10 @@ def noise_words(chapter: Chapter) -> str:
     ]
     return (
         f"One training step of each workload was measured twice in one run (A/A). Its medians lie apart by"
-        f" {'; '.join(found)}. A difference no larger than its workload's pair counts as none. (It is one pair of ten"
-        " steps each, and forward alone has none of its own: there the workload's is used.)"
+        f" {'; '.join(found)}. It is one pair for all cases of a workload, mostly of the eager step. The ten steps of"
+        " every case are two turns of five, with the other cases between them; their medians lie apart by up to"
+        f" {percent(steps.turns_apart(*rows.to_dict('records')))}. A difference counts as none where it is no larger"
+        " than its workload's pair, or than what the turns of one of its cases lie apart."
     )
 
 
@@ -175,20 +184,24 @@ def sizes_words(chapter: Chapter) -> str:
     """The range of the gain for forward and for the step, how it goes with size, and whether the predictions held."""
     said = []
     for machine in chapter.machines:
-        apart = _apart_of(chapter, machine)
-        both = {mode: _gains(chapter, machine, mode) for mode in ("forward", "train_step")}
+        aparts = {mode: _apart_of(chapter, machine, mode) for mode in ("forward", "train_step")}
+        both = {mode: _gains(chapter, machine, mode) for mode in aparts}
         for mode, found in both.items():
             if found:
                 large, small = min(found, key=found.get), max(found, key=found.get)
                 said.append(
                     f"- `{machine}`, {mode.replace('_', ' ')}: compiling gains between {fmt(found[large])} ×"
-                    f" (`{large}`) and {fmt(found[small])} × (`{small}`).{_with_size(found, apart)}"
+                    f" (`{large}`) and {fmt(found[small])} × (`{small}`).{_with_size(found, aparts[mode])}"
                     f"{_again(chapter, machine, mode)}"
                 )
         shared = [name for name in both["forward"] if name in both["train_step"]]
         if shared:
             ratios = {name: both["forward"][name] / both["train_step"][name] for name in shared}
-            even = [name for name in shared if distance(ratios[name]) <= apart.get(name, 0.0)]
+            even = [
+                name
+                for name in shared
+                if distance(ratios[name]) <= max(apart.get(name, 0.0) for apart in aparts.values())
+            ]
             less = [name for name in shared if name not in even and ratios[name] < 1]
             more = len(shared) - len(even) - len(less)
             said.append(
@@ -205,7 +218,7 @@ def _names(sizes: list[str]) -> str:
 
 
 def _with_size(found: dict[str, float], apart: dict[str, float]) -> str:
-    """How the gain goes from the smallest size to the largest, and from each to the next, beyond their pairs."""
+    """How the gain goes from the smallest size to the largest, and from each to the next, beyond the noise."""
     names = list(found)
     if len(names) < 2:
         return ""
@@ -315,7 +328,7 @@ def optimizer_words(chapter: Chapter) -> str:
         shares = {c["size"]: c["optimizer_ms_p50"] / e["optimizer_ms_p50"] for e, c in pairs}
         if not shares:
             continue
-        apart = _apart_of(chapter, machine, "optimizer_ms_p50")
+        apart = _apart_of(chapter, machine, "train_step", "optimizer")
         less, more = (
             [n for n in shares if (shares[n] < 1) == shorter and distance(shares[n]) > apart.get(n, 0.0)]
             for shorter in (True, False)
@@ -325,11 +338,11 @@ def optimizer_words(chapter: Chapter) -> str:
             f" eager one (`{machine}`)"
         )
         if not less + more:
-            said.append(f"{words}: as predicted, it gains nothing beyond the noise of its own pairs.")
+            said.append(f"{words}: as predicted, it gains nothing beyond its own noise.")
             continue
         counts = [f"{word} at {len(of)}" for word, of in (("shorter", less), ("longer", more)) if of]
         said.append(
-            f"{words}, by more than its own pairs {listed(counts)} of {len(shares)} sizes. It was predicted to gain"
+            f"{words}, by more than its own noise {listed(counts)} of {len(shares)} sizes. It was predicted to gain"
             " nothing: that missed. In both it begins on an idle device; why it differs, these rows do not show."
         )
     return " ".join(said)
