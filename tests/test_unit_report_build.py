@@ -94,6 +94,18 @@ def test_headline_is_the_leaderboards_work(results_root):
     ]  # kernels alone: not measured
     assert "SDPA (cuDNN)" not in frame.index
     assert headline.sentence().startswith("Measured on `h200-x1`")
+    assert "even" not in headline.sentence()
+
+
+def test_who_is_even_with_ours_is_said(results_root):
+    def row(case):
+        ms = {"flash_triton": 6.0 + 0.1 * case.repeat, "fa4": 5.95, "sdpa_cudnn": 6.15}.get(case.impl, 9.0)
+        return {"ms_p50": ms, "tflops": 1000 / ms}
+
+    step_rows.write(leaderboard, leaderboard.grid("full"), results_root, "h200-x1", row)
+    (results_root / "reference.json").write_text(json.dumps({"leaderboard": ["h200-x1"]}))
+    said = "Measured again in the same run, ours takes 6.10 ms: FlashAttention-4 and ours are even."
+    assert headline.sentence().endswith(said)
 
 
 def test_the_figure_shows_nothing_of_earlier_code(results_root):

@@ -25,9 +25,7 @@ def sentence(root: Path | None = None) -> str:
     found = [_of_machine(m, store.read(experiment, m, root), code) for m in machines(root)]
     said = "; ".join(filter(None, found))
     return (
-        f"The kernels are tested on GPUs as well: {said}."
-        if said
-        else f"Tests of the kernels on a GPU: {NOT_MEASURED}."
+        f"Tests run on GPUs as well: {said}." if said else f"Tests of the kernels on a GPU: {NOT_MEASURED}."
     )
 
 

@@ -319,7 +319,7 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> dict[str, fl
     out = {}
     for part, row in (("forward", forward), ("backward", backward)):
         floor = max(limits(part, roofs.sms or steps.SMS, float(row["sm_mhz"])).values())
-        out[f"{part}: the slowest unit alone, at the clock seen"] = floor
+        out[f"{part}: the slowest unit by the count by hand, at the clock seen"] = floor
         out[f"{part}: the kernels beyond that"] = float(row["ms_p50"]) - floor
     moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, BYTES, stacked=True)
     out |= {f"harness: {name}, at the best copy": num / (roofs.tb_per_s * 1e9) for name, num in moved.items()}

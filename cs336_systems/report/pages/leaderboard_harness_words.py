@@ -44,7 +44,7 @@ def stacked_against_separate(chapter: Chapter, roofs: Roofs, machine: str) -> st
                 odd.append(figures.label(impl))
     if not out:
         return f"What one leaf costs more than three: {NOT_MEASURED}."
-    text = f"Measured, with one leaf both passes take longer than with three by: {', '.join(out)}"
+    text = f"Measured, the time of both passes with one leaf less that with three is: {', '.join(out)}"
     if roofs.tb_per_s:
         moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=True)
         few = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, page.BYTES, stacked=False)

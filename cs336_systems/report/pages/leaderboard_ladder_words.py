@@ -156,7 +156,13 @@ def _cheaper(found: pd.DataFrame, name: str, than: str) -> bool:
 def predictions(chapter: Chapter, machine: str) -> str:
     """How far measured times are from what was expected, and what the counters say of one reason."""
     frames = [ladder_page.measured(chapter, machine, part) for part in page.PARTS]
-    known = pd.concat([frame[frame["status"] == "ok"] for frame in frames if len(frame)])
+    known = pd.concat(
+        [
+            frame[frame["status"] == "ok"].assign(part=part)
+            for part, frame in zip(page.PARTS, frames, strict=True)
+            if len(frame)
+        ]
+    )
     if known.empty:
         return f"Expected against measured times: {NOT_MEASURED}."
     ratio = (known["ms_p50"] / known["predicted_ms"]).astype(float)
@@ -164,7 +170,7 @@ def predictions(chapter: Chapter, machine: str) -> str:
     below = int((ratio < 1).sum())
     text = (
         f"Measured over expected: a median of {fmt(ratio.median())} over {len(known)} steps, from {fmt(ratio.min())} "
-        f"(*{low['title']}*) to {fmt(ratio.max())} (*{high['title']}*); "
+        f"(*{low['title']}*, {low['part']}) to {fmt(ratio.max())} (*{high['title']}*, {high['part']}); "
         f"{'no step is' if not below else f'{below} are'} faster than expected."
     )
     if known["sm_mhz"].notna().all():
@@ -172,8 +178,9 @@ def predictions(chapter: Chapter, machine: str) -> str:
         clocks = (ratio * known["sm_mhz"] / steps.SM_MHZ).astype(float)
         text += (
             f" The expectation is for {fmt(float(steps.SM_MHZ), 4)} MHz; steps were seen at "
-            f"{fmt(slow['sm_mhz'], 4)} MHz (*{slow['title']}*) to {fmt(fast['sm_mhz'], 4)}. In clocks, measured over "
-            f"expected has a median of {fmt(clocks.median())}, from {fmt(clocks.min())} to {fmt(clocks.max())}."
+            f"{fmt(slow['sm_mhz'], 4)} MHz (*{slow['title']}*, {slow['part']}) to {fmt(fast['sm_mhz'], 4)}. In clocks, "
+            f"measured over expected has a median of {fmt(clocks.median())}, from {fmt(clocks.min())} to "
+            f"{fmt(clocks.max())}."
         )
     counted = []
     for part in page.PARTS:

@@ -128,9 +128,11 @@ def spread(chapter: Chapter, machine: str) -> str:
             ranges.append((max(turns) / min(turns) - 1, row.impl))
     if ranges:
         widest = max(ranges)
+        ours = max((share for share, impl in ranges if impl in page.OURS), default=None)
+        also = "" if ours is None or widest[1] in page.OURS else f"; of ours by up to {percent(ours)}"
         text += (
             f" From turn to turn the median of one case in the harness moves by up to {percent(widest[0])} "
-            f"({figures.label(widest[1])})."
+            f"({figures.label(widest[1])}{also})."
         )
     return text + first_turns(chapter, machine)
 
@@ -161,7 +163,8 @@ def case_words(row: Any) -> str:
     if row["kind"] == "ladder":
         return f"*{steps.STEPS[row['impl']].title}* ({row['part']})"
     shape = page.shape_words(row["dtype"], row["head_dim"], row["is_causal"])
-    return f"{figures.label(row['impl'])} ({row['part']}, {shape})"
+    number = ", one number for $dO$" if row["part"] == "backward" and row["grad_o"] == "number" else ""
+    return f"{figures.label(row['impl'])} ({row['part']}, {shape}{number})"
 
 
 def clocks(chapter: Chapter, machine: str) -> str:

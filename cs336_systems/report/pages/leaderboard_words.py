@@ -141,7 +141,7 @@ def peers(chapter: Chapter, machine: str) -> str:
             f"{words}{'our' if words else 'Our'} fastest is {figures.label(best['impl'])} with "
             f"{fmt(best['ms_p50'], 4)} ms"
             + (f". By time over it, {'; '.join(found)}." if found else ".")
-            + _closest(rows, best)
+            + _closest(rows, best, page.one(chapter, machine, **_case_of(best), repeat=1))
         )
     if not text:
         return f"Ours against its peers: {NOT_MEASURED}."
@@ -177,8 +177,8 @@ def gap(chapter: Chapter, roofs: Roofs, machine: str, impl: str) -> str:
     harness = sum(ms for name, ms in parts.items() if name.startswith("harness"))
     rest = total - floor - beyond - harness
     text = (
-        f"Of the {fmt(total)} ms of {figures.label(impl)}, {percent(floor / total)} would be left if in each "
-        f"pass the slowest unit never waited; {percent(beyond / total)} are what the kernels take beyond that; "
+        f"Of the {fmt(total)} ms of {figures.label(impl)}, {percent(floor / total)} are what the slowest unit of each "
+        f"pass needs for the work counted by hand; {percent(beyond / total)} are what the kernels take beyond that; "
         f"{percent(harness / total)} are the harness's own sums and copies at the best copy; "
         f"{'−' if rest < 0 else ''}{percent(abs(rest) / total)} is neither."
     )
@@ -297,8 +297,13 @@ def first_calls(chapter: Chapter, machine: str) -> str:
     return ". ".join(text) + "." if text else f"The first call: {NOT_MEASURED}."
 
 
-def _closest(rows: pd.DataFrame, best: pd.Series) -> str:
-    """The turns of the peer whose time is closest to our best, beside those of ours."""
+def _case_of(row: pd.Series) -> dict[str, Any]:
+    """What names a case of the harness in its run."""
+    return {key: row[key] for key in ("kind", "impl", "part", "leaves", "rep_ms", "run")}
+
+
+def _closest(rows: pd.DataFrame, best: pd.Series, again: dict[str, Any] | None) -> str:
+    """The turns of the peer whose time is closest to our best, beside those of ours, and of ours measured again."""
     others = rows[(rows["run"] == best["run"]) & ~rows["impl"].isin(page.OURS)]
     if others.empty:
         return ""
@@ -307,9 +312,10 @@ def _closest(rows: pd.DataFrame, best: pd.Series) -> str:
     theirs, ours = page.numbers(peer["turns_ms"]), page.numbers(best["turns_ms"])
     if len(theirs) < 2 or len(ours) < 2:
         return ""
+    twice = "" if again is None else f" and, measured again, {span(page.numbers(again['turns_ms']))}"
     return (
         f" Closest is {figures.label(peer['impl'])}: the medians of its turns are {span(theirs)} ms, those of ours "
-        f"{span(ours)}."
+        f"{span(ours)}{twice}."
     )
 
 
@@ -326,6 +332,9 @@ def accuracy(chapter: Chapter, machine: str) -> str:
     if len(plain):
         row = plain.iloc[0]
         text += f"; plain PyTorch in bf16 has {fmt(row['error_out'], 2)} and {fmt(row['error_grads'], 2)}"
+    fused = rows[~rows["impl"].isin([*page.OURS, "reference"])]
+    if len(fused):
+        text += f", the other peers {span(fused['error_out'], 2)} and {span(fused['error_grads'], 2)}"
     worst = (
         chapter.measured(machine=machine, kind="ladder", repeat=0)[["error_out", "error_grads"]].max().max()
     )
