@@ -339,8 +339,14 @@ def spread(chapter: Chapter) -> pd.DataFrame:
 
 
 def noise(chapter: Chapter, machine: str) -> pd.DataFrame:
-    """For each length (the index), the largest difference between two measurements of the same case, over all dtypes,
-    head dimensions and caps: columns `forward` and `backward`. Where the host sets the time, one pair says little."""
+    """For each length (the index), the largest difference between two measurements of the same case at this length or
+    a longer one, over all dtypes, head dimensions and caps: columns `forward` and `backward`. The shorter a sequence,
+    the more the host sets its time; a length whose few pairs happen to agree is no quieter than longer ones."""
+    return apart(chapter, machine)[::-1].cummax()[::-1]
+
+
+def apart(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """The same of each length alone."""
     again = spread(chapter)
     return again[again["machine"] == machine].groupby("seq_len")[list(PARTS)].max()
 

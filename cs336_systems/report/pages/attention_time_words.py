@@ -30,17 +30,17 @@ def timed(chapter: Chapter, machine: str, **where: Any) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ how good it is
 def spread(chapter: Chapter, machine: str) -> str:
     """What the A/A rows say, by length."""
-    noise = page.noise(chapter, machine).dropna()
-    if noise.empty:
+    apart = page.apart(chapter, machine).dropna()
+    if apart.empty:
         return f"The repetition of the same case (A/A): {NOT_MEASURED}."
     count = (page.spread(chapter)["machine"] == machine).sum()
     words = [
-        f"{percent(row.forward)} and {percent(row.backward)} at $n = {n}$" for n, row in noise.iterrows()
+        f"{percent(row.forward)} and {percent(row.backward)} at $n = {n}$" for n, row in apart.iterrows()
     ]
     return (
         f"The medians of plain attention measured twice in one run ({count} runs) differ, forward and backward, by at "
         f"most {', '.join(words)} (the larger over the smaller). A difference no larger than "
-        "the largest of its length and pass is called *even*. (Of a faster implementation, whose time is nearer to "
+        "the largest of its pass, at its length or a longer one, is called *even*. (Of a faster implementation, whose time is nearer to "
         "what the host sets, such pairs say less.)"
     )
 
