@@ -40,8 +40,8 @@ def spread(chapter: Chapter, machine: str) -> str:
     return (
         f"The medians of plain attention measured twice in one run ({count} runs) differ, forward and backward, by at "
         f"most {', '.join(words)} (the larger over the smaller). A difference no larger than "
-        "the largest of its pass, at its length or a longer one, is called *even*. (Of a faster implementation, whose time is nearer to "
-        "what the host sets, such pairs say less.)"
+        "the largest of its pass, at its length or a longer one, is called *even*. (Of a faster implementation, whose "
+        "time is nearer to what the host sets, such pairs say less.)"
     )
 
 
