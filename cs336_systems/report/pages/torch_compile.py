@@ -51,6 +51,12 @@ def pairs_apart(rows: pd.DataFrame, metric: str = "step_ms_p50") -> float:
     return max(steps.noise(rows[rows["status"] == "ok"], metric), default=0.0)
 
 
+def noise(rows: pd.DataFrame, *cases: dict[str, Any]) -> float:
+    """What a difference between cases of a workload has to exceed: how far the case that was measured twice differs
+    from itself, or the turns of one of these do. `rows`: all of the workload."""
+    return max(pairs_apart(rows), steps.turns_apart(*cases))
+
+
 def _apart_of(chapter: Chapter, machine: str, mode: str, phase: str = "step") -> dict[str, float]:
     """Size → how far the same case differs from itself, in the grid of sizes: the most of its training step that was
     measured twice (A/A) and of the turns of the cases of this mode."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -9,7 +11,7 @@ from cs336_systems.experiments.torch_compile import SPEED_CONTEXT
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import steps
-from cs336_systems.report.pages.torch_compile import MERE_NOISE, pairs_apart, same_run, step_ms
+from cs336_systems.report.pages.torch_compile import MERE_NOISE, noise, same_run, step_ms
 from cs336_systems.report.tables import EMPTY, distance, fmt, listed
 from cs336_systems.sizes import SIZES
 
@@ -80,34 +82,36 @@ def speed_figure(chapter: Chapter, machine: str) -> Figure:
     return figure
 
 
+def _alike(rows: pd.DataFrame, compile: str) -> list[dict[str, Any] | None]:
+    """The training steps of a workload that are compiled alike, of plain attention, SDPA and ours (the order of
+    ATTENTION); None where one has no row."""
+    first = rows[rows["repeat"] == 0]
+    return [steps.one(first, attention=attention, compile=compile) for attention in ATTENTION]
+
+
 def target_words(chapter: Chapter) -> str:
     """Ours compiled against plain and SDPA compiled alike, for each shape; which aim is met."""
     said = []
     all_rows = chapter.rows(mode="train_step", context_length=SPEED_CONTEXT)
     for (machine, size, batch), both in all_rows.groupby(["machine", "size", "batch"], sort=False):
-        group, apart = both[both["repeat"] == 0], pairs_apart(both)
         for compile in ("default", "reduce-overhead"):
-            ours, plain, sdpa = (
-                steps.one(group, attention=a, compile=compile) for a in ("flash_triton", "reference", "sdpa")
-            )
+            plain, sdpa, ours = _alike(both, compile)
             if ours is None or ours["status"] != "ok":
                 continue
             words = f"- `{machine}`, `{size}`, batch {batch}: ours {COMPILE[compile]}"
             words += f" {fmt(ours['tokens_per_s'])} tokens/s"
             if plain is not None and same_run(ours, plain):
                 ratio = plain["step_ms_p50"] / ours["step_ms_p50"]
-                noise = max(apart, steps.turns_apart(ours, plain))
+                apart = noise(both, ours, plain)
                 words += f", {fmt(ratio)} × plain alike ({'above' if ratio >= TARGET else 'below'} the aim of {TARGET}"
-                words += f" by {MERE_NOISE}" if distance(ratio / TARGET) <= noise else ""
-                words += f"; {MERE_NOISE})" if distance(ratio) <= noise else ")"
+                words += f" by {MERE_NOISE}" if distance(ratio / TARGET) <= apart else ""
+                words += f"; {MERE_NOISE})" if distance(ratio) <= apart else ")"
             elif plain is not None and plain["status"] != NOT_MEASURED:
                 words += f"; plain alike: {steps.word(plain['status'])}"
             if sdpa is not None and same_run(ours, sdpa):
                 ratio = sdpa["step_ms_p50"] / ours["step_ms_p50"]
                 words += f", {fmt(ratio)} × SDPA alike"
-                words += (
-                    f" ({MERE_NOISE})" if distance(ratio) <= max(apart, steps.turns_apart(ours, sdpa)) else ""
-                )
+                words += f" ({MERE_NOISE})" if distance(ratio) <= noise(both, ours, sdpa) else ""
             said.append(words + ".")
     if not said:
         return f"Ours against the others: {NOT_MEASURED}."
@@ -122,20 +126,14 @@ def aims_words(chapter: Chapter) -> str:
     for machine, of_machine in all_rows.groupby("machine", sort=False):
         met, missed, unclear, behind, sdpa_fast = [], [], [], [], set()
         for (size, batch), both in of_machine.groupby(["size", "batch"], sort=False):
-            group, apart = both[both["repeat"] == 0], pairs_apart(both)
             for compile in ("default", "reduce-overhead"):
-                ours, plain, sdpa = (
-                    steps.one(group, attention=a, compile=compile)
-                    for a in ("flash_triton", "reference", "sdpa")
-                )
+                plain, sdpa, ours = _alike(both, compile)
                 if None in (ours, plain, sdpa) or not same_run(ours, plain, sdpa):
                     continue
                 case = f"`{size}`, batch {batch}, {COMPILE[compile]}"
-                near = ours["step_ms_p50"] / sdpa["step_ms_p50"] <= 1 + max(
-                    apart, steps.turns_apart(ours, sdpa)
-                )
+                near = ours["step_ms_p50"] / sdpa["step_ms_p50"] <= 1 + noise(both, ours, sdpa)
                 gain = plain["step_ms_p50"] / ours["step_ms_p50"]
-                if near and distance(gain / TARGET) <= max(apart, steps.turns_apart(ours, plain)):
+                if near and distance(gain / TARGET) <= noise(both, ours, plain):
                     unclear.append(case)
                 else:
                     (met if near and gain >= TARGET else missed).append(case)
@@ -192,12 +190,12 @@ def graph_gain_words(chapter: Chapter) -> str:
             continue
         floor = steps.floor_ms(roofs[machine], plain)
         ratio = plain["step_ms_p50"] / graphs["step_ms_p50"]
-        pairs = pairs_apart(all_rows[(all_rows["machine"] == machine) & (all_rows["size"] == size)])
-        noise = max(pairs, steps.turns_apart(plain, graphs))
+        of_size = all_rows[(all_rows["machine"] == machine) & (all_rows["size"] == size)]
+        even = f"; {MERE_NOISE}" if distance(ratio) <= noise(of_size, plain, graphs) else ""
         said.append(
             f"- `{machine}`, `{size}`, {ATTENTION[attention]}: {fmt(plain['step_ms_p50'])} ms compiled,"
             f" {fmt(graphs['step_ms_p50'])} ms with CUDA graphs"
-            f" ({fmt(ratio)} ×{f'; {MERE_NOISE}' if distance(ratio) <= noise else ''})"
+            f" ({fmt(ratio)} ×{even})"
             + ("" if floor is None else f"; the products alone need {fmt(floor)} ms")
             + f"; peak {fmt(plain['peak_gib'])} and {fmt(graphs['peak_gib'])} GiB."
         )
@@ -210,14 +208,13 @@ def _shows(rows: pd.DataFrame) -> list[str]:
     (predicted: yes). `rows`: training steps at batch 4."""
     said = []
     for machine, part in rows[rows["size"] == "small"].groupby("machine", sort=False):
-        apart, first = pairs_apart(part), part[part["repeat"] == 0]
         words = []
         for compile, predicted in (("default", 0), ("reduce-overhead", 2)):
-            plain, *others = (steps.one(first, attention=a, compile=compile) for a in ATTENTION)
+            plain, *others = _alike(part, compile)
             if None in (plain, *others) or not same_run(plain, *others):
                 break
             faster = sum(
-                plain["step_ms_p50"] / other["step_ms_p50"] > 1 + max(apart, steps.turns_apart(plain, other))
+                plain["step_ms_p50"] / other["step_ms_p50"] > 1 + noise(part, plain, other)
                 for other in others
             )
             who = {0: "neither SDPA nor ours is", 1: "one of SDPA and ours is", 2: "both SDPA and ours are"}
