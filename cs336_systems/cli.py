@@ -36,9 +36,27 @@ if typing.TYPE_CHECKING:
     import pandas as pd
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Measure, benchmark and build the book of CS336's systems assignment.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )  # fmt: skip
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from cs336_systems import __version__
+
+        typer.echo(f"cs336_systems {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Measure, benchmark and build the book of CS336's systems assignment."""
+
+
 bench = typer.Typer(no_args_is_help=True, help="A chapter's experiment alone: a table, or JSON.")
 results = typer.Typer(no_args_is_help=True, help="The rows under results/.")
 app.add_typer(bench, name="bench")
@@ -288,6 +306,12 @@ def _tune(given: dict[str, str]) -> str:
             return tune(**sizes, dtype=given["dtype"])
     except Skip as skip:
         _fail(skip)
+    except RuntimeError as error:
+        import torch
+
+        if torch.cuda.is_available():
+            raise
+        _fail(error)  # nothing to time on
 
 
 def _bench(

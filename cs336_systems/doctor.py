@@ -92,8 +92,11 @@ def _gpus(torch: ModuleType | None) -> Iterator[Check]:
             yield Check("hardware", f"GPU {i}", True, detail)
     yield Check("hardware", "CPU", True, f"{machine.cpu_cores()} cores")
     nvml = machine.has_module("pynvml")
-    detail = "SM clock and power are kept with GPU rows" if nvml else "needs the package nvidia-ml-py"
-    yield Check("hardware", "NVML", nvml, detail)
+    gpu = torch is not None and torch.cuda.is_available()
+    detail = (
+        "SM clock and power are kept with GPU rows" if gpu else "no GPU whose clock and power it could read"
+    )
+    yield Check("hardware", "NVML", nvml and gpu, detail if nvml else "needs the package nvidia-ml-py")
 
 
 def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None]:

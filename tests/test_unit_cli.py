@@ -50,6 +50,13 @@ def test_doctor_says_why():
         assert name in done.stdout
 
 
+def test_the_version():
+    from cs336_systems import __version__
+
+    done = call("--version")
+    assert (done.exit_code, done.stdout) == (0, f"cs336_systems {__version__}\n")
+
+
 def test_doctor_as_json():
     told = json.loads(call("doctor", "--json").stdout)
     assert set(told) == {"machine", "checks"}
@@ -167,6 +174,24 @@ def test_tune_asks_for_one_shape():
         saying="--tune needs one --head-dim, a whole number; got 'all'",
     )
     refused("bench", "flash", "--tune", "--dtype", "bf16", "--head-dim", "64,128", saying="got '64,128'")
+
+
+def test_tune_without_a_gpu_says_so():
+    pytest.importorskip("triton")
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there is a GPU to tune on")
+    done = call(
+        "bench", "flash", "--tune", "--dtype", "fp32", "--seq-len", "256", "--head-dim", "64", "--heads", "1"
+    )
+    assert done.exit_code == 1 and "Error: tuning needs a CUDA device" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_the_book_of_an_unknown_machine_is_refused(root, monkeypatch):
+    (root / "h200-x1").mkdir(parents=True)
+    (root / "h200-x1" / "hardware.csv").touch()
+    monkeypatch.setenv("CS336_MACHINE", "h200-x1, nosuch")
+    refused("book", saying="CS336_MACHINE: unknown machine 'nosuch'; allowed: h200-x1")
 
 
 def test_tune_is_called_with_the_shape(monkeypatch):

@@ -30,16 +30,25 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     """Builds the book from a checkout and returns what was made: `index.html`, and the PDF.
 
     Args:
-        pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages). strict:
-        refuse a book that quotes rows measured with earlier code, or has a reference chapter with cases
-        that
-            are not measured or ended in an error.
+        pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages).
+        strict: refuse a book that quotes rows measured with earlier code, or has a reference chapter with
+            cases that are not measured or ended in an error.
 
     Raises:
         FileNotFoundError: outside a checkout.
+        ValueError: `$CS336_MACHINE` names a machine without rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
+    from cs336_systems.measure.rows import results_root
+    from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines
+
     root = root or project_root()
+    folders = sorted({path.parent.name for path in results_root(root).glob("*/*.csv")})
+    for machine in named_machines():
+        if machine not in folders:
+            raise ValueError(
+                f"{MACHINE_VARIABLE}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
+            )
     if strict and (found := problems(root)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if pdf:

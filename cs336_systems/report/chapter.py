@@ -35,12 +35,17 @@ def say(text: str) -> None:
         display(Markdown(text))
 
 
+def named_machines() -> list[str]:
+    """The machines that `$CS336_MACHINE` names."""
+    return [name.strip() for name in os.environ.get(MACHINE_VARIABLE, "").split(",") if name.strip()]
+
+
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
     """The machines that the book quotes for a chapter: `$CS336_MACHINE`, else its entry in
     `reference.json`.
     """
-    if os.environ.get(MACHINE_VARIABLE):
-        return os.environ[MACHINE_VARIABLE].split(",")
+    if named := named_machines():
+        return named
     path = (root or store.results_root()) / "reference.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     return list(known.get(chapter, []))

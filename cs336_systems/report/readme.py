@@ -75,6 +75,11 @@ def draw(root: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Writes or checks the README of the checkout; the exit status."""
+    if {"-h", "--help"} & set(arguments):
+        print(
+            "python -m cs336_systems.report.readme [--check]: write, or check, the README's table and picture"
+        )
+        return 0
     if arguments not in ([], ["--check"]):
         raise ValueError(f"unknown arguments {arguments}; allowed: --check, or none")
     root = project_root()
