@@ -225,13 +225,13 @@ def sorted_out(
         ratio, own = row["ms_p50"] / base["ms_p50"], noise(chapter, machine, row["run"])
         most = largest(chapter, machine, kind, row["dtype"] == "fp32")
         shared = overlap(row, base) or any(
-            overlap(row, again) for again in _repetitions(chapter, machine, base)
+            overlap(row, again) for again in repetitions(chapter, machine, base)
         )
         out[verdict(ratio, own, most, shared)].append((name, ratio))
     return {word: those for word, those in out.items() if those}
 
 
-def _repetitions(chapter: Chapter, machine: str, row: Any) -> list[dict[str, Any]]:
+def repetitions(chapter: Chapter, machine: str, row: Any) -> list[dict[str, Any]]:
     """The rows of the same case measured again in the same run."""
     where = {"run": row["run"], "kind": row["kind"], "impl": row["impl"], "part": row["part"], "repeat": 1}
     return chapter.measured(machine=machine, **where).to_dict("records")

@@ -17,7 +17,7 @@ from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.pages.leaderboard import HARNESS, HEAD_DIM, HEADS, TOKENS
-from cs336_systems.report.pages.leaderboard_noise import VERDICTS, rule, sorted_out
+from cs336_systems.report.pages.leaderboard_noise import VERDICTS, repetitions, rule, sorted_out
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import fmt, listed, percent, span
 
@@ -141,7 +141,7 @@ def peers(chapter: Chapter, machine: str) -> str:
             f"{words}{'our' if words else 'Our'} fastest is {figures.label(best['impl'])} with "
             f"{fmt(best['ms_p50'], 4)} ms"
             + (f". By time over it, {'; '.join(found)}." if found else ".")
-            + _closest(rows, best, page.one(chapter, machine, **_case_of(best), repeat=1))
+            + _closest(rows, best, repetitions(chapter, machine, best))
         )
     if not text:
         return f"Ours against its peers: {NOT_MEASURED}."
@@ -297,12 +297,7 @@ def first_calls(chapter: Chapter, machine: str) -> str:
     return ". ".join(text) + "." if text else f"The first call: {NOT_MEASURED}."
 
 
-def _case_of(row: pd.Series) -> dict[str, Any]:
-    """What names a case of the harness in its run."""
-    return {key: row[key] for key in ("kind", "impl", "part", "leaves", "rep_ms", "run")}
-
-
-def _closest(rows: pd.DataFrame, best: pd.Series, again: dict[str, Any] | None) -> str:
+def _closest(rows: pd.DataFrame, best: pd.Series, again: list[dict[str, Any]]) -> str:
     """The turns of the peer whose time is closest to our best, beside those of ours, and of ours measured again."""
     others = rows[(rows["run"] == best["run"]) & ~rows["impl"].isin(page.OURS)]
     if others.empty:
@@ -312,7 +307,7 @@ def _closest(rows: pd.DataFrame, best: pd.Series, again: dict[str, Any] | None) 
     theirs, ours = page.numbers(peer["turns_ms"]), page.numbers(best["turns_ms"])
     if len(theirs) < 2 or len(ours) < 2:
         return ""
-    twice = "" if again is None else f" and, measured again, {span(page.numbers(again['turns_ms']))}"
+    twice = "".join(f" and, measured again, {span(page.numbers(row['turns_ms']))}" for row in again)
     return (
         f" Closest is {figures.label(peer['impl'])}: the medians of its turns are {span(theirs)} ms, those of ours "
         f"{span(ours)}{twice}."

@@ -51,10 +51,10 @@ def pairs_apart(rows: pd.DataFrame, metric: str = "step_ms_p50") -> float:
     return max(steps.noise(rows[rows["status"] == "ok"], metric), default=0.0)
 
 
-def noise(rows: pd.DataFrame, *cases: dict[str, Any]) -> float:
+def noise(rows: pd.DataFrame, *cases: dict[str, Any], phase: str = "step") -> float:
     """What a difference between cases of a workload has to exceed: how far the case that was measured twice differs
     from itself, or the turns of one of these do. `rows`: all of the workload."""
-    return max(pairs_apart(rows), steps.turns_apart(*cases))
+    return max(pairs_apart(rows, f"{phase}_ms_p50"), steps.turns_apart(*cases, phase=phase))
 
 
 def _apart_of(chapter: Chapter, machine: str, mode: str, phase: str = "step") -> dict[str, float]:
@@ -63,10 +63,7 @@ def _apart_of(chapter: Chapter, machine: str, mode: str, phase: str = "step") ->
     rows = chapter.measured(machine=machine)
     rows = rows[rows["context_length"] != SPEED_CONTEXT]
     return {
-        str(size): max(
-            pairs_apart(part, f"{phase}_ms_p50"),
-            steps.turns_apart(*part[part["mode"] == mode].to_dict("records"), phase=phase),
-        )
+        str(size): noise(part, *part[part["mode"] == mode].to_dict("records"), phase=phase)
         for size, part in rows.groupby("size", sort=False)
     }
 

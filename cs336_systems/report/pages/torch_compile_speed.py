@@ -232,7 +232,7 @@ def _shows(rows: pd.DataFrame) -> list[str]:
 
 
 def across_words(chapter: Chapter) -> str:
-    """Where a step takes longer in the grid of sizes than here with twice the tokens: its run's host was slower."""
+    """Where a step takes longer in the grid of sizes than here with more tokens: its run's host was slower."""
     rows = chapter.measured(mode="train_step", repeat=0, attention="reference")
     keys = ["machine", "size", "batch", "compile", "dtype"]
     here = rows[rows["context_length"] == SPEED_CONTEXT]
@@ -245,7 +245,8 @@ def across_words(chapter: Chapter) -> str:
         f" {row['context_length']:,} and {fmt(row['step_ms_p50_short'])} ms at {row['context_length_short']:,}"
         for row in longer.to_dict("records")
     ]
+    double = (longer["context_length"] == 2 * longer["context_length_short"]).all()
     return (
-        f"With plain attention, {listed(found)}: twice the tokens in less time, in another run. Where the host sets the"
-        " time, runs differ by that much; so hold a time only against others of its table."
+        f"With plain attention, {listed(found)}: {'twice the' if double else 'more'} tokens in less time, in another"
+        " run. Where the host sets the time, runs differ by that much; so hold a time only against others of its table."
     )
