@@ -16,7 +16,7 @@ from cs336_systems.attention import attention, flash_triton, hopper_reason
 from cs336_systems.attention import triton_launch as portable
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.hopper import tma
-from cs336_systems.attention.hopper.backward import finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.tiles import SHARED_MEMORY_KIB
 from cs336_systems.ladder.steps import HOPPER, STEPS

@@ -114,7 +114,8 @@ def compile_hopper_kernel(
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from cs336_systems.attention.hopper.backward import DQ_COLUMNS, DQ_ROWS, backward_keys_kernel
+    from cs336_systems.attention.hopper.backward import backward_keys_kernel
+    from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
     from cs336_systems.attention.hopper.forward import forward_kernel
     from cs336_systems.attention.hopper.launch import GROUP, KEYS
     from cs336_systems.attention.hopper.tma import shared_layout

@@ -9,13 +9,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from cs336_systems.attention.hopper.backward import (
-    DQ_COLUMNS,
-    DQ_ROWS,
-    backward_keys_kernel,
-    finish_kernel,
-    prepare_kernel,
-)
+from cs336_systems.attention.hopper.backward import backward_keys_kernel
+from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.tiles import few_programs_of, multiprocessors_of

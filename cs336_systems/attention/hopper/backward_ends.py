@@ -1,0 +1,73 @@
+"""What runs before and after the backward kernel: its statistics, and dQ from its sum. In Triton's own language."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cs336_systems.attention.triton_kernels import LOG2_E
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded_queries"])
+def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
+                   do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                   ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
+    """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
+
+    stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. TILE_ROWS > 0:
+    dO of a head is one number, with strides of 0, which TMA cannot read: a tile of it is written to tile
+    (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
+    """
+    tiles = tl.cdiv(padded_queries, ROWS)
+    tile = tl.program_id(0) % tiles
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    columns = tl.arange(0, D)
+    inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    batch, head = index // heads, index % heads
+    far = tl.cast(rows, tl.int64)[:, None]
+    o = tl.load(
+        o_ptr + batch * o_batch + head * o_head + far * o_row + columns[None, :], mask=inside, other=0.0
+    )
+    do_at = do_ptr + batch * do_batch + head * do_head + far * do_row + columns[None, :] * do_col
+    do = tl.load(do_at, mask=inside, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    logsumexp = tl.load(l_ptr + index * num_queries + rows, mask=rows < num_queries, other=float("inf"))
+    stats = stats_ptr + index * 2 * padded_queries + rows
+    tl.store(stats, logsumexp * -LOG2_E, mask=rows < padded_queries)
+    tl.store(stats + padded_queries, -delta, mask=rows < padded_queries)
+    dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
+    tl.store(
+        dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < padded_queries)[:, None] & (columns < D)[None, :]
+    )
+    if TILE_ROWS:  # noqa: SIM102 (known when compiling, the next one not)
+        if tile == 0:
+            value = tl.load(do_ptr + batch * do_batch + head * do_head)
+            tile_rows = tl.arange(0, TILE_ROWS)
+            spread = tl.where((columns < HEAD_DIM)[None, :], value, 0.0).to(tile_ptr.dtype.element_ty)
+            tile_at = tile_ptr + (index * TILE_ROWS + tile_rows[:, None]) * D + columns[None, :]
+            tl.store(tile_at, tl.broadcast_to(spread, (TILE_ROWS, D)))
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded_queries"])
+def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, padded_queries, scale,
+                  HEAD_DIM: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """dQ = scale times its fp32 sum, in q's dtype and layout.
+
+    The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
+    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Grid: (⌈num_queries / 64⌉ · batch_heads,).
+    """
+    tiles = tl.cdiv(num_queries, 64)
+    tile = tl.program_id(0) % tiles
+    rows = tile * 64 + tl.arange(0, 64)
+    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    columns = tl.arange(0, D)
+    inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    far = tl.cast(rows, tl.int64)[:, None]
+    dq = tl.load(sum_ptr + (index * padded_queries + tile * 64) * D + tl.arange(0, 64 * D))
+    # half of D, part, warp, thread of 8, thread of 4, half, one of two
+    dq = dq.reshape(D // 64, 8, 4, 8, 4, 2, 2)
+    dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    dq = dq.reshape(64, D) * scale
+    dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]
+    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)

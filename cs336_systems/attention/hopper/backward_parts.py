@@ -1,0 +1,124 @@
+"""What the steps of the backward kernel are made of: loading, scores, weights, and adding to dQ.
+
+`tiles` are its tiles in shared memory, `barriers` those that say which are full and which are free again.
+"""
+
+# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+from cs336_systems.attention.hopper.common import WG, exp2, place
+
+# a tile of dQ, 64 x 64 numbers in fp32 in the order of `store_dq`, as TMA sees it: in shared memory and in its sum
+DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
+
+
+@builtin
+def add_to_global(descriptor, coordinates, source, _semantic=None):
+    """TMA adds a tile of shared memory to one in global memory. Gluon 3.6 has no word for what its compiler can do."""
+    from triton._C.libtriton import ir
+
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, section,
+                       key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+                       STAGES: gl.constexpr, DO_STEP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
+    b, h = head // heads, head % heads
+    first_key = tile * 2 * WG
+    mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
+    for g in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            v_desc, [b, h, first_key + g * WG, 0], kv_full.index(0), v_smem.index(g)
+        )
+    first = 0
+    if IS_CAUSAL:
+        first = first_key // BLOCK_M
+    last = query_tiles
+    if AHEAD:  # the groups begin the scores of one tile more, of zeros, also where no query sees these keys
+        last = gl.maximum(first, query_tiles) + 1
+    for i in range(first, last):
+        t = i - first
+        slot = t % STAGES
+        parity = ((t // STAGES) & 1) ^ 1
+        mbarrier.wait(q_empty.index(slot), parity)
+        mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+        tma.async_copy_global_to_shared(
+            q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot)
+        )
+        for which in gl.static_range(2):
+            tma.async_copy_global_to_shared(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
+                                            stats_smem.index(2 * slot + which))  # fmt: skip
+        if i < query_tiles:
+            mbarrier.wait(do_empty.index(slot), parity)
+            mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
+            tma.async_copy_global_to_shared(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot),
+                                            do_smem.index(slot))  # fmt: skip
+
+
+@gluon.jit
+def scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Begins Sᵀ = K Qᵀ of tile t of the queries."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    slot = t % STAGES
+    mbarrier.wait(q_full.index(slot), (t // STAGES) & 1)
+    empty = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
+    q = q_smem.index(slot).reshape([BLOCK_M, D])
+    return warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weights(s, tiles, first_key, i, t, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                      G: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Pᵀ of tile i of the queries, the t-th of this program."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    minus_l = stats_smem.index(2 * (t % STAGES)).reshape([BLOCK_M]).load(of_query)
+    p = exp2(s * c + minus_l[None, :])
+    if MASKED:
+        keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
+        seen = (keys < num_keys)[:, None]
+        if IS_CAUSAL:
+            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
+            seen = seen & (queries[None, :] >= keys[:, None])
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
+def store_dq(dq, tile):
+    """A tile of 64 x 64 in the order in which threads hold it: 16 bytes each, side by side, so that a store takes no
+    more of shared memory's time than its bytes do. `finish_kernel` puts dQ in order."""
+    # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    tile.store(parts.reshape([1, DQ_ROWS, DQ_COLUMNS]))
+
+
+@gluon.jit
+def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
+    """Adds a group's half of dQ of tile i of the queries to what other programs have added."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    tma.store_wait(0)  # the addition before has read its tile
+    store_dq(dq, dq_smem.index(G))
+    fence_async_shared()
+    add_to_global(dq_desc, [head, (2 * i + G) * DQ_ROWS, 0], dq_smem.index(G))
