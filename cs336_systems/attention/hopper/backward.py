@@ -157,10 +157,10 @@ def _late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr):
 def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, dk, dv,
                MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
                STAGES: gl.constexpr):  # fmt: skip
-    """`_backward_step` in which the two groups need not keep pace: dQ of the tile before is made beside dV, not
-    right after both have stored their dSᵀ. The next tile's scores, s, begin before
-    dK is there.
-    A tile of dSᵀ is needed for as long as a group may be behind, so there are three."""
+    """`_backward_step` in which the two groups need not keep pace: dQ of the tile before is made beside dV, not right
+    after both have stored their dSᵀ, and the next tile's scores, s, begin before dK is there.
+
+    A group may be a tile ahead of the other, which still reads the dSᵀ of the tile before: hence three of them."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])

@@ -123,7 +123,7 @@ def _exps(chapter: Chapter, roofs: Roofs, machine: str, found: pd.DataFrame) -> 
 
 
 def price(chapter: Chapter, roofs: Roofs, machine: str) -> str:
-    """The worst loss of ours against plain attention, and the memory that it saves there; nothing where ours wins."""
+    """The worst loss of ours to plain attention beyond the noise, and the memory saved there; '' without."""
     tables = [
         page.speedups(chapter, roofs, OURS, part, machine=machine, cap_gib=0).assign(part=part)
         for part in PARTS
@@ -136,7 +136,7 @@ def price(chapter: Chapter, roofs: Roofs, machine: str) -> str:
     shape = {f: row[f] for f in ("machine", "cap_gib", "dtype", "head_dim", "seq_len")}
     peaks = {i: chapter.number("peak_gib", **shape, impl=i, repeat=0) for i in (PLAIN, OURS)}
     text = (
-        f"The worst is {row['part']} in {figures.label(row['dtype'])} at $n = {row['seq_len']}$, "
+        f"The worst beyond the noise is {row['part']} in {figures.label(row['dtype'])} at $n = {row['seq_len']}$, "
         f"$d = {row['head_dim']}$: ours takes {fmt(1 / row['ratio'])} times as long as plain attention"
     )
     if peaks[PLAIN] and peaks[OURS]:

@@ -247,18 +247,19 @@ def _without_host(rows: pd.DataFrame, peer: str) -> str:
         seen = both[f"{part}_ms_p50"] / both[f"{part}_ms_p50_peer"]
         for i in gpu.index[(gpu < 1) & (seen[gpu.index] > 1)]:
             row = both.loc[i]
+            overlap = row[f"{part}_ms_p20"] <= row[f"{part}_ms_p80_peer"]
             reversed_by_host.append(
                 f"{part} at {row['seq_len']} tokens, $d = {row['head_dim']}$: the GPU needs "
                 f"{1e3 * row[f'{part}_gpu_ms']:.0f} µs for ours and {1e3 * row[f'{part}_gpu_ms_peer']:.0f} µs for "
                 f"the peer, the host {row[f'{part}_host_us']:.0f} and {row[f'{part}_host_us_peer']:.0f} µs, "
                 f"and `do_bench` reads {1e3 * row[f'{part}_ms_p50']:.0f} and "
-                f"{1e3 * row[f'{part}_ms_p50_peer']:.0f} µs"
+                f"{1e3 * row[f'{part}_ms_p50_peer']:.0f} µs{', within their spread' if overlap else ''}"
             )
     text = f"Over {figures.label(peer)}'s, our GPU time is: {'; '.join(found)}."
     if reversed_by_host:
         return (
-            f"{text} `do_bench` has it the other way round for {'; '.join(reversed_by_host)}. There it times "
-            "the host's work, not the kernels."
+            f"{text} The medians of `do_bench` have it the other way round for {'; '.join(reversed_by_host)}. There "
+            "it times the host's work, not the kernels."
         )
     return f"{text} Where ours needs less of it, `do_bench` has ours ahead, too."
 
