@@ -173,10 +173,15 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 def book(
     pdf: Annotated[bool, typer.Option("--pdf", help="Build the PDF as well (needs XeLaTeX).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where rows are missing or old.")] = False,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Build nothing: hold the sentences against the rows, list what fails.")
+    ] = False,
 ) -> None:
     """Build the book from the rows, and print where it is."""
     from cs336_systems.report.build import BookError, build
 
+    if claims:
+        return _claims()
     try:
         with _wrong_input():
             products = build(pdf=pdf, strict=strict)
@@ -184,6 +189,21 @@ def book(
         _fail(error)
     for product in products:
         typer.echo(product)
+
+
+def _claims() -> None:
+    from cs336_systems.report.claims import check
+    from cs336_systems.report.coverage import project_root
+
+    with _wrong_input():
+        wrong, narrow = check(project_root())
+    for line in narrow:
+        typer.echo(f"narrow: {line}")
+    for line in wrong:
+        typer.echo(line)
+    if wrong:
+        _fail(f"{len(wrong)} sentences or answers to mend")
+    typer.echo("every sentence is borne out by the rows, and every part has its answer")
 
 
 @results.command("merge")

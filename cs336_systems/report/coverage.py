@@ -8,71 +8,66 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems import experiments
 from cs336_systems.measure import rows as store
-from cs336_systems.report.chapter import Chapter, reference_machines
+from cs336_systems.report.prose import anchor
+from cs336_systems.report.tables import EMPTY
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of the handout. `chapter` is the notebook that answers it; `code` is a path in the
-    package, `tests` one in `tests/`.
-    """
+    """One problem of the handout. `chapter` is the notebook that answers it; `parts` are its letters, if it has any."""
 
     id: str
     points: int | None
-    section: str
     chapter: str
-    code: str = ""
-    tests: str = ""
+    parts: str = ""
     year: int = 2025
 
 
-_FLASH = "attention/"
-_DDP = "parallel/ddp.py"
 PROBLEMS = (
-    Problem("benchmarking_script", 4, "1.1", "benchmarking", "experiments/steps.py", "test_chapter_benchmarking.py"),
-    Problem("nsys_profile", 5, "1.1", "profiling", "experiments/profiling.py", "test_chapter_profiling.py"),
-    Problem("mixed_precision_accumulation", 1, "1.1", "mixed_precision",
-            "experiments/mixed_precision.py", "test_chapter_mixed_precision.py"),
-    Problem("benchmarking_mixed_precision", 2, "1.1", "mixed_precision",
-            "experiments/mixed_precision.py", "test_chapter_mixed_precision.py"),
-    Problem("memory_profiling", 4, "1.1", "memory", "experiments/memory.py", "test_chapter_memory.py"),
-    Problem("pytorch_attention", 2, "1.2", "attention", "experiments/attention.py", "test_chapter_attention.py"),
-    Problem("torch_compile", 2, "1.3", "torch_compile",
-            "experiments/torch_compile.py", "test_chapter_torch_compile.py"),
-    Problem("flash_forward", 15, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
-    Problem("flash_backward", 5, "1.3", "flash_bench", _FLASH, "test_unit_attention*.py"),
-    Problem("flash_benchmarking", 5, "1.3", "flash_bench",
-            "experiments/flash_bench.py", "test_chapter_flash_bench.py"),
-    Problem("leaderboard", None, "1.3.3", "leaderboard",
-            "experiments/leaderboard.py", "test_chapter_leaderboard.py"),
-    Problem("flash_backward_triton", None, "1.3.4", "flash_bench",
-            _FLASH + "flash_triton.py", "test_unit_attention*.py"),
-    Problem("distributed_communication_single_node", 5, "2", "allreduce",
-            "experiments/allreduce.py", "test_chapter_allreduce.py"),
-    Problem("naive_ddp", 5, "2", "ddp", _DDP, "test_unit_ddp.py"),
-    Problem("naive_ddp_benchmarking", 3, "2", "ddp", "experiments/ddp.py", "test_chapter_ddp.py"),
-    Problem("minimal_ddp_flat_benchmarking", 2, "2", "ddp", "experiments/ddp.py", "test_chapter_ddp.py"),
-    Problem("ddp_overlap_individual_parameters", 5, "2", "ddp", _DDP, "test_unit_ddp.py"),
-    Problem("ddp_overlap_individual_parameters_benchmarking", 1, "2", "ddp",
-            "experiments/ddp.py", "test_chapter_ddp.py"),
-    Problem("ddp_overlap_bucketed", 8, "2", "ddp", _DDP, "test_unit_ddp.py"),
-    Problem("ddp_bucketed_benchmarking", 3, "2", "ddp", "experiments/ddp.py", "test_chapter_ddp.py"),
-    Problem("communication_accounting", 10, "2", "parallelism",
-            "accounting/parallelism.py", "test_chapter_parallelism.py"),
-    Problem("optimizer_state_sharding", 15, "3", "zero", "parallel/zero.py", "test_unit_zero.py"),
-    Problem("optimizer_state_sharding_accounting", 5, "3", "zero", "experiments/zero.py", "test_chapter_zero.py"),
-    Problem("gradient_checkpointing", None, "", "gradient_checkpointing", year=2026),
-    Problem("fsdp", None, "", "fsdp", year=2026),
-    Problem("fsdp_accounting", None, "", "fsdp", year=2026),
-    Problem("alternate_ring_all_reduce", None, "", "parallelism_2026", year=2026),
-    Problem("data_parallel_calcs", None, "", "parallelism_2026", year=2026),
-    Problem("fsdp_calcs", None, "", "parallelism_2026", year=2026),
-    Problem("tp_calcs", None, "", "parallelism_2026", year=2026),
-    Problem("fsdp_tp_calcs", None, "", "parallelism_2026", year=2026),
-    Problem("leaderboard (2026)", None, "", "leaderboard_2026", year=2026),
-)  # fmt: skip
+    Problem("benchmarking_script", 4, "benchmarking", "abc"),
+    Problem("nsys_profile", 5, "profiling", "abcde"),
+    Problem("mixed_precision_accumulation", 1, "mixed_precision"),
+    Problem("benchmarking_mixed_precision", 2, "mixed_precision", "abc"),
+    Problem("memory_profiling", 4, "memory", "abcde"),
+    Problem("pytorch_attention", 2, "attention"),
+    Problem("torch_compile", 2, "torch_compile", "ab"),
+    Problem("flash_forward", 15, "flash_bench", "abc"),
+    Problem("flash_backward", 5, "flash_bench"),
+    Problem("flash_benchmarking", 5, "flash_bench"),
+    Problem("leaderboard", None, "leaderboard"),
+    Problem("flash_backward_triton", None, "flash_bench"),
+    Problem("distributed_communication_single_node", 5, "allreduce"),
+    Problem("naive_ddp", 5, "ddp"),
+    Problem("naive_ddp_benchmarking", 3, "ddp"),
+    Problem("minimal_ddp_flat_benchmarking", 2, "ddp"),
+    Problem("ddp_overlap_individual_parameters", 5, "ddp"),
+    Problem("ddp_overlap_individual_parameters_benchmarking", 1, "ddp", "ab"),
+    Problem("ddp_overlap_bucketed", 8, "ddp"),
+    Problem("ddp_bucketed_benchmarking", 3, "ddp", "ab"),
+    Problem("communication_accounting", 10, "parallelism", "abcd"),
+    Problem("optimizer_state_sharding", 15, "zero"),
+    Problem("optimizer_state_sharding_accounting", 5, "zero", "abc"),
+    Problem("gradient_checkpointing", None, "", year=2026),
+    Problem("fsdp", None, "", year=2026),
+    Problem("fsdp_accounting", None, "", year=2026),
+    Problem("alternate_ring_all_reduce", None, "", year=2026),
+    Problem("data_parallel_calcs", None, "", year=2026),
+    Problem("fsdp_calcs", None, "", year=2026),
+    Problem("tp_calcs", None, "", year=2026),
+    Problem("fsdp_tp_calcs", None, "", year=2026),
+    Problem("leaderboard (2026)", None, "", year=2026),
+)
+
+
+def parts(year: int) -> list[str]:
+    """What is to be answered, in the handout's order: `"nsys_profile (a)"`, or a problem's id where it has no parts."""
+    return [
+        part
+        for problem in PROBLEMS
+        if problem.year == year
+        for part in ([f"{problem.id} ({letter})" for letter in problem.parts] or [problem.id])
+    ]
 
 
 def project_root(root: Path | None = None) -> Path:
@@ -98,50 +93,17 @@ def chapters_in_toc(root: Path | None = None) -> list[str]:
     return re.findall(r"^\s*- file: *(\S+)", text, flags=re.M)
 
 
-def status(problem: Problem, toc: list[str]) -> str:
-    """`open` (no chapter), `in the book, not measured`, `n rows missing`, or `answered`."""
-    if problem.chapter not in toc:
-        return "open"
-    if problem.chapter not in experiments.CHAPTERS:  # derivations: a page without rows
-        return "answered"
-    if not reference_machines(problem.chapter):
-        return "in the book, not measured"
-    rows = Chapter(problem.chapter, measure="no").rows()
-    missing = int((rows["status"] == "not measured").sum())
-    if missing == len(rows):
-        return "in the book, not measured"
-    return f"{missing} rows missing" if missing else "answered"
-
-
-def table(year: int | None = None) -> pd.DataFrame:
-    """The problems (of one handout year, or all) with links to their chapters and a status computed from
-    files.
-
-    Columns: problem, points, chapter (a link relative to `book/`), code and tests, status.
-    """
-    toc = chapters_in_toc()
+def table(answers: dict[str, str]) -> pd.DataFrame:
+    """The parts of the 2025 handout with one line of answer each (a dash where `answers` has none): columns problem,
+    points, answer; the problem is a link to the answer's box in its chapter."""
     out = []
-    for p in PROBLEMS:
-        if year is not None and p.year != year:
-            continue
-        there = p.chapter in toc
-        row = {
-            "problem": p.id,
-            "points": "" if p.points is None else p.points,
-            "chapter": f"[{p.chapter}]({p.chapter}.ipynb)" if there else "",
-            "code, tests": ", ".join(filter(None, [p.code, p.tests])) if there else "",
-            "status": status(p, toc),
-        }
-        out.append(row)
+    for problem in (p for p in PROBLEMS if p.year == 2025):
+        letters = [f" ({letter})" for letter in problem.parts] or [""]
+        for place, letter in enumerate(letters):
+            part = problem.id + letter
+            out.append({
+                "problem": f"[{part}]({problem.chapter}.ipynb#{anchor(part)})",
+                "points": "" if place or problem.points is None else problem.points,
+                "answer": answers.get(part, EMPTY),
+            })  # fmt: skip
     return pd.DataFrame(out)
-
-
-def later(year: int) -> str:
-    """The problems that a later edition added, and how many of them are answered, as Markdown."""
-    frame = table(year)
-    done = int(frame["status"].str.startswith("answered").sum())
-    names = ", ".join(f"`{name}`" for name in frame["problem"])
-    return (
-        f"The {year} edition of the course added {len(frame)} problems, of which {done or 'none'} "
-        f"{'is' if done == 1 else 'are'} answered here so far: {names}."
-    )

@@ -9,7 +9,7 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -86,12 +86,50 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def _flat(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
+def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> pd.DataFrame:
+    """Rows as a numeric table: a line for each combination of `index`, a column for each value of `columns`, in the
+    order of their first appearance. A cell without a number is NaN; `show` prints what its row's status says, such as
+    `OOM` (kept in `attrs["words"]`).
+
+    Raises ValueError where a cell has several rows.
+    """
+    keys = [*index, columns]
+    if rows.duplicated(keys).any():
+        raise ValueError(f"several rows for one cell of {', '.join(keys)}; choose among them first")
+    wide = rows.assign(_word=rows["status"].map(_word)).set_index(keys)[[value, "_word"]].unstack(columns)
+    lines = rows[list(index)].drop_duplicates()
+    order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
+    heads = list(dict.fromkeys(rows[columns]))
+    table = wide[value].reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
+    words = wide["_word"].reindex(index=order, columns=heads)
+    out = table.reset_index()
+    out.attrs["words"] = words.reset_index(drop=True)
+    return out
+
+
+def _word(status: str) -> str:
+    """What a cell says in place of a number: `OOM`, `skipped`, `error`, or a dash."""
+    return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(status, status.partition(":")[0])
+
+
+def _flat(
+    frame: pd.DataFrame, digits: Mapping[str, int] | None = None
+) -> tuple[list[str], list[list[str]], list[bool]]:
     """Heads, rows of texts, and which columns hold numbers (they are set flush right)."""
+    words = frame.attrs.get("words")
     named_index = any(n is not None for n in frame.index.names)
     flat = frame.reset_index() if named_index else frame
     heads = [" ".join(str(p) for p in (c if isinstance(c, tuple) else (c,)) if p != "") for c in flat.columns]
-    rows = [[fmt(v) for v in row] for row in flat.itertuples(index=False, name=None)]
+
+    def text(value: Any, line: Any, column: Any) -> str:
+        known = words is not None and column in words and line in words.index
+        shown = fmt(value, (digits or {}).get(column, 3))
+        return str(words.loc[line, column]) if shown == EMPTY and known else shown
+
+    rows = [
+        [text(v, line, c) for v, c in zip(row, flat.columns, strict=True)]
+        for line, row in zip(flat.index, flat.itertuples(index=False, name=None), strict=True)
+    ]
     return heads, rows, [_numeric([row[i] for row in rows]) for i in range(len(heads))]
 
 
@@ -114,9 +152,11 @@ def _html_text(text: str) -> str:
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
 
-def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
+def to_html(
+    frame: pd.DataFrame, caption: str = "", note: str = "", digits: Mapping[str, int] | None = None
+) -> str:
     """The table as HTML, in the colours of the page around it."""
-    heads, rows, numeric = _flat(frame)
+    heads, rows, numeric = _flat(frame, digits)
     align = ["right" if n else "left" for n in numeric]
     head = "".join(
         f'<th style="text-align:{a}">{_html_text(h)}</th>' for h, a in zip(heads, align, strict=True)
@@ -137,13 +177,14 @@ def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
 
 
 def to_markdown(
-    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False
-) -> str:
+    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False,
+    digits: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
     """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
 
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
-    heads, rows, numeric = _flat(frame)
+    heads, rows, numeric = _flat(frame, digits)
 
     def line(texts: Sequence[str]) -> str:
         return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
@@ -164,7 +205,10 @@ def to_markdown(
     return latex + table + (f"\n*{note}*\n" if note else "")
 
 
-def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False) -> None:
+def show(
+    frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False,
+    digits: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
     """Displays a frame as a captioned table; a named index becomes its first columns.
 
     Args:
@@ -173,6 +217,7 @@ def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: boo
         name: the label, such as `tab-flash-forward`, unique in the book.
         note: a line under the table.
         wrap: whether long cells may break into lines in HTML.
+        digits: column → significant digits, where they are not three.
 
     A frame without rows (nothing of it was measured or chosen) is shown as a sentence that says so.
     """
@@ -182,8 +227,8 @@ def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: boo
         display(Markdown(f"*{caption}* No rows: not measured."))
         return
     bundle = {
-        "text/html": to_html(frame, caption, note),
-        "text/markdown": to_markdown(frame, caption, name, note, wrap),
+        "text/html": to_html(frame, caption, note, digits),
+        "text/markdown": to_markdown(frame, caption, name, note, wrap, digits),
         "text/plain": f"{caption}\n{frame.to_string()}",
     }
     display(bundle, raw=True)

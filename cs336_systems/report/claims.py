@@ -1,0 +1,83 @@
+"""Holds the book's sentences against the reference rows: `cs336 book --claims`.
+
+Every notebook is executed in this process, without Jupyter: its claims and answers note what became of them
+(`report.prose`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cs336_systems.report import prose
+from cs336_systems.report.chapter import BUILD_VARIABLE
+from cs336_systems.report.coverage import chapters_in_toc, parts
+
+
+def execute(notebook: Path, **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
+    """Runs a notebook's code cells in this process, reading rows only; returns its sentences, and all that it
+    displayed.
+
+    `parameters` replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
+    names the notebook and the cell.
+    """
+    displayed: list[Any] = []
+    names: dict[str, Any] = {"__name__": "__main__"}
+    before = len(prose.made)
+    with _quiet(displayed):
+        for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"], 1):
+            if cell["cell_type"] != "code":
+                continue
+            try:
+                exec(compile("".join(cell["source"]), f"{notebook.name}[{number}]", "exec"), names)
+            except Exception as error:
+                error.add_note(f"in cell {number} of {notebook}")
+                raise
+            if "parameters" in cell["metadata"].get("tags", []):
+                names.update(parameters)
+    return prose.made[before:], displayed
+
+
+@contextmanager
+def _quiet(displayed: list[Any]) -> Iterator[None]:
+    """Collects what is displayed; figures are drawn and dropped."""
+    import matplotlib.pyplot as plt
+
+    def keep(*things: Any, **options: Any) -> None:
+        displayed.extend(things)
+
+    with (
+        mock.patch("IPython.display.display", keep),
+        mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
+        plt.rc_context({"backend": "agg"}),
+    ):
+        try:
+            yield
+        finally:
+            plt.close("all")
+
+
+def check(root: Path) -> tuple[list[str], list[str]]:
+    """What is wrong with the book's sentences, a line each; and the comparisons that hold by a little.
+
+    Wrong are sentences that the rows do not bear out, and parts of problems without an answer. Rows that are missing
+    are not: the page says so.
+    """
+    wrong, narrow, answered = [], [], set()
+    for page in ["index", *chapters_in_toc(root)]:
+        notebook = root / "book" / f"{page}.ipynb"
+        if not notebook.is_file():
+            continue
+        for sentence in execute(notebook)[0]:
+            answered.add(sentence.part if page != "index" else "")
+            shown = f"{sentence.part}: {sentence.text}" if sentence.part else sentence.text
+            if sentence.outcome is False:
+                against = "\n    ".join(sentence.against) or "a condition is False"
+                wrong.append(f"{page}: “{shown}”\n    {against}")
+            narrow += [f"{page}: “{shown}”\n    {text}" for text in sentence.narrow]
+    unanswered = [part for part in parts(2025) if part not in answered]
+    return [*wrong, *(f"no answer to {part}" for part in unanswered)], narrow

@@ -1,0 +1,197 @@
+"""Values of the prose: numbers that format themselves and know why they are missing, and the rows they come from."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cs336_systems.measure import rows as store
+from cs336_systems.report.tables import fmt, percent
+
+MARK = "\x00"  # encloses, in a formatted text, the reason why a number is missing
+consulted: list[tuple[str, bool, bool]] = []  # comparisons since the last claim: repr, result, narrow
+
+
+class Number(float):
+    """A float that knows why it is missing, and formats itself.
+
+    `f"{x}"` has three significant digits, `f"{x:4}"` four, `f"{x:2%}"` is a percentage with two; any other format is a
+    float's. Comparisons with a missing number are None.
+    """
+
+    missing: str  # why there is no number; empty where there is one
+
+    def __new__(cls, value: Any, missing: str = "") -> Number:
+        number = super().__new__(cls, math.nan if missing else value)
+        number.missing = missing or ("no number" if math.isnan(number) else "")
+        return number
+
+    def __format__(self, spec: str) -> str:
+        if self.missing:
+            return f"{MARK}{self.missing}{MARK}"
+        if spec.rstrip("%").isdigit() or spec in ("", "%"):
+            digits = int(spec.rstrip("%") or 3)
+            return (
+                percent(float(self), digits).replace(" ", "\u00a0")
+                if "%" in spec
+                else fmt(float(self), digits)
+            )
+        return format(float(self), spec)
+
+    __str__ = lambda self: format(self)
+    __repr__ = lambda self: f"missing ({self.missing})" if self.missing else fmt(float(self), 4)
+    __hash__ = float.__hash__
+
+
+def missing_of(*numbers: Any) -> str:
+    return next((x.missing for x in numbers if isinstance(x, Number) and x.missing), "")
+
+
+def _arithmetic(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def operate(*operands: Any) -> Any:
+        if missing := missing_of(*operands):
+            return Number(math.nan, missing)
+        found = plain(*map(float, operands))
+        return found if found is NotImplemented else Number(found)
+
+    return operate
+
+
+def _comparison(name: str, sign: str) -> Callable[[Number, Any], bool | None]:
+    plain = getattr(float, name)
+
+    def compared(a: Number, b: Any) -> bool | None:
+        if missing_of(a, b):
+            return None
+        result = plain(a, float(b)) if isinstance(b, int | float | np.number) else NotImplemented
+        if result is not NotImplemented:
+            consulted.append((f"{a!r} {sign} {b!r}", result, False))
+        return result
+
+    return compared
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Number, f"__{_name}__", _arithmetic(f"__{_name}__"))
+    setattr(Number, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
+for _name in ("neg", "abs"):
+    setattr(Number, f"__{_name}__", _arithmetic(f"__{_name}__"))
+for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="), ("ne", "!=")):
+    setattr(Number, f"__{_name}__", _comparison(f"__{_name}__", _sign))
+
+
+# --------------------------------------------------------------------------------------------------- rows
+class Row:
+    """One row, its columns as attributes: numbers as `Number`, texts as they are, missing ones as a missing Number.
+
+    `oom`, `ok`, `skipped` and `failed` are True, False, or None where there is no row.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str, absent: str = "") -> None:
+        self._values, self._where, self._absent = values, where, absent
+
+    def __getattr__(self, column: str) -> Any:
+        if column.startswith("_"):
+            raise AttributeError(column)
+        if column in ("oom", "ok", "skipped", "failed"):
+            kind = {"failed": "error"}.get(column, column)
+            return None if self._absent else self._values["status"].partition(":")[0] == kind
+        if column not in self._values:
+            raise AttributeError(f"unknown column {column!r}; allowed: {', '.join(self._values)}")
+        value = self._values[column]
+        if isinstance(value, str) and value and not self._absent:
+            return value
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        if self._absent or not isinstance(value, int | float | np.number) or math.isnan(value):
+            status = str(self._values.get("status", "ok"))
+            why = {"ok": f"no {column}", "oom": "out of memory"}.get(status, status)
+            return Number(math.nan, self._absent or f"{self._where}: {why}")
+        return Number(value)
+
+    def __repr__(self) -> str:
+        return self._where
+
+
+def one(rows: pd.DataFrame, **case: Any) -> Row:
+    """The row with these values; of several machines, the first one that has it.
+
+    An absent row is a Row whose numbers are all missing.
+
+    Raises:
+        ValueError: an unknown column, or several rows of one machine (the message says where they differ).
+    """
+    found = rows
+    for column, value in case.items():
+        if column not in rows:
+            raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
+        found = found[found[column] == value]
+    where = " ".join(str(v) for column, v in case.items() if column != "repeat") or "the row"
+    machines = list(found["machine"].unique()) if "machine" in found else []
+    if "status" in found:
+        there = found[found["status"] != "not measured"]
+        found = there if len(there) else found
+    if len(found) and "machine" in found:
+        found = found[found["machine"] == found["machine"].iloc[0]]
+    if len(found) > 1:
+        differ = [c for c in found if found[c].astype(str).nunique() > 1]
+        raise ValueError(
+            f"{where}: {len(found)} rows, which differ in {', '.join(differ)}; name more columns"
+        )
+    if found.empty or found.iloc[0].get("status") == "not measured":
+        place = f" on {', '.join(machines)}" if any(machines) else ""
+        empty = dict.fromkeys(rows.columns, math.nan)
+        return Row(empty | dict(found.iloc[0] if len(found) else {}), where, f"{where}: not measured{place}")
+    return Row(found.iloc[0].to_dict(), where)
+
+
+def published(what: str) -> Row:
+    """The figure of `results/published.csv` whose description begins with these words: `value`, `hardware`, `source`.
+
+    Raises ValueError where there is none, or more than one. In a results folder without that file its numbers are
+    missing.
+    """
+    path = store.results_root() / "published.csv"
+    if not path.is_file():
+        return Row({"value": math.nan, "hardware": "", "source": ""}, what, f"{path.name}: no such file")
+    with open(path, encoding="utf-8", newline="") as file:
+        figures = list(csv.DictReader(file))
+    found = [f for f in figures if f["what"].startswith(what)]
+    if len(found) != 1:
+        known = "; ".join(f["what"] for f in figures)
+        raise ValueError(f"{what!r} begins {len(found)} published figures; there are: {known}")
+    return Row(found[0] | {"value": float(found[0]["value"]), "status": "ok"}, what)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The least and the greatest of some numbers: `f"{span:2}"` → `"1.1 to 1.9"`; missing if one of them is."""
+
+    low: Number
+    high: Number
+
+    def __format__(self, spec: str) -> str:
+        low, high = format(self.low, spec), format(self.high, spec)
+        return low if low == high else f"{low} to {high}"
+
+    __str__ = lambda self: format(self)
+
+
+def span(numbers: pd.DataFrame | Iterable[Any], metric: str = "") -> Span:
+    """The range of a metric of rows, or of some numbers."""
+    if isinstance(numbers, pd.DataFrame):
+        found = [Number(x, "" if pd.notna(x) else f"{metric}: not measured") for x in numbers[metric]]
+    else:
+        found = [x if isinstance(x, Number) else Number(x) for x in numbers]
+    missing = missing_of(*found) if found else f"{metric or 'a range'}: not measured"
+    if missing:
+        return Span(Number(math.nan, missing), Number(math.nan, missing))
+    return Span(Number(min(map(float, found))), Number(max(map(float, found))))
