@@ -46,7 +46,7 @@ PROBLEMS = (
     Problem("flash_benchmarking", 5, "1.3", "flash_bench",
             "experiments/flash_bench.py", "test_chapter_flash_bench.py"),
     Problem("leaderboard", None, "1.3.3", "leaderboard",
-            "experiments/leaderboard.py", "test_chapter_leaderboard.py"),
+            "experiments/leaderboard.py", "test_experiment_leaderboard.py"),
     Problem("flash_backward_triton", None, "1.3.4", "flash_bench",
             _FLASH + "flash_triton.py", "test_unit_attention*.py"),
     Problem("distributed_communication_single_node", 5, "2", "allreduce",
@@ -106,9 +106,9 @@ def status(problem: Problem, toc: list[str]) -> str:
         return "answered"
     if not reference_machines(problem.chapter):
         return "in the book, not measured"
-    rows = Chapter(problem.chapter, measure="no").rows()
-    missing = int((rows["status"] == "not measured").sum())
-    if missing == len(rows):
+    statuses = pd.concat([table.rows()["status"] for table in Chapter(problem.chapter, measure="no").tables])
+    missing = int((statuses == "not measured").sum())
+    if missing == len(statuses):
         return "in the book, not measured"
     return f"{missing} rows missing" if missing else "answered"
 
