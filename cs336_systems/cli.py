@@ -208,7 +208,7 @@ def _claims() -> None:
 
 @results.command("merge")
 def merge(
-    folder: Annotated[Path, typer.Argument(help="A results folder: <machine>/<chapter>.csv.")],
+    folder: Annotated[Path, typer.Argument(help="A results folder: <machine>/<table>.csv.")],
 ) -> None:
     """Take in the rows of another results folder; the newest row of a case wins."""
     from cs336_systems import experiments
@@ -216,10 +216,10 @@ def merge(
 
     with _wrong_input():
         merged = rows.merge(
-            [experiments.load(name) for name in experiments.CHAPTERS + experiments.RECORDS], folder
+            [experiments.load(name) for name in experiments.tables() + experiments.RECORDS], folder
         )
-    for machine, chapter, count in merged:
-        typer.echo(f"{machine}: {count} rows of {chapter}")
+    for machine, table, count in merged:
+        typer.echo(f"{machine}: {count} rows of {table}")
 
 
 # -------------------------------------------------------------------------------- benchmarks

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import experiments
-from cs336_systems.measure import rows as store
 from cs336_systems.report.coverage import chapters_in_toc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +51,7 @@ def test_every_measured_chapter_has_a_notebook_with_its_parameters(name):
     path = ROOT / "book" / f"{name}.ipynb"
     names = [s.target.id for s in ast.parse(parameters(path)).body]
     assert tuple(names[:4]) == COMMON
-    assert set(names[4:]) <= set(store.case_fields(experiments.load(name)))
+    assert set(names[4:]) <= set(experiments.fields(experiments.load(name)))
     assert name in chapters_in_toc(ROOT)
 
 

@@ -399,10 +399,10 @@ def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         rows.merge([fake], tmp_path / "nowhere", root)
     (tmp_path / "other" / "m").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"holds no <machine>/<chapter>.csv"):
+    with pytest.raises(ValueError, match=r"holds no <machine>/<table>.csv"):
         rows.merge([fake], tmp_path / "other", root)
     (tmp_path / "other" / "m" / "poetry.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"poetry.csv belongs to no chapter.*fake_chapter"):
+    with pytest.raises(ValueError, match=r"poetry.csv is no table.*fake_chapter"):
         rows.merge([fake], tmp_path / "other", root)
 
 

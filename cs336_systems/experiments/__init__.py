@@ -1,12 +1,12 @@
-"""The measured chapters. A module here has the name of its notebook in `book/` and its CSV in `results/`.
+"""The measured chapters, each a notebook in `book/` and its tables. A table is a module here, and the CSV of its name
+in `results/`. Most chapters have one, of their own name; `TABLES` names those of the others.
 
-`steps` is no chapter: it is what the chapters about whole models share. Neither are `attention_peers`,
-`leaderboard_candidate` and `zero_ranks`: parts of chapters.
+`steps`, `attention_peers`, `leaderboard_turns` and `zero_ranks` are no tables: they are what tables share.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
 `Case`
-    A frozen dataclass of plain values (str, int, float, bool): one row of the chapter's CSV.
+    A frozen dataclass of plain values (str, int, float, bool): one row of the table's CSV.
 `METRICS`
     The columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
 `GROUP`
@@ -30,7 +30,6 @@ starts processes on this machine, or uses those that torchrun has started, when 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -43,15 +42,41 @@ CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
     "leaderboard", "allreduce", "ddp", "zero",
 )  # fmt: skip
+TABLES = {
+    "leaderboard": (
+        "leaderboard", "leaderboard_kernels", "leaderboard_ladder", "leaderboard_counters", "leaderboard_first_calls",
+    ),
+}  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 PRESETS = ("full", "smoke")
 
 
-def load(chapter: str) -> ModuleType:
-    """The experiment module of a chapter; ValueError with the known names for any other."""
-    if chapter not in CHAPTERS + RECORDS:
-        raise ValueError(f"unknown chapter {chapter!r}; the measured chapters are {', '.join(CHAPTERS)}")
-    return importlib.import_module(f"{__name__}.{chapter}")
+def tables(*chapters: str) -> tuple[str, ...]:
+    """The tables of some chapters (of all, where none is named), the one of the chapter's name first."""
+    return tuple(table for chapter in chapters or CHAPTERS for table in TABLES.get(chapter, (chapter,)))
+
+
+def chapter_of(table: str) -> str:
+    """The chapter that a table belongs to."""
+    return next((chapter for chapter, names in TABLES.items() if table in names), table)
+
+
+def load(table: str) -> ModuleType:
+    """The experiment module of a table; ValueError with the known names for any other."""
+    if table not in tables() + RECORDS:
+        raise ValueError(f"unknown chapter or table {table!r}; the measured ones are {', '.join(tables())}")
+    return importlib.import_module(f"{__name__}.{table}")
+
+
+def of_chapter(experiment: ModuleType) -> list[ModuleType]:
+    """The tables of an experiment's chapter, itself among them."""
+    name = rows.table_name(experiment)
+    return [experiment if table == name else load(table) for table in tables(chapter_of(name))]
+
+
+def fields(experiment: ModuleType) -> list[str]:
+    """The fields of the cases of an experiment's chapter: what its notebook can choose by."""
+    return list(dict.fromkeys(f for table in of_chapter(experiment) for f in rows.case_fields(table)))
 
 
 def resolve_preset(preset: str, machine: str) -> str:
@@ -71,17 +96,19 @@ def values(experiment: ModuleType, preset: str, field: str) -> list[Any]:
 def cases(experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
     """The cases of a preset whose fields have the given values.
 
-    A filter is `"all"`, one value, several separated by commas, or a sequence. A name that is no field, or a
-    value that the preset's grid does not have, is a ValueError that names what is allowed.
+    A filter is `"all"`, one value, several separated by commas, or a sequence. It chooses among all tables of the
+    chapter: those without the field keep their cases, those without the value have none. A name that is a field of no
+    table, or a value that no grid has, is a ValueError that names what is allowed.
     """
-    fields = [f.name for f in dataclasses.fields(experiment.Case)]
     found = list(experiment.grid(preset))
     for field, wanted in filters.items():
-        if field not in fields:
-            raise ValueError(f"unknown parameter {field!r}; the cases have {', '.join(fields)}")
-        allowed = values(experiment, preset, field)
+        if field not in fields(experiment):
+            raise ValueError(f"unknown parameter {field!r}; the cases have {', '.join(fields(experiment))}")
+        having = [table for table in of_chapter(experiment) if field in rows.case_fields(table)]
+        allowed = list(dict.fromkeys(v for table in having for v in values(table, preset, field)))
         keep = _parse(field, wanted, allowed, preset)
-        found = [case for case in found if getattr(case, field) in keep]
+        if experiment in having:
+            found = [case for case in found if getattr(case, field) in keep]
     return found
 
 
@@ -99,7 +126,7 @@ def of_this_team(
     here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
     if len(here) < len(groups):
         log(
-            f"{rows.chapter_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
+            f"{rows.table_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
             f"they need another number of processes than the {team} that torchrun has started"
         )
     return [case for group in here for case in group]

@@ -1,21 +1,22 @@
-"""No chapter: the implementations of attention that chapter `leaderboard` times, ours and others', alike; and what the
-first call of one of them costs."""
+"""No table: the implementations of attention that chapter `leaderboard` measures, ours and others', alike, their inputs
+and calls."""
 
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.ladder import steps
-from cs336_systems.measure.rows import Skip, failure_is_a_row
+from cs336_systems.measure.rows import Skip
+
+if TYPE_CHECKING:
+    import torch
 
 OURS = ("flash_triton", "plain_triton")
 PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference", "flash_torch")
+WORK = tuple(steps.WORK.values())  # the leaderboard's heads, tokens, head dimension
 _SDPA = {
     "sdpa_cudnn": "CUDNN_ATTENTION",
     "sdpa_flash": "FLASH_ATTENTION",
@@ -33,6 +34,40 @@ def sources(impl: str) -> tuple[str, ...]:
     return ("cs336_systems.attention.__init__",) if impl.startswith("sdpa") else ("cs336_systems.attention",)
 
 
+def also_measures(case: Any) -> tuple[str, ...]:
+    """The modules of a case's attention, and of the ladder for what is ours."""
+    if case.impl in PEERS:
+        return sources(case.impl)
+    return ("cs336_systems.attention", "cs336_systems.ladder")
+
+
+# ------------------------------------------------------------------------------------------------ cases
+def with_pair(make: Callable[..., Any], impls: Any, *rest: Any, again: str = "flash_triton") -> list[Any]:
+    """The cases of a group, `make(impl, *rest)`, and one of them again (A/A)."""
+    return [make(impl, *rest) for impl in impls] + [make(again, *rest, repeat=1)]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that a case's `dtype` names."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def data_of(case: Any, device: str, grad_o: str = "matrix") -> list[torch.Tensor]:
+    """q, k, v and dO of a case: (heads, n, d) each, the same for all that are compared. `grad_o`: random numbers, or
+    ("number") a one with strides of zero."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(case.seq_len + case.head_dim)
+    shape, dtype = (4, case.heads, case.seq_len, case.head_dim), torch_dtype(case.dtype)
+    data = list(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+    if grad_o == "number":
+        data[3] = torch.ones((), device=device, dtype=dtype).expand(shape[1:])
+    return data
+
+
+# ------------------------------------------------------------------------------------------------ implementations
 @dataclass(frozen=True)
 class Implementation:
     """`apply`: (q, k, v) → o on three axes, (heads, tokens, d), or (tokens, heads, d) with `tokens_first`.
@@ -41,6 +76,32 @@ class Implementation:
     apply: Callable[..., Any]
     backend: str
     tokens_first: bool = False
+
+    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """(heads, n, d) on the axes of `apply`, contiguous and a leaf of its own; what is one number stays one."""
+        x = x.transpose(0, 1) if self.tokens_first else x.detach()
+        return x.contiguous() if any(x.stride()) else x
+
+
+def one_pass(impl: Implementation, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
+    """A call of one pass, or both, on q, k, v and dO (heads, n, d)."""
+    import torch
+
+    *inputs, grad_o = (impl.laid_out(x) for x in data)
+    made: list[Any] = []  # they belong to the stream of the first call, which a graph captures
+
+    def call():
+        if not made:
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            made.extend([leaves, impl.apply(*leaves) if part == "backward" else None])
+        leaves, output = made
+        if part == "forward":
+            return impl.apply(*leaves)
+        if output is not None:
+            return torch.autograd.grad(output, leaves, grad_o, retain_graph=True)
+        return torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
+
+    return call
 
 
 @functools.cache
@@ -125,57 +186,3 @@ def own_kernels(call: Callable[[], Any]) -> list[str]:
     from cs336_systems.ladder.resources import of_call
 
     return [r.kernel for r in of_call(call) if r.kernel.split(".")[0] in ("triton_kernels", "hopper")]
-
-
-OTHER_LENGTHS = (64, 200, 256, 777, 1024, 4096, 5000)  # of sequences, in calls after the first two
-
-
-def first_call(
-    impl: str, heads: int, seq_len: int, head_dim: int, is_causal: bool, dtype: str
-) -> dict[str, Any]:
-    """Both passes for the first time in this process, and again: seconds, milliseconds, and how many kernels Triton has
-    compiled for the first call (`compiled`), and in calls with OTHER_LENGTHS (`compiled_later`, ours only).
-
-    For a fresh process with empty caches, where `TRITON_CACHE_DIR` says.
-    """
-    import torch
-
-    metrics: dict[str, Any] = {}
-    with failure_is_a_row(metrics):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        implementation = build(impl, is_causal, device, seq_len, False)
-        x = torch.ones(64, 64, device=device)
-        (x @ x).sum().item()  # the context and cuBLAS are not the implementation's to start
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-
-        def both(n: int) -> None:
-            shape = (n, heads, head_dim) if implementation.tokens_first else (heads, n, head_dim)
-            q, k, v, grad_o = (torch.randn(shape, device=device, dtype=kind) for _ in range(4))
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            torch.autograd.grad(implementation.apply(*leaves), leaves, grad_o)
-
-        seconds = []
-        for _ in range(2):
-            start = time.perf_counter()
-            both(seq_len)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        metrics |= {
-            "first_call_s": seconds[0],
-            "second_call_ms": 1e3 * seconds[1],
-            "backend": implementation.backend,
-        }
-        if device == "cuda" and impl in (*OURS, "flex_compiled"):
-            metrics["compiled"] = _compiled_kernels()
-        if device == "cuda" and impl in OURS:
-            for n in OTHER_LENGTHS:
-                both(n)
-            metrics["compiled_later"] = _compiled_kernels() - metrics["compiled"]
-            metrics["kernels"] = " ".join(own_kernels(lambda: both(seq_len)))
-    return metrics
-
-
-def _compiled_kernels() -> int:
-    """How many binaries of kernels there are in Triton's cache."""
-    return len({path.parent.name for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")})

@@ -1,6 +1,6 @@
 """Nsight Compute on the command line: what the units of a GPU did while each kernel of a function ran.
 
-    kernels = counted("cs336_systems.experiments.leaderboard:counted_calls", {...}, timeout_s=300)
+    kernels = counted("cs336_systems.experiments.leaderboard_counters:counted_calls", {...}, timeout_s=300)
 
 The function warms up, and runs what is to be counted inside `nsys.capture()`, with a `mark()` before each part. Each
 kernel is run several times over, alone, with its memory restored in between: shares are to be read, not times.

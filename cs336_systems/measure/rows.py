@@ -1,6 +1,6 @@
 """Rows remember: the CSV files under `results/<machine>/`, how they are measured, resumed, merged and read.
 
-One CSV a chapter and machine. A row is a case, its metrics, a status, and where it comes from:
+One CSV a table and machine. A row is a case, its metrics, a status, and where it comes from:
 
     status    `ok`, `oom`, `skipped: why`, `error: what`
     run       one id for the rows that a group was given at one time: measured in one process, interleaved; ratios stay
@@ -47,6 +47,10 @@ class MeasurementError(RuntimeError):
     """Some cases ended in an error; their rows say which, and the tracebacks have been printed."""
 
 
+class ContextLost(MeasurementError):
+    """As that, and nothing more can be measured in this process."""
+
+
 # -------------------------------------------------------------------------------------------- where rows live
 def results_root(start: str | Path | None = None) -> Path:
     """The results folder: `$CS336_RESULTS`, else the nearest parent's `results/` with a `reference.json`."""
@@ -62,13 +66,13 @@ def results_root(start: str | Path | None = None) -> Path:
     )
 
 
-def csv_path(chapter: str, machine: str, root: Path | None = None) -> Path:
-    """`<root>/<machine>/<chapter>.csv`."""
-    return (root or results_root()) / machine / f"{chapter}.csv"
+def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
+    """`<root>/<machine>/<table>.csv`."""
+    return (root or results_root()) / machine / f"{table}.csv"
 
 
-def chapter_name(experiment: ModuleType) -> str:
-    """The chapter that an experiment module measures: the last part of its name."""
+def table_name(experiment: ModuleType) -> str:
+    """The table that an experiment module measures: the last part of its name."""
     return experiment.__name__.rsplit(".", 1)[-1]
 
 
@@ -78,7 +82,7 @@ def case_fields(experiment: ModuleType) -> list[str]:
 
 
 def columns(experiment: ModuleType) -> list[str]:
-    """The fixed columns of a chapter's CSV."""
+    """The fixed columns of a table's CSV."""
     return [*case_fields(experiment), *experiment.METRICS, *PROVENANCE]
 
 
@@ -121,8 +125,8 @@ def _load(experiment: ModuleType, path: Path) -> list[dict[str, str]]:
 
 
 def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.DataFrame:
-    """All rows of a chapter on a machine: case fields in their types, metrics as numbers where they are."""
-    raw = _load(experiment, csv_path(chapter_name(experiment), machine, root))
+    """All rows of a table on a machine: case fields in their types, metrics as numbers where they are."""
+    raw = _load(experiment, csv_path(table_name(experiment), machine, root))
     frame = pd.DataFrame(raw, columns=columns(experiment))
     types = typing.get_type_hints(experiment.Case)
     keys = [_key(experiment, row) for row in raw]
@@ -170,12 +174,12 @@ def _replaces(row: dict[str, Any], known: dict[str, Any]) -> bool:
 def write(
     experiment: ModuleType, machine: str, rows: Iterable[dict[str, Any]], root: Path | None = None
 ) -> Path:
-    """Takes rows into the chapter's CSV: sorted by case, the newest row of each wins, swapped in whole.
+    """Takes rows into the table's CSV: sorted by case, the newest row of each wins, swapped in whole.
 
     A skipped case does not take the place of a measured one: what this machine lacks, another run of it had. (Such a
     row stays of earlier code, so that `refresh="stale"` measures its group each time.)
     """
-    path = csv_path(chapter_name(experiment), machine, root)
+    path = csv_path(table_name(experiment), machine, root)
     with _locked(path):
         by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in [*_load(experiment, path), *rows]:
@@ -204,20 +208,20 @@ def write_environment(
 def merge(
     experiments: Iterable[ModuleType], source: Path, root: Path | None = None
 ) -> list[tuple[str, str, int]]:
-    """Takes in the rows of another results folder; returns (machine, chapter, number of rows) of each CSV.
+    """Takes in the rows of another results folder; returns (machine, table, number of rows) of each CSV.
 
-    What lies beside a CSV in a folder of its chapter's name (timelines, as JSON) comes along, unless the rows that are
+    What lies beside a CSV in a folder of its name (timelines, as JSON) comes along, unless the rows that are
     here already are newer. Numbers that an earlier version did not measure stay empty. Nothing is taken in, and a
     ValueError names the file, where one has columns that this version does not know, lacks those that say what was
-    measured, or belongs to no chapter.
+    measured, or is no table.
     """
     if not source.is_dir():
-        raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<chapter>.csv")
-    by_name = {chapter_name(experiment): experiment for experiment in experiments}
+        raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<table>.csv")
+    by_name = {table_name(experiment): experiment for experiment in experiments}
     found = []
     for path in sorted(source.glob("*/*.csv")):
         if path.stem not in by_name:
-            raise ValueError(f"{path} belongs to no chapter of this version; those are {', '.join(by_name)}")
+            raise ValueError(f"{path} is no table of this version; those are {', '.join(by_name)}")
         experiment = by_name[path.stem]
         header = set(pd.read_csv(path, dtype=str, nrows=0, encoding="utf-8").columns)
         unknown = sorted(header - set(columns(experiment)))
@@ -225,7 +229,7 @@ def merge(
             raise ValueError(f"{path} has columns that this version does not know: {', '.join(unknown)}")
         found.append((path, experiment, _load(experiment, path)))
     if not found:
-        raise ValueError(f"{source} holds no <machine>/<chapter>.csv")
+        raise ValueError(f"{source} holds no <machine>/<table>.csv")
     for path, experiment, rows in found:
         target = csv_path(path.stem, path.parent.name, root)
         newest_here = max((row["time_utc"] for row in _load(experiment, target)), default="")
@@ -347,19 +351,19 @@ def measure(
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
-    machine, chapter, code = machine_name(), chapter_name(experiment), code_digests(experiment)
-    path = csv_path(chapter, machine, root)
+    machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
+    path = csv_path(table, machine, root)
     known = {_key(experiment, row): row for row in _load(experiment, path)}
     due = [g for g in groups(experiment, cases) if _due(experiment, g, known, refresh, code)]
     # what failed before comes last, so that it cannot keep the others from being measured
     due.sort(key=lambda group: _failed_before(experiment, group, known))
     total = len(groups(experiment, cases))
     if not due:
-        log(f"{chapter} on {machine}: all {total} groups are measured")
+        log(f"{table} on {machine}: all {total} groups are measured")
         return 0
     codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
     write_environment(machine, root)
-    log(f"{chapter} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
+    log(f"{table} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
@@ -379,12 +383,12 @@ def measure(
         took = f"{tally} in {time.monotonic() - start:.1f} s, about {left:.0f} s left"
         log(f"  [{number}/{len(due)}] {what}: {took}")
         if context_lost:
-            raise MeasurementError(
-                f"{chapter} lost its CUDA context at {what}; run again, in a fresh process, to go on"
+            raise ContextLost(
+                f"{table} lost its CUDA context at {what}; run again, in a fresh process, to go on"
             )
     if failed:
         raise MeasurementError(
-            f"{len(failed)} cases of {chapter} ended in an error (their rows say so): {failed[0]['status']}"
+            f"{len(failed)} cases of {table} ended in an error (their rows say so): {failed[0]['status']}"
         )
     return len(due)
 

@@ -8,7 +8,7 @@ import ast
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,14 @@ def named_machines() -> list[str]:
 
 
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
-    """The machines that the book quotes for a chapter: `$CS336_MACHINE`, else its entry in
+    """The machines that the book quotes for a chapter, or a table of it: `$CS336_MACHINE`, else the chapter's entry in
     `reference.json`.
     """
     if named := named_machines():
         return named
     path = (root or store.results_root()) / "reference.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
-    return list(known.get(chapter, []))
+    return list(known.get(experiments.chapter_of(chapter), []))
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -61,7 +61,8 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 class Chapter:
-    """The rows of one measured chapter, seen through a notebook's parameters.
+    """The rows of one measured chapter, seen through a notebook's parameters. Of a chapter with several tables it is
+    the first one; `table` gives the others.
 
     `measure`
         `"auto"` measures what is missing, except while the book is built or when another machine is named;
@@ -75,7 +76,7 @@ class Chapter:
         What measuring does about rows that exist: `"missing"` keeps them, `"stale"` replaces those of
         earlier code, `"all"` replaces all.
     filters
-        Fields of the chapter's `Case`: `"all"`, one value, or several separated by commas.
+        Fields of the `Case` of any of the chapter's tables: `"all"`, one value, or several separated by commas.
 
     Every bad name or value is a ValueError that names what is allowed.
     """
@@ -97,6 +98,10 @@ class Chapter:
         self.refresh = _choice("refresh", refresh, store.REFRESH)
         self.filters = filters
         self.preset = preset
+        same = {"measure": measure, "preset": preset, "machine": machine, "refresh": refresh}
+        self.tables = [self] + [
+            Chapter(t, root=self.root, **same, **filters) for t in experiments.tables(name)[1:]
+        ]
         self._frame: pd.DataFrame | None = None
         measure = _choice("measure", measure, MEASURE)
         self.building = os.environ.get(BUILD_VARIABLE) == "1"
@@ -111,7 +116,7 @@ class Chapter:
         papermill only logs a misspelled `-p` name, so the cell it injects is read again here: a name in it
         that is not a parameter of the chapter is a ValueError.
         """
-        allowed = [*_COMMON, *store.case_fields(experiments.load(name))]
+        allowed = [*_COMMON, *experiments.fields(experiments.load(name))]
         unknown = [n for n in last_parameters(namespace.get("In", [])) if n not in allowed]
         if unknown:
             raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
@@ -140,6 +145,13 @@ class Chapter:
             raise ValueError(f"unknown machine {machine!r}; allowed: auto, this, {', '.join(folders)}")
         return machine
 
+    def table(self, name: str) -> Chapter:
+        """Another table of this chapter, `kernels` for `leaderboard_kernels`, through the same parameters."""
+        named = {table.name.removeprefix(f"{self.name}_"): table for table in self.tables[1:]}
+        if name not in named:
+            raise ValueError(f"unknown table {name!r} of {self.name}; allowed: {', '.join(named) or 'none'}")
+        return named[name]
+
     # ---------------------------------------------------------------------------------- cases and rows
     def cases(self, machine: str = "") -> list[Any]:
         """The cases that the parameters choose, with the preset that `auto` means on a machine."""
@@ -147,15 +159,21 @@ class Chapter:
         return experiments.cases(self.experiment, preset, **self.filters)
 
     def measure(self) -> None:
-        """Measures what is due on this machine, if the parameters and the place allow it."""
-        if not self.measuring:
-            return
-        cases = experiments.of_this_team(self.experiment, self.cases(self.machines[0]))
-        try:
-            store.measure(self.experiment, cases, refresh=self.refresh, root=self.root)
-        finally:
-            self._frame = None
-            self.__dict__.pop("_code", None)
+        """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
+        failed = []
+        for table in self.tables if self.measuring else []:
+            cases = experiments.of_this_team(table.experiment, table.cases(self.machines[0]))
+            try:
+                store.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
+            except store.ContextLost:
+                raise
+            except store.MeasurementError as error:  # the other tables are measured all the same
+                failed.append(str(error))
+            finally:
+                table._frame = None
+                table.__dict__.pop("_code", None)
+        if failed:
+            raise store.MeasurementError("; ".join(failed))
 
     def rows(self, **where: Any) -> pd.DataFrame:
         """One row for each machine and chosen case, with the chapter's columns, `machine` first.
@@ -261,25 +279,27 @@ class Chapter:
         used = self.rows(machine=machine)["env"].dropna().unique()
         return {digest: known.get(digest, {}) for digest in used}
 
-    def provenance(self) -> str:
-        """Sentences (Markdown): on what machine, with which versions and when the rows were measured."""
+    def provenance(self, *more: Chapter) -> str:
+        """Sentences (Markdown): on what machine, with which versions and when the rows were measured, those of `more`
+        tables included."""
         if not self.machines:
             return f"No machine has been measured for this chapter yet: every value reads *{NOT_MEASURED}*."
-        return " ".join(self._provenance_of(machine) for machine in self.machines)
+        return " ".join(self._provenance_of(machine, (self, *more)) for machine in self.machines)
 
-    def _provenance_of(self, machine: str) -> str:
-        frame = self.rows(machine=machine)
+    def _provenance_of(self, machine: str, tables: Sequence[Chapter]) -> str:
+        frame = pd.concat([table.rows(machine=machine) for table in tables])
         there = frame[frame["status"] != NOT_MEASURED]
         if there.empty:
             return f"On `{machine}` nothing of this chapter has been measured."
         days = sorted({str(t)[:10] for t in there["time_utc"]})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        what = "; ".join(_environment_words(e) for e in self.environments(machine).values())
+        environments = {k: e for table in tables for k, e in table.environments(machine).items()}
+        what = "; ".join(_environment_words(e) for e in environments.values())
         skipped = int(there["status"].str.startswith("skipped").sum())
         measured = len(there) - skipped
         count = f"{measured}" if measured == len(frame) else f"{measured} of {len(frame)}"
         beside = f" {skipped} were skipped." if skipped else ""
-        old = len(self.stale().query("machine == @machine"))
+        old = sum((table.stale()["machine"] == machine).sum() for table in tables)
         earlier = f" **{old} of them were measured with earlier code.**" if old else ""
         return f"Measured on `{machine}` ({what}), {when}: {count} cases.{beside}{earlier}"
 

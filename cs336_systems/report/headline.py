@@ -36,10 +36,10 @@ def table(root: Path | None = None) -> pd.DataFrame:
         return pd.DataFrame()
     chapter = _leaderboard(root)
     shape = {**CASE, "is_causal": True, "machine": chapter.machines}
-    both = chapter.measured(**shape, kind="harness", leaves="stacked")
+    both = chapter.measured(**shape, leaves="stacked")
     # only ours have the leaderboard's own, long run: the short one is everybody's
     both = both[both["rep_ms"] != OFFICIAL_MS].sort_values(["machine", "ms_p50"], kind="stable")
-    alone = chapter.measured(**shape, kind="kernel", grad_o="matrix")
+    alone = chapter.table("kernels").measured(**shape, grad_o="matrix")
     out = []
     for row in both.to_dict("records"):
         same = alone[(alone["machine"] == row["machine"]) & (alone["impl"] == row["impl"])]
@@ -68,13 +68,13 @@ def sentence(root: Path | None = None) -> str:
     if table(root).empty:
         return "The leaderboard's work has not been measured on a GPU yet."
     chapter = _leaderboard(root)
-    return f"{chapter.provenance()}{_even(chapter)}"
+    return f"{chapter.provenance(chapter.table('kernels'))}{_even(chapter)}"
 
 
 def _even(chapter: Chapter) -> str:
     """Who is as far from ours as ours measured again in the same run, or less; nothing where nobody is."""
     said = []
-    both = chapter.measured(**{**CASE, "repeat": [0, 1]}, is_causal=True, kind="harness", leaves="stacked")
+    both = chapter.measured(**{**CASE, "repeat": [0, 1]}, is_causal=True, leaves="stacked")
     for _, rows in both[both["rep_ms"] != OFFICIAL_MS].groupby("run", sort=False):
         ms = {(row.impl, row.repeat): row.ms_p50 for row in rows.itertuples()}
         first, again = ms.get(("flash_triton", 0)), ms.get(("flash_triton", 1))

@@ -1,0 +1,375 @@
+"""Chapter leaderboard's tables: their grids, the order of turns, what their rows hold, what is skipped, and what an
+error leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+
+from cs336_systems import experiments
+from cs336_systems.experiments import attention_peers as peers
+from cs336_systems.experiments import (
+    leaderboard,
+    leaderboard_counters,
+    leaderboard_first_calls,
+    leaderboard_kernels,
+    leaderboard_ladder,
+    leaderboard_turns,
+)
+from cs336_systems.experiments.leaderboard import OFFICIAL_MS
+from cs336_systems.ladder import steps
+from cs336_systems.measure import ncu, process
+from cs336_systems.measure import rows as store
+from cs336_systems.report import Chapter, build
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+TABLES = [experiments.load(name) for name in experiments.tables("leaderboard")]
+TIMED = (leaderboard, leaderboard_kernels, leaderboard_ladder)
+SMALL = {"heads": 2, "seq_len": 128, "head_dim": 32, "is_causal": True, "dtype": "bf16", "part": "forward",
+         "leaves": "stacked", "rep_ms": 2, "grad_o": "matrix"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    for table in (leaderboard_kernels, leaderboard_ladder):
+        monkeypatch.setattr(table, "KERNEL_MS", 2)
+
+
+def small(table, *impls, **change):
+    fields = {k: v for k, v in (SMALL | change).items() if k in store.case_fields(table)}
+    return [table.Case(impl=impl, **fields) for impl in impls]
+
+
+def measured(table, *impls, **change):
+    found = table.run_group(small(table, *impls, **change))
+    assert all(set(metrics) <= {*table.METRICS, "status"} for metrics in found)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ grids
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+@pytest.mark.parametrize("table", TABLES, ids=store.table_name)
+def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, preset):
+    cases = table.grid(preset)
+    assert len(set(cases)) == len(cases) > 0
+    for group in store.groups(table, cases):
+        assert 0 < table.estimate_s(group) < 90
+        if getattr(group[0], "rep_ms", 0) < OFFICIAL_MS:
+            [again] = [c for c in group if c.repeat == 1]
+            assert dataclasses.replace(again, repeat=0) in group
+
+
+@pytest.mark.parametrize(("preset", "budget_s"), [("full", 660), ("smoke", 20)])
+def test_the_budget(preset, budget_s):
+    assert sum(t.estimate_s(g) for t in TABLES for g in store.groups(t, t.grid(preset))) < budget_s
+
+
+def test_the_work_is_the_leaderboards():
+    cases = leaderboard.grid("full")
+    shape = store.case_fields(leaderboard)[1:6]
+    assert {tuple(getattr(c, f) for f in shape) for c in cases} == {(16, 16384, 64, True, "bf16")}
+    official = [c for c in cases if c.rep_ms == 10_000]
+    assert {c.impl for c in official} == set(leaderboard.OURS)
+    assert all(c.leaves == "stacked" and leaderboard.turns(c) == 1 for c in official)
+    others = [c for c in cases if c not in official]
+    assert {c.impl for c in others} == {*leaderboard.OURS, *leaderboard.PEERS} - {"flash_torch"}
+    assert all(leaderboard.turns(c) == 5 for c in others)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_cases_follow_ever_others(count):
+    rounds = [leaderboard_turns.order(count, turn) for turn in range(count)]
+    assert all(sorted(one) == list(range(count)) for one in rounds)
+    assert all(sorted(place) == list(range(count)) for place in zip(*rounds, strict=True))
+    follows = Counter(pair for one in rounds for pair in itertools.pairwise(one))
+    assert len(follows) >= (count * (count - 1) if count % 2 == 0 else count * (count - 1) / 2)
+    assert all(times <= 1 + count % 2 for times in follows.values())
+
+
+def test_kernels_are_measured_at_the_neighboring_shapes():
+    cases = leaderboard_kernels.grid("full")
+    shapes = {(c.head_dim, c.is_causal, c.dtype) for c in cases}
+    assert shapes == {
+        (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
+        (64, True, "fp32"), (128, True, "fp32"),
+    }  # fmt: skip
+    beside_fa4 = {(c.head_dim, c.is_causal, c.dtype) for c in cases if c.impl == "fa4"}
+    assert shapes - beside_fa4 == {(80, True, "bf16"), (64, True, "fp32"), (128, True, "fp32")}
+
+
+def test_every_step_of_the_ladder_has_its_row():
+    ladder = [c for c in leaderboard_ladder.grid("full") if not c.repeat]
+    assert [c.impl for c in ladder] == list(steps.STEPS)
+    assert all(c.part == steps.STEPS[c.impl].part for c in ladder)
+
+
+def test_filters_choose_among_all_tables():
+    def chosen(table, **filters):
+        return experiments.cases(table, "full", **filters)
+
+    assert {c.impl for c in chosen(leaderboard, impl="fa4,f_hopper")} == {"fa4"}
+    assert [c.impl for c in chosen(leaderboard_ladder, impl="fa4,f_hopper")] == ["f_hopper"]
+    assert chosen(leaderboard_kernels, leaves="separate") == leaderboard_kernels.grid("full")
+    with pytest.raises(
+        ValueError, match=r"impl=warp is not in the full preset; allowed: all, flash_triton.*f_hopper"
+    ):
+        chosen(leaderboard_counters, impl="warp")
+    with pytest.raises(
+        ValueError, match=r"unknown parameter 'kind'; the cases have impl, heads.*leaves.*part"
+    ):
+        chosen(leaderboard, kind="ladder")
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    for table in TABLES:
+        monkeypatch.setattr(table, "run_group", lambda cases: [{"kernels": "a"} for _ in cases])
+        if table is leaderboard_kernels:
+            monkeypatch.setattr(
+                table, "run_group", lambda cases: [{"status": "error: bad luck"} for _ in cases]
+            )
+
+
+def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
+    chapter = Chapter(
+        "leaderboard", measure="yes", machine="this", preset="smoke", impl="flash_triton,f_production"
+    )
+    with pytest.raises(store.MeasurementError, match="leaderboard_kernels ended in an error"):
+        chapter.measure()
+    counts = {table.name: len(table.measured()) for table in chapter.tables}
+    assert list(counts.values()) == [1, 0, 2, 4, 0]  # the last one has other implementations
+    assert list(counts) == list(experiments.tables("leaderboard"))
+    assert chapter.table("ladder").number("spill_bytes", repeat=1) is None
+    assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
+    assert chapter.table("first_calls").rows().empty and chapter.table("first_calls").stale().empty
+    assert "1 cases" in chapter.provenance() and "4 cases" in chapter.table("counters").provenance()
+    assert "7 cases" in chapter.provenance(chapter.table("counters"), chapter.table("ladder"))
+    assert chapter.problems() == [] and "ended in an error" in chapter.table("kernels").problems()[0]
+    with pytest.raises(
+        ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, ladder, counters"
+    ):
+        chapter.table("stairs")
+
+
+def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
+    (results_root / "reference.json").write_text('{"leaderboard": ["h200-x1"]}')
+    chapter = Chapter("leaderboard", measure="no")
+    assert all(table.machines == ["h200-x1"] for table in chapter.tables)
+    assert Chapter("leaderboard_ladder", measure="no").machines == ["h200-x1"]
+    (tmp_path / "results").symlink_to(results_root)
+    found = build.problems(tmp_path)
+    assert [text.split(":")[0] for text in found] == list(experiments.tables("leaderboard"))
+
+
+# ------------------------------------------------------------------------------------------------ measuring, on a CPU
+@without_gpu
+@pytest.mark.parametrize("part", ["forward", "backward", "end_to_end"])
+def test_rows_of_times_hold_their_columns(part):
+    table = leaderboard if part == "end_to_end" else leaderboard_kernels
+    found = measured(table, "reference", "flash_torch", "sdpa_flash", "flash_triton", part=part)
+    assert [m["status"] for m in found if "status" in m] == ["skipped: needs a CUDA device"]
+    flops = {"forward": 2, "backward": 5, "end_to_end": 7}[part] * 2 * 128**2 * 32
+    for metrics in found[:3]:
+        assert metrics["timed"] == "clock"
+        low, middle, high = (metrics[f"ms_{q}"] for q in ("min", "p50", "max"))
+        assert 0 < low <= metrics["ms_p20"] <= middle <= metrics["ms_p80"] <= high
+        assert low <= metrics["ms_mean"] <= high
+        assert metrics["tflops"] == pytest.approx(flops / middle / 1e9)
+        assert len(metrics["turns_ms"].split(";")) == leaderboard_turns.TURNS
+        assert set(metrics["turns_mhz"]) == {";"}  # nothing to read on a CPU
+        assert 0 < metrics["error_out"] < 1e-2 and 0 < metrics["error_grads"] < 1e-2
+
+
+@without_gpu
+@pytest.mark.parametrize("leaves", ["stacked", "separate"])
+def test_the_harness_is_the_handouts(leaves):
+    """A sum's gradient, checked against fp64; gradients pile up in one leaf, or are dropped from three."""
+    [case] = small(leaderboard, "reference", leaves=leaves)
+    data = peers.data_of(case, "cpu", "number")
+
+    def exact():
+        from cs336_systems.attention.reference import exact_attention
+
+        return list(exact_attention(*data[:3], torch.ones_like(data[0]), True))
+
+    candidate = leaderboard_turns.Candidate(case, "cpu")
+    leaderboard.prepare(candidate, data, exact)
+    assert candidate.metrics["error_grads"] < 1e-2
+    assert len(candidate.grads) == (3 if leaves == "separate" else 0)
+    for x, y in zip(candidate.grads, exact()[1:], strict=False):
+        x.grad = None
+        candidate.call()
+        assert (x.grad.double() - y).norm() < 2e-2 * y.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_compiled_functions_get_the_gradient_of_a_sum_as_a_matrix(compiled):
+    """A number with strides of zero, unless torch.compile has traced the
+    function."""
+    strides = []
+
+    @torch.library.custom_op(f"leaderboard_test::doubled_{compiled}", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        strides.append(x.stride())
+        return 2 * x
+
+    @doubled.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return doubled(grad)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    apply = torch.compile(Doubled.apply, backend="aot_eager") if compiled else Doubled.apply
+    apply(x).sum().backward()
+    assert strides == [(8, 1) if compiled else (0, 0)]
+
+
+@without_gpu
+def test_what_a_cpu_cannot_run_says_what_it_needs():
+    gpu_only = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled", "fa4")
+    for metrics in measured(leaderboard_kernels, *gpu_only):
+        assert metrics["status"].startswith("skipped: needs a CUDA device")
+    for metrics in measured(leaderboard_ladder, "f_all_tiles", "f_production", "f_hopper"):
+        assert metrics == {"status": "skipped: needs a CUDA device"}
+
+
+@without_gpu
+def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
+    build = peers.build
+
+    def broken_reference(impl, *rest):
+        if impl == "reference":
+            raise RuntimeError("broken")
+        return build(impl, *rest)
+
+    monkeypatch.setattr(peers, "build", broken_reference)
+    broken, fine = measured(leaderboard_kernels, "reference", "flash_torch")
+    assert broken["status"] == "error: RuntimeError: broken"
+    assert "status" not in fine and fine["ms_p50"] > 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+@without_gpu
+def test_a_peer_that_cannot_be_captured_is_timed_with_events(monkeypatch, capsys):
+    from cs336_systems.measure import timing
+
+    def refuses(call, calls):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "captured", refuses)
+    cases = small(leaderboard_kernels, "fa4", "flash_triton")
+    fa4, ours = (leaderboard_turns.Candidate(case, "cuda") for case in cases)
+    fa4.call = ours.call = lambda: None
+    fa4.metrics["timed"] = "events"
+    fa4.capture()
+    assert fa4.metrics["timed"] == "events" and "capturing" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="capturing"):
+        ours.capture()
+
+
+@without_gpu
+def test_first_calls_in_processes_of_their_own(monkeypatch):
+    calls = []
+
+    def call(function, arguments, *, timeout_s, environment):
+        assert function == "cs336_systems.experiments.leaderboard_first_calls:first_call"
+        calls.append(environment["TRITON_CACHE_DIR"])
+        if arguments["case"]["impl"] == "reference":
+            raise process.ChildError("killed")
+        return leaderboard_first_calls.first_call(**arguments)
+
+    monkeypatch.setattr(process, "call", call)
+    skipped, failed, fine = measured(leaderboard_first_calls, "flash_triton", "reference", "flash_torch")
+    assert skipped == {"status": "skipped: needs a CUDA device"}
+    assert failed == {"status": "error: ChildError: killed"}
+    assert fine["first_call_s"] > 0 and fine["second_call_ms"] > 0 and "status" not in fine
+    assert len(set(calls)) == 3
+
+
+@without_gpu
+def test_counters_need_the_tool(monkeypatch):
+    monkeypatch.setattr(ncu, "find", lambda: None)
+    [metrics] = measured(leaderboard_counters, "flash_torch")
+    assert metrics == {"status": "skipped: needs Nsight Compute: no `ncu` in PATH"}
+
+
+def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
+    """The program says which case has no call; the kernels after the marks belong to the others."""
+    kernel = dict.fromkeys(ncu.COUNTERS, 1.0) | {"ns": 10.0, "cycles": 100.0}
+    twice = [kernel | {"kernel": "a(int)"}, kernel | {"kernel": "b", "ns": 30.0, "tensor_pct": 5.0}]
+
+    def counted(function, arguments, timeout_s):
+        assert function == "cs336_systems.experiments.leaderboard_counters:counted_calls"
+        assert [case["impl"] for case in arguments["cases"]] == ["fa4", "flash_triton"]
+        return ["skipped: needs FlashAttention-4", ""], [twice]
+
+    monkeypatch.setattr(ncu, "counted", counted)
+    fa4, ours = measured(leaderboard_counters, "fa4", "flash_triton")
+    assert fa4 == {"status": "skipped: needs FlashAttention-4"}
+    assert ours["kernels"] == "a b" and ours["instructions"] == 2 and ours["tensor_pct"] == 4
+    assert ours["conflict_pct"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["forward", "backward", "end_to_end"])
+@pytest.mark.parametrize("table", TIMED, ids=store.table_name)
+def test_groups_on_a_gpu(table, part, monkeypatch):
+    """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
+    monkeypatch.setattr(table, "TURNS", 2)
+    if {leaderboard: part != "end_to_end", leaderboard_ladder: part == "end_to_end"}.get(table, False):
+        pytest.skip("there is no such group")
+    impls = ["flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4"]
+    if table is leaderboard_ladder:
+        impls = [step.name for step in steps.of_part(part)]
+    found = measured(table, *impls, part=part, seq_len=1024, head_dim=64, rep_ms=5)
+    for impl, metrics in zip(impls, found, strict=True):
+        if metrics.get("status", "").startswith("skipped: needs "):
+            continue
+        assert "status" not in metrics, (impl, metrics["status"])
+        assert metrics["ms_p50"] > 0 and metrics["turns_ms"].count(";") == 1
+        assert (
+            metrics["timed"] == ("events" if table is leaderboard else "graph") or impl in leaderboard.PEERS
+        )
+        errors = [metrics[name] for name in ("error", "error_out", "error_grads") if name in metrics]
+        assert errors and all(0 < error < 2e-2 for error in errors)
+        if table is leaderboard_ladder:
+            assert 0 < metrics["registers"] <= 255 and metrics["shared_kib"] > 0
+        if table is leaderboard_ladder or impl in leaderboard.OURS:
+            assert "_kernel" in metrics["kernels"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_counters_on_a_gpu(part):
+    impls = ("flash_triton", "sdpa_cudnn", "fa4")
+    ours, peer, fa4 = measured(leaderboard_counters, *impls, part=part, seq_len=2048, head_dim=64)
+    if ours.get("status", "").startswith("skipped: needs "):
+        pytest.skip(ours["status"])
+    assert "status" not in ours and "status" not in peer
+    assert fa4.get("status", "skipped").startswith("skipped: needs") or fa4["tensor_pct"] > 0
+    assert part in ours["kernels"]
+    for metrics in (ours, peer):
+        assert 1 < metrics["tensor_pct"] < 100 and 0 <= metrics["conflict_pct"] < 100
+        assert metrics["instructions"] > 0
+
+
+@pytest.mark.gpu
+def test_first_calls_on_a_gpu():
+    """As many kernels are compiled as are launched, by both kinds of ours."""
+    for metrics in measured(leaderboard_first_calls, *leaderboard.OURS, seq_len=1024):
+        assert "status" not in metrics
+        assert metrics["compiled"] == len(metrics["kernels"].split()) and metrics["compiled_later"] >= 0
+        assert 1e3 * metrics["first_call_s"] > metrics["second_call_ms"]
