@@ -164,7 +164,19 @@ def to_markdown(
     return latex + table + (f"\n*{note}*\n" if note else "")
 
 
-def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False) -> None:
+def to_folded_html(frame: pd.DataFrame, caption: str, note: str = "") -> str:
+    """The table as HTML that opens by a click on its caption, and scrolls where it is wider than the page."""
+    kind = "table measured wide" if len(_flat(frame)[0]) > 8 else "table measured"
+    table = to_html(frame, note=note).replace("<table>", f'<table class="{kind}">', 1)
+    return (
+        f'<details class="folded"><summary>{_html_text(caption)}</summary>'
+        f'<div style="overflow-x:auto">{table}</div></details>'
+    )
+
+
+def show(
+    frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False, folded: bool = False
+) -> None:
     """Displays a frame as a captioned table; a named index becomes its first columns.
 
     Args:
@@ -173,6 +185,7 @@ def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: boo
         name: the label, such as `tab-flash-forward`, unique in the book.
         note: a line under the table.
         wrap: whether long cells may break into lines in HTML.
+        folded: closed until the reader clicks on the caption, without a number or label, and not in the PDF.
 
     A frame without rows (nothing of it was measured or chosen) is shown as a sentence that says so.
     """
@@ -181,9 +194,10 @@ def show(frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: boo
     if frame.empty:
         display(Markdown(f"*{caption}* No rows: not measured."))
         return
-    bundle = {
-        "text/html": to_html(frame, caption, note),
-        "text/markdown": to_markdown(frame, caption, name, note, wrap),
-        "text/plain": f"{caption}\n{frame.to_string()}",
-    }
-    display(bundle, raw=True)
+    if folded:
+        as_html = to_folded_html(frame, caption, note)
+        as_markdown = f"```{{raw}} html\n{as_html}\n```"  # which LaTeX leaves out
+    else:
+        as_html, as_markdown = to_html(frame, caption, note), to_markdown(frame, caption, name, note, wrap)
+    as_text = f"{caption}\n{frame.to_string()}"
+    display({"text/html": as_html, "text/markdown": as_markdown, "text/plain": as_text}, raw=True)
