@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
+from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
 
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
@@ -53,9 +54,10 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if pdf:
         missing_latex()
-    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html")]
-    if pdf:
-        made.append(_jupyter_book(root, "pdflatex", root / "_build" / "latex" / "cs336-systems.pdf"))
+    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
+    if pdf:  # of the same pages: without --all, and told to keep them, Sphinx does not run the notebooks again
+        product = root / "_build" / "latex" / "cs336-systems.pdf"
+        made.append(_jupyter_book(root, "pdflatex", product, **{KEEP_VARIABLE: "1"}))
         if bad := latex_complaints(
             (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
         ):
@@ -84,18 +86,17 @@ def missing_latex() -> None:
         )
 
 
-def _jupyter_book(root: Path, builder: str, product: Path) -> Path:
-    # Options: every page again, warnings are errors but all are shown, and a table of contents that is
-    # found from anywhere (a relative path is not).
+def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **variables: str) -> Path:
+    # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
     command = [
         sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(root / "book"),
-        "--builder", builder, "--all", "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
+        "--builder", builder, *options, "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
         str(root / "_config.yml"), "--path-output", str(root),
     ]  # fmt: skip
     product.unlink(missing_ok=True)
     log = root / "_build" / f"{builder}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = os.environ | {
+    environment = os.environ | variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",

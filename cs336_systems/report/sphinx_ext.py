@@ -1,5 +1,5 @@
-"""The Sphinx extension of the book: pages are read afresh from the rows at every build, and nothing is
-measured.
+"""The Sphinx extension of the book: pages are read afresh from the rows at every build, several notebooks at a
+time, and nothing is measured.
 
 Listed under `sphinx.extra_extensions` in `_config.yml`, so `cs336 book` and a bare `jupyter-book build
 book` behave alike."""
@@ -10,6 +10,10 @@ import os
 from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
+
+KEEP_VARIABLE = "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for the PDF, made of the pages that HTML just read
+# Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
+_UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
 
 def _every_page(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> set[str]:
@@ -32,9 +36,18 @@ def read_notebook(text: str) -> Any:
 def setup(app: Any) -> dict[str, bool | str]:
     """What Sphinx calls. The kernels that run the notebooks inherit the environment variable."""
     os.environ[BUILD_VARIABLE] = "1"
-    app.connect("env-get-outdated", _every_page)
+    if os.environ.get(KEEP_VARIABLE) != "1":
+        app.connect("env-get-outdated", _every_page)
+    app.parallel = 2 * (os.cpu_count() or 1)  # twice: Sphinx deals pages out in equal lots, and some take longer
+    app.connect("env-before-read-docs", _declare_parallel)
     app.connect("config-inited", _own_reader, priority=100)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _declare_parallel(app: Any, env: Any, pages: list[str]) -> None:
+    """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may."""
+    for name in _UNDECLARED:
+        app.extensions[name].parallel_read_safe = True
 
 
 def _own_reader(app: Any, config: Any) -> None:

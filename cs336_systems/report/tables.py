@@ -101,9 +101,8 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
     heads = list(dict.fromkeys(rows[columns]))
     table = wide[value].reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
-    words = wide["_word"].reindex(index=order, columns=heads)
     out = table.reset_index()
-    out.attrs["words"] = words.reset_index(drop=True)
+    out.attrs["words"] = wide["_word"].reindex(index=order, columns=heads).reset_index(drop=True)
     return out
 
 
@@ -112,24 +111,27 @@ def _word(status: str) -> str:
     return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(status, status.partition(":")[0])
 
 
-def _flat(
-    frame: pd.DataFrame, digits: Mapping[str, int] | None = None
-) -> tuple[list[str], list[list[str]], list[bool]]:
+def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.DataFrame:
+    """The frame as texts: numbers with three significant digits, or as many as `digits` says for their column."""
+    words = frame.attrs.get("words", pd.DataFrame())
+    out = frame.astype(object)
+    out.attrs = {}
+    for column in frame:
+        texts = [fmt(value, (digits or {}).get(column, 3)) for value in frame[column]]
+        if column in words:
+            texts = [
+                w if t == EMPTY else t for t, w in zip(texts, words[column].reindex(frame.index), strict=True)
+            ]
+        out[column] = texts
+    return out
+
+
+def _flat(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
     """Heads, rows of texts, and which columns hold numbers (they are set flush right)."""
-    words = frame.attrs.get("words")
     named_index = any(n is not None for n in frame.index.names)
     flat = frame.reset_index() if named_index else frame
     heads = [" ".join(str(p) for p in (c if isinstance(c, tuple) else (c,)) if p != "") for c in flat.columns]
-
-    def text(value: Any, line: Any, column: Any) -> str:
-        known = words is not None and column in words and line in words.index
-        shown = fmt(value, (digits or {}).get(column, 3))
-        return str(words.loc[line, column]) if shown == EMPTY and known else shown
-
-    rows = [
-        [text(v, line, c) for v, c in zip(row, flat.columns, strict=True)]
-        for line, row in zip(flat.index, flat.itertuples(index=False, name=None), strict=True)
-    ]
+    rows = [[fmt(v) for v in row] for row in flat.itertuples(index=False, name=None)]
     return heads, rows, [_numeric([row[i] for row in rows]) for i in range(len(heads))]
 
 
@@ -152,11 +154,9 @@ def _html_text(text: str) -> str:
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
 
-def to_html(
-    frame: pd.DataFrame, caption: str = "", note: str = "", digits: Mapping[str, int] | None = None
-) -> str:
+def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
     """The table as HTML, in the colours of the page around it."""
-    heads, rows, numeric = _flat(frame, digits)
+    heads, rows, numeric = _flat(frame)
     align = ["right" if n else "left" for n in numeric]
     head = "".join(
         f'<th style="text-align:{a}">{_html_text(h)}</th>' for h, a in zip(heads, align, strict=True)
@@ -177,14 +177,13 @@ def to_html(
 
 
 def to_markdown(
-    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False,
-    digits: Mapping[str, int] | None = None,
-) -> str:  # fmt: skip
+    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False
+) -> str:
     """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
 
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
-    heads, rows, numeric = _flat(frame, digits)
+    heads, rows, numeric = _flat(frame)
 
     def line(texts: Sequence[str]) -> str:
         return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
@@ -205,8 +204,18 @@ def to_markdown(
     return latex + table + (f"\n*{note}*\n" if note else "")
 
 
+def to_folded_html(frame: pd.DataFrame, caption: str, note: str = "") -> str:
+    """The table as HTML that opens by a click on its caption, and scrolls where it is wider than the page."""
+    kind = "table measured wide" if len(_flat(frame)[0]) > 8 else "table measured"
+    table = to_html(frame, note=note).replace("<table>", f'<table class="{kind}">', 1)
+    return (
+        f'<details class="folded"><summary>{_html_text(caption)}</summary>'
+        f'<div style="overflow-x:auto">{table}</div></details>'
+    )
+
+
 def show(
-    frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False,
+    frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False, folded: bool = False,
     digits: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Displays a frame as a captioned table; a named index becomes its first columns.
@@ -217,6 +226,7 @@ def show(
         name: the label, such as `tab-flash-forward`, unique in the book.
         note: a line under the table.
         wrap: whether long cells may break into lines in HTML.
+        folded: closed until the reader clicks on the caption, without a number or label, and not in the PDF.
         digits: column → significant digits, where they are not three.
 
     A frame without rows (nothing of it was measured or chosen) is shown as a sentence that says so.
@@ -226,9 +236,11 @@ def show(
     if frame.empty:
         display(Markdown(f"*{caption}* No rows: not measured."))
         return
-    bundle = {
-        "text/html": to_html(frame, caption, note, digits),
-        "text/markdown": to_markdown(frame, caption, name, note, wrap, digits),
-        "text/plain": f"{caption}\n{frame.to_string()}",
-    }
-    display(bundle, raw=True)
+    frame = printed(frame, digits)
+    if folded:
+        as_html = to_folded_html(frame, caption, note)
+        as_markdown = f"```{{raw}} html\n{as_html}\n```"  # which LaTeX leaves out
+    else:
+        as_html, as_markdown = to_html(frame, caption, note), to_markdown(frame, caption, name, note, wrap)
+    as_text = f"{caption}\n{frame.to_string()}"
+    display({"text/html": as_html, "text/markdown": as_markdown, "text/plain": as_text}, raw=True)
