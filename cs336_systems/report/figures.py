@@ -21,7 +21,7 @@ from cs336_systems.report.tables import EMPTY, fmt
 
 # implementation or series → (label, colour, marker)
 SERIES: dict[str, tuple[str, str, str]] = {
-    "flash_triton": ("ours, Triton", "#0072B2", "o"),
+    "flash_triton": ("ours", "#0072B2", "o"),
     "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
     "reference": ("plain PyTorch", "#6b6b6b", "s"),
     "reference_compiled": ("compiled PyTorch", "#D55E00", "D"),
@@ -30,7 +30,7 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "sdpa_cudnn": ("SDPA (cuDNN)", "#CC79A7", "v"),
     "sdpa_efficient": ("SDPA (efficient)", "#8c6d31", "<"),
     "flex_compiled": ("FlexAttention", "#E69F00", "P"),
-    "plain_triton": ("ours, plain Triton", "#004a75", "h"),
+    "plain_triton": ("ours, portable", "#004a75", "h"),
     "fa4": ("FlashAttention-4", "#222222", "p"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),
