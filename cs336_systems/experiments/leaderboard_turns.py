@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +66,6 @@ class Candidate:
             self.metrics["kernels"] = " ".join(own)
         error_out, *rest = errors(found, exact())
         self.metrics |= {"backend": impl.backend, "error_out": error_out, "error_grads": max(rest)}
-
-    def capture(self) -> None:
-        """Replaces `call` by the replay of a CUDA graph; a peer whose calls cannot be captured is timed as it is."""
-        from cs336_systems.measure.timing import captured
-
-        try:
-            self.call, self.metrics["timed"] = captured(self.call, 1), "graph"
-        except Exception:
-            if self.case.impl not in peers.PEERS:
-                raise
-            traceback.print_exc(file=sys.stderr)
 
     def settle(self, milliseconds: float) -> None:
         """Calls for that long, many at a time, so that the GPU seldom waits for the host."""
@@ -138,6 +125,8 @@ def in_turns(
     """
     import torch
 
+    from cs336_systems.measure.timing import captured
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = peers.data_of(cases[0], device, grad_o)
 
@@ -151,9 +140,9 @@ def in_turns(
     for candidate in candidates:
         with failure_is_a_row(candidate.metrics):
             prepare(candidate, data, exact)
-            candidate.metrics["timed"] = "clock" if device == "cpu" else "events"
-            if device == "cuda" and graphs:
-                candidate.capture()
+            candidate.metrics["timed"] = "clock" if device == "cpu" else "graph" if graphs else "events"
+            if candidate.metrics["timed"] == "graph":
+                candidate.call = captured(candidate.call, 1)
         for tensor in candidate.grads:
             tensor.grad = None
     exact.cache_clear()
