@@ -55,7 +55,9 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     if pdf:
         missing_latex()
     made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
-    if pdf:  # of the same pages: without --all, and told to keep them, Sphinx does not run the notebooks again
+    if (
+        pdf
+    ):  # of the same pages: without --all, and told to keep them, Sphinx does not run the notebooks again
         product = root / "_build" / "latex" / "cs336-systems.pdf"
         made.append(_jupyter_book(root, "pdflatex", product, **{KEEP_VARIABLE: "1"}))
         if bad := latex_complaints(
@@ -96,11 +98,15 @@ def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **vari
     product.unlink(missing_ok=True)
     log = root / "_build" / f"{builder}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = os.environ | variables | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONUNBUFFERED": "1",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-    }
+    environment = (
+        os.environ
+        | variables
+        | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONUNBUFFERED": "1",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
+    )
     print(f"building {builder}: {log}", flush=True)
     with open(log, "w") as out:
         code = subprocess.run(

@@ -5,6 +5,7 @@ words.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import json
 import os
@@ -144,6 +145,12 @@ class Chapter:
         if machine not in folders and machine != _this_machine():
             raise ValueError(f"unknown machine {machine!r}; allowed: auto, this, {', '.join(folders)}")
         return machine
+
+    def on(self, machine: str) -> Chapter:
+        """The same chapter on another machine, for a sentence about it; all is missing where it has no rows."""
+        other = copy.copy(self)
+        other.machines, other.measuring, other._frame = [machine], False, None
+        return other
 
     def table(self, name: str) -> Chapter:
         """Another table of this chapter, `kernels` for `leaderboard_kernels`, through the same parameters."""

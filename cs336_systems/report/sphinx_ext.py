@@ -11,7 +11,9 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
-KEEP_VARIABLE = "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for the PDF, made of the pages that HTML just read
+KEEP_VARIABLE = (
+    "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for the PDF, made of the pages that HTML just read
+)
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
@@ -38,7 +40,9 @@ def setup(app: Any) -> dict[str, bool | str]:
     os.environ[BUILD_VARIABLE] = "1"
     if os.environ.get(KEEP_VARIABLE) != "1":
         app.connect("env-get-outdated", _every_page)
-    app.parallel = 2 * (os.cpu_count() or 1)  # twice: Sphinx deals pages out in equal lots, and some take longer
+    app.parallel = 2 * (
+        os.cpu_count() or 1
+    )  # twice: Sphinx deals pages out in equal lots, and some take longer
     app.connect("env-before-read-docs", _declare_parallel)
     app.connect("config-inited", _own_reader, priority=100)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

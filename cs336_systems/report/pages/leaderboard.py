@@ -42,20 +42,21 @@ def harness(rows: pd.DataFrame) -> pd.DataFrame:
     """The harness's rows by implementation, fastest first, with the published times between them: ms of short turns,
     the mean with the official parameters, TFLOP/s, and the time over ours."""
     short = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked") & (rows["repeat"] == 0)]
-    official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index("impl")["ms_mean"]
-    ours = short.loc[short["impl"] == "flash_triton", "ms_p50"]
+    official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index(["machine", "impl"])["ms_mean"]
+    ours = short[short["impl"] == "flash_triton"].set_index("machine")["ms_p50"]
     frame = pd.DataFrame({
+        "machine": short["machine"],
         "implementation": short["impl"].map(label),
         "ms": short["ms_p50"],
-        "official mean, ms": short["impl"].map(official),
+        "official mean, ms": official.reindex(pd.MultiIndex.from_frame(short[["machine", "impl"]])).to_numpy(),
         "TFLOP/s": short["tflops"],
-        "× ours": short["ms_p50"] / (ours.iloc[0] if len(ours) else math.nan),
+        "× ours": short["ms_p50"] / short["machine"].map(ours),
         "SM clock, MHz": short["sm_mhz"],
     })  # fmt: skip
     if (rows["seq_len"] == TOKENS).any():
         others = [
-            {"implementation": f"[{what} entry]({record.source})", "ms": float(record.value),
-             "TFLOP/s": work_flops("end_to_end") / record.value / 1e9}
+            {"machine": rows["machine"].iloc[0], "implementation": f"[{what} entry]({record.source})",
+             "ms": float(record.value), "TFLOP/s": work_flops("end_to_end") / record.value / 1e9}
             for what, record in ((what, published(what)) for what in RECORDS)
         ]  # fmt: skip
         frame = pd.concat([frame, pd.DataFrame(others)], ignore_index=True)
@@ -157,7 +158,7 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
 def ladder_figure(rows: pd.DataFrame) -> Figure:
     """Both ladders: a bar for each step's time, a mark where it was expected, the least time of the slowest unit."""
     found = {part: ladder(rows, part) for part in ("forward", "backward")}
-    drawn, axes = figures.panels(rows=2, height=0.5 + 0.2 * max(map(len, found.values())))
+    drawn, axes = figures.panels(rows=2, height=0.4 + 0.165 * max(map(len, found.values())))
     for ax, (part, frame) in zip(axes[:, 0], found.items(), strict=True):
         ax.set_title(part)
         names = [step.name for step in steps.of_part(part)]
@@ -189,14 +190,16 @@ def ladder_figure(rows: pd.DataFrame) -> Figure:
 
 # ------------------------------------------------------------------------------------------------ kernels
 def kernels_table(rows: pd.DataFrame, impls: tuple[str, ...], fp32: bool = False) -> pd.DataFrame:
-    """Kernel time by shape and pass, a column for each implementation: 16-bit shapes, or those in fp32."""
+    """Kernel time by shape, forward (F) and backward (B) of each implementation: 16-bit shapes, or those in fp32."""
     rows = rows[(rows["repeat"] == 0) & (rows["grad_o"] == "matrix") & ((rows["dtype"] == "fp32") == fp32)]
-    rows = rows[rows["impl"].isin(impls)].assign(mask=rows["is_causal"].map({True: "causal", False: "none"}))
-    keys = ["part", "dtype", "head_dim", "mask"]
-    table = rows.set_index([*keys, "impl"])["ms_p50"].unstack("impl").reindex(columns=list(impls))
-    table = table.sort_index(ascending=[False, True, True, True], level=keys)
-    table.columns = [f"{label(impl)}, ms" for impl in impls]
-    return table.reset_index().rename(columns={"part": "pass", "head_dim": "d"})
+    rows = rows[rows["impl"].isin(impls)].assign(
+        mask=rows["is_causal"].map({True: "causal", False: "none"}),
+        head=rows["impl"].map(label) + rows["part"].map({"forward": " F, ms", "backward": " B, ms"}),
+    )
+    keys = ["machine", "dtype", "head_dim", "mask"]
+    heads = [f"{label(impl)} {letter}, ms" for letter in "FB" for impl in impls]
+    table = rows.set_index([*keys, "head"])["ms_p50"].unstack("head").reindex(columns=heads)
+    return table.reset_index().rename(columns={"head_dim": "d"}).rename_axis(columns=None)
 
 
 def counters_table(rows: pd.DataFrame, head_dim: int) -> pd.DataFrame:
@@ -206,7 +209,7 @@ def counters_table(rows: pd.DataFrame, head_dim: int) -> pd.DataFrame:
     )
     pairs = [accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part) for part in rows["part"]]
     return pd.DataFrame({
-        "pass": rows["part"], "implementation": rows["impl"].map(label),
+        "machine": rows["machine"], "pass": rows["part"], "implementation": rows["impl"].map(label),
         "tensor cores, %": rows["tensor_pct"], "exponentials, %": rows["exp_pct"], "schedulers, %": rows["issue_pct"],
         "shared memory, %": rows["shared_pct"], "L2, %": rows["l2_pct"],
         "instructions a pair": 32 * rows["instructions"] / pairs,
@@ -217,7 +220,7 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Seconds of the first call of both passes in a fresh process, ms of the second, kernels that Triton compiled."""
     rows = rows[rows["repeat"] == 0]
     return pd.DataFrame({
-        "implementation": rows["impl"].map(label), "first call, s": rows["first_call_s"],
-        "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"],
-        "for other lengths": rows["compiled_later"],
+        "machine": rows["machine"], "implementation": rows["impl"].map(label), "first call, s": rows["first_call_s"],
+        "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"].astype("Int64"),
+        "for other lengths": rows["compiled_later"].astype("Int64"),
     })  # fmt: skip
