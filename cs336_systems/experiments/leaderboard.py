@@ -28,8 +28,7 @@ from cs336_systems.experiments import leaderboard_turns
 from cs336_systems.experiments.attention_peers import OURS, PEERS, WORK
 from cs336_systems.experiments.leaderboard_turns import TURNS, Candidate, in_turns
 
-MEASURES = leaderboard_turns.MEASURES
-also_measures = peers.also_measures
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "rep_ms")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads", "peak_gib")
 OFFICIAL_MS, SHORT_MS = 10_000, 200

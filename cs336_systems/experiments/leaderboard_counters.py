@@ -12,11 +12,7 @@ from cs336_systems.measure import ncu
 from cs336_systems.measure.nsys import capture
 from cs336_systems.measure.rows import failure_is_a_row
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
-    "cs336_systems.measure.ncu",
-)  # fmt: skip
-also_measures = peers.also_measures
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (
     "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions", "kernels",

@@ -15,10 +15,7 @@ from cs336_systems.experiments.attention_peers import OURS, WORK
 from cs336_systems.measure import process
 from cs336_systems.measure.rows import failure_is_a_row
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
-)  # fmt: skip
-also_measures = peers.also_measures
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = ("first_call_s", "second_call_ms", "compiled", "compiled_later", "backend", "kernels")
 IMPLS = ("flash_triton", "plain_triton", "flex_compiled", "fa4", "sdpa_cudnn")

@@ -14,8 +14,7 @@ from cs336_systems.experiments import leaderboard_turns
 from cs336_systems.experiments.attention_peers import WORK
 from cs336_systems.experiments.leaderboard_turns import KERNEL_MS, TURNS, Candidate, in_turns
 
-MEASURES = leaderboard_turns.MEASURES
-also_measures = peers.also_measures
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 estimate_s = leaderboard_turns.estimate_s
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "grad_o")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads")

@@ -13,7 +13,7 @@ from cs336_systems.experiments.leaderboard_turns import KERNEL_MS, TURNS, Candid
 from cs336_systems.ladder import steps
 from cs336_systems.measure.rows import Skip
 
-MEASURES = (*leaderboard_turns.MEASURES, "cs336_systems.attention", "cs336_systems.ladder")
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 estimate_s = leaderboard_turns.estimate_s
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")

@@ -20,11 +20,6 @@ from cs336_systems.measure.rows import failure_is_a_row
 if TYPE_CHECKING:
     import torch
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
-    "cs336_systems.experiments.leaderboard_turns", "cs336_systems.measure.timing",
-    "cs336_systems.accounting.operations",
-)  # fmt: skip
 METRICS = (
     "ms_p20", "ms_p50", "ms_p80", "ms_mean", "ms_min", "ms_max",  # of single calls, all turns together
     "turns_ms", "turns_mhz", "turns_w",  # a number for each turn: median ms, SM clock, power

@@ -1,349 +1,201 @@
-"""What chapter `ddp` shows: steps by every way of averaging gradients, what is exposed, what overlaps.
-
-What is expected is in `ddp_predictions`, how even steps are and what they can tell in `ddp_pace`, the figures are in
-`ddp_figures`, the sentences in `ddp_words`.
-"""
+"""What chapter `ddp` shows: numeric frames and figures from its rows, and what is expected of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments.ddp import ALONE, PHASES, Case, overlap_path
 from cs336_systems.measure import trace_overlap
 from cs336_systems.measure.trace_overlap import Overlap
-from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages.steps import word
-from cs336_systems.report.tables import EMPTY, fmt, percent, whole
+from cs336_systems.report import Chapter, figures
 from cs336_systems.sizes import size
 
 NAMES = {
-    ALONE: "one rank alone", "none": "no communication", "naive": "naive", "flat": "flat", "overlapped": "overlapped",
+    ALONE: "one GPU alone", "none": "no communication", "naive": "naive", "flat": "flat", "overlapped": "overlapped",
     "bucketed": "bucketed", "in_place": "in place", "torch": "torch DDP", "torch_view": "torch DDP, views",
 }  # fmt: skip
-HEADS = dict(zip(PHASES, ("forward", "backward", "sync", "update"), strict=True))
+TORCH = ("torch", "torch_view")  # wait for the last all-reduce inside their backward pass
+BESIDE = [*((w, 0.0) for w in ("none", "naive", "flat", "overlapped")), ("bucketed", 100.0), ("in_place", 100.0),
+          ("torch", 0.0), ("torch", 100.0), ("torch_view", 0.0)]  # fmt: skip
+MANY = [("none", 0.0), ("naive", 0.0), ("bucketed", 100.0), ("in_place", 100.0), ("torch", 0.0)]
+COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
+_SAME = ["machine", "run", "size", "context_length", "batch", "dtype", "world_size"]
 
 
-# ------------------------------------------------------------------------------------------------------ rows
-def way(row: Mapping[str, Any]) -> str:
-    """What a case is called in tables: "bucketed, 25 MB"."""
-    name = NAMES[row["wrapper"]]
-    return f"{name}, {row['bucket_mb']:g} MB" if row["bucket_mb"] else name
+# ------------------------------------------------------------------------------------------------ what is expected
+def gradient_bytes(name: str = "xl") -> int:
+    """Bytes of all fp32 gradients of a model size: s."""
+    return sum(closed.bucket_bytes(size(name), 0))
 
 
-def settings(chapter: Chapter) -> dict[str, Any]:
-    """The number of ranks and the precision that the main tables show: those of the grid's first case."""
-    rows = chapter.rows(kind="time")
-    if rows.empty:
-        return {"world_size": 2, "dtype": "tf32"}
-    return {"world_size": int(rows.iloc[0]["world_size"]), "dtype": str(rows.iloc[0]["dtype"])}
+def messages(name: str, wrapper: str, bucket_mb: float) -> list[int]:
+    """Bytes of each all-reduce of a step by one of our variants, in the order in which they are sent."""
+    if wrapper in ("none", ALONE):
+        return []
+    limit = math.inf if wrapper == "flat" else bucket_mb * closed.MB
+    return closed.bucket_bytes(size(name), limit)
 
 
-def timed(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> list[dict[str, Any]]:
-    """The rows of whole steps, not repeated, in the grid's order; those of some wrappers only, if they are named.
+def all_reduces_ms(known: pd.DataFrame, sizes: Sequence[float]) -> float:
+    """The time of all-reduces of these bytes, one after the other, by the measured times of tensors of other sizes.
 
-    Number of ranks and precision are those of `settings`, unless `where` says otherwise ("all" for all).
+    Between two of them on a line in logarithms, beyond the largest in proportion; NaN without any.
     """
-    chosen = {k: v for k, v in {**settings(chapter), **where}.items() if v != "all"}
-    rows = chapter.rows(kind="time", repeat=0, **chosen)
-    return [r for r in rows.to_dict("records") if not wrappers or r["wrapper"] in wrappers]
+    if known.empty or not sizes:
+        return math.nan if known.empty else 0.0
+    known = known.sort_values("num_bytes")
+    num_bytes, ms = (known[c].to_numpy(float) for c in ("num_bytes", "ms_p50"))
+    found = np.exp(np.interp(np.log(sizes), np.log(num_bytes), np.log(ms)))
+    return float(np.sum(found * np.maximum(1, np.asarray(sizes) / num_bytes[-1])))
 
 
-def teams(chapter: Chapter) -> list[tuple[str, int]]:
-    """Machines and numbers of ranks, two and more, of the steps in the main tables' precision that were measured; those
-    of the main tables where none was."""
-    main = settings(chapter)
-    rows = chapter.measured(kind="time", dtype=main["dtype"])
-    found = rows[rows["world_size"] > 1][["machine", "world_size"]].drop_duplicates()
-    return [(m, int(n)) for m, n in found.itertuples(index=False)] or [
-        (m, main["world_size"]) for m in chapter.machines
+def _wait_ms(row: Any, reduces: pd.DataFrame, tb_per_s: float) -> float:
+    """What a variant should wait for after its backward pass: all messages, or the last one where it overlaps."""
+    if row.wrapper in TORCH or row.status != "ok":
+        return math.nan
+    same = (reduces["machine"] == row.machine) & (reduces["world_size"] == row.world_size)
+    same &= (reduces["backend"] == row.backend) & (reduces["how"] == "all_reduce") & (reduces["repeat"] == 0)
+    sent = messages(row.size, row.wrapper, row.bucket_mb)
+    after = sent if row.wrapper in ("naive", "flat") else sent[-1:]
+    copied = 2 * sum(sent) / tb_per_s / 1e9 if row.wrapper == "flat" else 0.0
+    return all_reduces_ms(reduces[same & (reduces["status"] == "ok")], after) + copied
+
+
+# ------------------------------------------------------------------------------------------------------ the rows
+def beside(chapter: Chapter, name: str) -> pd.DataFrame:
+    """The rows of another chapter on this chapter's machines."""
+    other = Chapter(name, measure="no", root=chapter.root)
+    return pd.concat([other.on(machine).rows() for machine in chapter.machines or [""]], ignore_index=True)
+
+
+def steps(rows: pd.DataFrame, reduces: pd.DataFrame, tb_per_s: float | None = None) -> pd.DataFrame:
+    """The timed rows with more columns: what a step and its backward pass take beyond those without communication in the
+    same run, weak scaling (the step of one GPU alone over this one), the wait after the backward pass that the rows of
+    chapter `allreduce` predict (`tb_per_s`: at which `flat` copies its gradients), and a name."""
+    out = rows[rows["kind"] == "time"].reset_index(drop=True)
+    there = out[(out["status"] == "ok") & (out["repeat"] == 0)]
+    places = pd.MultiIndex.from_frame(out[_SAME])
+
+    def base(wrapper: str, column: str) -> np.ndarray:
+        found = there[there["wrapper"] == wrapper].set_index(_SAME)[column].astype(float)
+        return found.reindex(places).to_numpy()
+
+    step = out["step_ms_p50"].astype(float)
+    sends = ~out["wrapper"].isin([ALONE, "none"])
+    out["exposed_ms"] = (step - base("none", "step_ms_p50")).where(sends)
+    out["longer_ms"] = (out["backward_ms_p50"].astype(float) - base("none", "backward_ms_p50")).where(sends)
+    out["wait_ms"] = (
+        out["synchronization_ms_p50"].astype(float).where(sends & ~out["wrapper"].isin(TORCH))
+    )
+    out["scaling"] = (base(ALONE, "step_ms_p50") / step).where(out["wrapper"] != ALONE)
+    speed = math.nan if tb_per_s is None else tb_per_s
+    out["predicted_ms"] = [
+        _wait_ms(row, reduces, speed) if sent else math.nan
+        for row, sent in zip(out.itertuples(), sends, strict=True)
     ]
-
-
-def ok(row: Mapping[str, Any] | None) -> bool:
-    """Whether a row was measured."""
-    return row is not None and row["status"] == "ok"
-
-
-def mate(
-    chapter: Chapter, row: Mapping[str, Any], wrapper: str, bucket_mb: float = 0.0
-) -> dict[str, Any] | None:
-    """The row of another way with the same shape in the same run; None unless both were measured."""
-    if not ok(row):
-        return None
-    same = {k: row[k] for k in ("machine", "run", "size", "context_length", "batch", "dtype", "world_size")}
-    found = chapter.measured(kind="time", repeat=0, wrapper=wrapper, bucket_mb=bucket_mb, **same)
-    return found.iloc[0].to_dict() if len(found) == 1 else None
-
-
-def exposed_ms(chapter: Chapter, row: Mapping[str, Any]) -> float | None:
-    """The step's time less that of the same step without communication, in the same run; None if one is missing."""
-    base = mate(chapter, row, "none")
-    return None if base is None else float(row["step_ms_p50"] - base["step_ms_p50"])
-
-
-def efficiency(chapter: Chapter, row: Mapping[str, Any]) -> float | None:
-    """Weak scaling: the step of one rank alone over this one, in the same run; None if one is missing."""
-    alone = mate(chapter, row, ALONE)
-    return None if alone is None else closed.scaling_efficiency(alone["step_ms_p50"], row["step_ms_p50"])
-
-
-def side_by_side(chapter: Chapter, context: int) -> list[tuple[str, float]]:
-    """The ways, with the size of their buckets, that were measured at a context on every number of ranks above one."""
-    ways: dict[int, set[tuple[str, float]]] = {}
-    for row in timed(chapter, world_size="all", context_length=context):
-        if row["world_size"] > 1 and ok(row):
-            ways.setdefault(int(row["world_size"]), set()).add((row["wrapper"], row["bucket_mb"]))
-    return sorted(set.intersection(*ways.values())) if ways else []
-
-
-def contexts(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The context lengths of rows, in their order."""
-    return list(dict.fromkeys(int(row["context_length"]) for row in rows))
-
-
-def _table(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """These columns of the lines, a dash where a line lacks one."""
-    return pd.DataFrame([[line.get(c, EMPTY) for c in columns] for line in lines], columns=list(columns))
-
-
-# ------------------------------------------------------------------------------------------------ predictions
-def model_of(chapter: Chapter) -> tuple[Any, int]:
-    """The configuration of the chapter's model, and sequences a rank."""
-    rows = chapter.rows()
-    first = rows.iloc[0] if len(rows) else {"size": "xl", "batch": 2}
-    return size(str(first["size"])), int(first["batch"])
-
-
-def prediction_table(chapter: Chapter) -> pd.DataFrame:
-    """All-reduces of a step, how large they are, and what each way holds besides one set of gradients."""
-    config, _ = model_of(chapter)
-    total = sum(closed.bucket_bytes(config, 0))
-    out = []
-    for row in timed(chapter):
-        wrapper, mb = row["wrapper"], row["bucket_mb"]
-        if row["context_length"] != contexts(timed(chapter))[0] or wrapper in (
-            ALONE,
-            "none",
-            "torch",
-            "torch_view",
-        ):
-            continue
-        limit = {"flat": np.inf, "naive": 0, "overlapped": 0}.get(wrapper, mb * closed.MB)
-        buckets = closed.bucket_bytes(config, limit)
-        extra = {
-            "flat": "all gradients once more",
-            "bucketed": "one bucket's, while they are brought into it",
-        }
-        out.append({
-            "way": way(row),
-            "all-reduces": len(buckets),
-            "largest, MB": fmt(max(buckets) / closed.MB),
-            "last, MB": fmt(buckets[-1] / closed.MB),
-            "held besides": extra.get(wrapper, "nothing"),
-        })  # fmt: skip
-    assert total > 0
-    return pd.DataFrame(out, columns=["way", "all-reduces", "largest, MB", "last, MB", "held besides"])
-
-
-# ------------------------------------------------------------------------------------------------------ tables
-def step_table(chapter: Chapter, wrappers: Sequence[str] = (), **where: Any) -> pd.DataFrame:
-    """The step of each way in ms: its median with quantiles, its phases, what of it is exposed communication."""
-    out = []
-    for row in timed(chapter, wrappers, **where):
-        line = {"machine": row["machine"], "context": row["context_length"], "way": way(row)}
-        if not ok(row):
-            out.append(line | {"step": word(row["status"])})
-            continue
-        exposed = exposed_ms(chapter, row)
-        step = row["step_ms_p50"]
-        line |= {"step": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
-        line |= {HEADS[phase]: fmt(row[f"{phase}_ms_p50"]) for phase in PHASES}
-        line |= {"calls": whole(row["collectives"])}
-        if row["wrapper"] not in (ALONE, "none"):
-            line |= {
-                "exposed": fmt(exposed),
-                "share": percent(None if exposed is None else exposed / step, 3),
-            }
-        out.append(line)
-    columns = [
-        "machine", "context", "way", "step", "p20–p80", *HEADS.values(), "calls", "exposed", "share",
-    ]  # fmt: skip
-    return _table(out, columns)
-
-
-def summary_table(chapter: Chapter, **where: Any) -> pd.DataFrame:
-    """Throughput, weak scaling, time against no communication and against torch's DDP, and memory, of each way."""
-    out = []
-    config, batch = model_of(chapter)
-    for row in timed(chapter, **where):
-        line = {"machine": row["machine"], "ranks": row["world_size"], "dtype": row["dtype"]}
-        line |= {"context": row["context_length"], "way": way(row)}
-        if not ok(row):
-            out.append(line | {"step, ms": word(row["status"])})
-            continue
-        step = row["step_ms_p50"]
-        against = {}
-        for name in ("none", "torch"):
-            base = mate(chapter, row, name) if row["wrapper"] != ALONE else None
-            against[name] = None if base is None else step / base["step_ms_p50"]
-        line |= {"step, ms": fmt(step), "p20–p80": f"{fmt(row['step_ms_p20'])}–{fmt(row['step_ms_p80'])}"}
-        line |= {"tokens/s": fmt(row["tokens_per_s"])}
-        line |= {"scaling": percent(efficiency(chapter, row), 3) if row["wrapper"] != ALONE else EMPTY}
-        line |= {f"over {name}": EMPTY if r is None else f"{r:.3f} ×" for name, r in against.items()}
-        if not pd.isna(row["peak_gib"]):
-            wrapper = "none" if row["wrapper"] == ALONE else row["wrapper"]
-            predicted = closed.peak_bytes(
-                config, batch, row["context_length"], "bf16" if row["dtype"] == "bf16" else "fp32", wrapper,
-                row["bucket_mb"] * closed.MB,
-            )  # fmt: skip
-            line |= {"peak, GiB": fmt(row["peak_gib"]), "predicted": fmt(predicted / 2**30)}
-        out.append(line)
-    columns = [
-        "machine", "ranks", "dtype", "context", "way", "step, ms", "p20–p80", "tokens/s", "scaling", "over none",
-        "over torch", "peak, GiB", "predicted",
-    ]  # fmt: skip
-    return _table(out, columns)
-
-
-def other_table(chapter: Chapter) -> pd.DataFrame:
-    """`summary_table` of the numbers of ranks and precisions that are not those of the main tables, where any way was
-    measured with them."""
-    frame = summary_table(chapter, world_size="all", dtype="all")
-    main = settings(chapter)
-    frame = frame[(frame["ranks"] != main["world_size"]) | (frame["dtype"] != main["dtype"])]
-    there = ~frame["step, ms"].isin(["skipped", EMPTY])
-    frame = frame[there.groupby([frame["ranks"], frame["dtype"]]).transform("any")]
-    empty = [c for c in ("scaling", "over torch") if (frame[c] == EMPTY).all()]
-    return frame.drop(columns=["predicted", *empty]).reset_index(drop=True)
-
-
-def trace_table(chapter: Chapter) -> pd.DataFrame:
-    """What ran at the same time, by the traces: means over ranks and steps, in ms; `all ranks` of the step kept."""
-    out = []
-    kept = {machine: recorded(chapter, machine) for machine in chapter.machines}
-    for row in chapter.rows(kind="trace").to_dict("records"):
-        line = {"machine": row["machine"], "context": row["context_length"], "way": way(row)}
-        if not ok(row):
-            out.append(line | {"step": word(row["status"])})
-            continue
-        out.append(line | {
-            "step": fmt(row["traced_ms"]),
-            "computing": fmt(row["compute_ms"]),
-            "communicating": fmt(row["communication_ms"]),
-            "all ranks": fmt(together_ms(kept.get(row["machine"], {}).get(way(row), ()))),
-            "both": fmt(row["overlap_ms"]),
-            "in backward": fmt(row["backward_overlap_ms"]),
-            "hidden": percent(row["overlap_ms"] / row["communication_ms"] if row["communication_ms"] else None, 3),
-            "messages": whole(row["messages"]),
-        })  # fmt: skip
-    columns = [
-        "machine", "context", "way", "step", "computing", "communicating", "all ranks", "both", "in backward",
-        "hidden", "messages",
-    ]  # fmt: skip
-    return _table(out, columns)
-
-
-# ------------------------------------------------------------------------------------------------- bucket model
-def sweep(chapter: Chapter, machine: str, context: int, wrapper: str = "bucketed") -> list[dict[str, Any]]:
-    """The measured rows of all bucket sizes at one context, with `exposed_ms`, smallest buckets first."""
-    rows = [r for r in timed(chapter, (wrapper,), machine=machine, context_length=context) if ok(r)]
-    rows = [row | {"exposed_ms": exposed_ms(chapter, row)} for row in rows]
-    return sorted((r for r in rows if r["exposed_ms"] is not None), key=lambda r: r["bucket_mb"])
-
-
-def fit(chapter: Chapter, rows: Sequence[Mapping[str, Any]], constant: bool) -> closed.Fit | None:
-    """The model of the overhead fitted to a sweep; None where there are too few points."""
-    total = sum(closed.bucket_bytes(model_of(chapter)[0], 0))
-    points = [(float(row["collectives"]), row["exposed_ms"] / 1e3) for row in rows]
-    if len({n for n, _ in points}) < (4 if constant else 3):
-        return None
-    return closed.fit_overhead(total, points, constant)
-
-
-def bucket_table(chapter: Chapter) -> pd.DataFrame:
-    """Exposed communication by bucket size, beside the fitted model with and without a constant."""
-    total = sum(closed.bucket_bytes(model_of(chapter)[0], 0))
-    out = []
-    for machine in chapter.machines:
-        for context in contexts(timed(chapter, ("bucketed",))):
-            rows = sweep(chapter, machine, context)
-            fits = [fit(chapter, rows, constant) for constant in (False, True)]
-            for row in rows:
-                n = float(row["collectives"])
-                buckets = closed.bucket_bytes(model_of(chapter)[0], row["bucket_mb"] * closed.MB)
-                fitted = [EMPTY if f is None else fmt(f.overhead_s(n) * 1e3) for f in fits]
-                out.append({
-                    "machine": machine, "context": context, "bucket": fmt(row["bucket_mb"]), "calls": int(n),
-                    "mean": fmt(total / n / closed.MB), "last": fmt(buckets[-1] / closed.MB),
-                    "step": fmt(row["step_ms_p50"]), "exposed": fmt(row["exposed_ms"]),
-                    "model": fitted[0], "with constant": fitted[1],
-                })  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def fit_table(chapter: Chapter) -> pd.DataFrame:
-    """What least squares finds for the model's parameters in each sweep, the optimum, and how far the fit is off."""
-    out = []
-    for machine in chapter.machines:
-        for context in contexts(timed(chapter, ("bucketed",))):
-            rows = sweep(chapter, machine, context)
-            for constant in (False, True):
-                found = fit(chapter, rows, constant)
-                if found is None:
-                    continue
-                line = {
-                    "machine": machine,
-                    "context": context,
-                    "fit": "with constant" if constant else "model",
-                }
-                if found.model is not None:
-                    line |= {
-                        "w, GB/s": fmt(found.model.bytes_per_s / 1e9),
-                        "best number": fmt(found.model.best_num_buckets),
-                        "best MB": fmt(found.model.best_bucket_bytes / closed.MB),
-                    }
-                if found.call_s > 0:
-                    line |= {"o, µs": fmt(found.call_s * 1e6)}
-                if constant:
-                    line |= {"constant": fmt(found.constant_s * 1e3)}
-                off = np.sqrt(np.mean(np.square(found.residuals_s))) * 1e3
-                out.append(line | {"off by": fmt(float(off))})
-    return _table(
-        out, ["machine", "context", "fit", "w, GB/s", "o, µs", "best number", "best MB", "constant", "off by"]
+    limits = [f", {mb:g} MB" if mb else "" for mb in out["bucket_mb"]]
+    return out.assign(
+        variant=[NAMES[w] + limit for w, limit in zip(out["wrapper"], limits, strict=True)]
     )
 
 
-def together_ms(ranks: Sequence[Overlap]) -> float | None:
-    """The time in which communication ran on all ranks at once, in ms; None without two of them.
-
-    About: gaps too short to see are closed in what is kept, and each rank's step begins at a zero of its own.
-    """
-    if len(ranks) < 2:
-        return None
-    common = list(ranks[0].communication)
-    for step in ranks[1:]:
-        both, i, j, other = [], 0, 0, step.communication
-        while i < len(common) and j < len(other):
-            ends = common[i][0] + common[i][1], other[j][0] + other[j][1]
-            start = max(common[i][0], other[j][0])
-            if min(ends) > start:
-                both.append((start, min(ends) - start))
-            i, j = (i + 1, j) if ends[0] <= ends[1] else (i, j + 1)
-        common = both
-    return sum(length for _, length in common) / 1e6
+def main(steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are shown in full: fewest GPUs above one, the first precision, the longest context."""
+    for column, choose in (("world_size", min), ("dtype", lambda names: names.iloc[0]), ("context_length", max)):
+        steps = steps[steps["world_size"] > 1]
+        steps = steps[steps[column] == choose(steps[column])] if len(steps) else steps
+    return steps[steps["repeat"] == 0]
 
 
-def recorded(chapter: Chapter, machine: str) -> dict[str, list[Overlap]]:
-    """The condensed steps of the traced ways, all ranks of each, in the grid's order."""
-    found = {}
-    for row in chapter.rows(kind="trace", machine=machine).to_dict("records"):
-        fields = {field: row[field] for field in Case.__dataclass_fields__}
-        path = overlap_path(Case(**fields), machine, chapter.root)
-        if ok(row) and path.is_file():
-            found[way(row)] = trace_overlap.from_json(path)
-    return found
+# ------------------------------------------------------------------------------------------------------ tables
+def pace(steps: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """How well a step is known at each context, on the fewest GPUs above one: without communication here and in the
+    rows of chapter `zero`, its range, and how far one case measured twice lies apart."""
+    rows = pd.concat([main(steps[steps["context_length"] == c]) for c in sorted(set(steps["context_length"]))] or [steps])
+    none = rows[rows["wrapper"] == "none"]
+    again = steps[steps["repeat"] == 1].set_index(["machine", "run", "context_length", "variant"])["step_ms_p50"]
+    others = others[(others["variant"] == ALONE) & (others["moment"] == "timed") & (others["repeat"] == 0)]
+    others = others.set_index(["machine", "context_length", "world_size"])["step_ms_p50"].astype(float)
+    twice = rows.assign(again=again.astype(float).reindex(
+        pd.MultiIndex.from_frame(rows[["machine", "run", "context_length", "variant"]])).to_numpy())  # fmt: skip
+    apart = np.abs(np.log(twice["again"] / twice["step_ms_p50"].astype(float)))
+    apart = np.expm1(apart.groupby([twice["machine"], twice["context_length"]]).max())
+    at = pd.MultiIndex.from_frame(none[["machine", "context_length"]])
+    middle = none["step_ms_p50"].astype(float)
+    return pd.DataFrame({
+        "machine": none["machine"], "context": none["context_length"], "no communication, ms": middle,
+        "in chapter zero, ms": others.reindex(
+            pd.MultiIndex.from_frame(none[["machine", "context_length", "world_size"]])).to_numpy(),
+        "p20–p80, % of median": 100 * (none["step_ms_p80"] - none["step_ms_p20"]) / middle,
+        "same case twice, % apart": 100 * apart.reindex(at).to_numpy(),
+    })  # fmt: skip
+
+
+def variants(steps: pd.DataFrame) -> pd.DataFrame:
+    """The step of each variant: all-reduces, median, what is exposed, and where: beside or after the backward pass."""
+    rows = main(steps)
+    order = {key: place for place, key in enumerate(BESIDE)}
+    keys = list(zip(rows["wrapper"], rows["bucket_mb"], strict=True))
+    shown = [key in order or (bool(len(rows)) and rows["size"].iloc[0] == "tiny") for key in keys]
+    rows = rows.assign(place=[order.get(key, len(order)) for key in keys])[shown]
+    return _columns(rows.sort_values(["machine", "place"], kind="stable"), "variant")
+
+
+def sweep(steps: pd.DataFrame) -> pd.DataFrame:
+    """Buckets in their order of size, with the last message in MB, and the step of the in-place variant beside each."""
+    rows = main(steps)
+    keys = ["machine", "bucket_mb"]
+    in_place = rows[rows["wrapper"] == "in_place"].set_index(keys)["step_ms_p50"].astype(float)
+    rows = rows[rows["wrapper"] == "bucketed"].sort_values(keys)
+    last = [messages(r.size, r.wrapper, r.bucket_mb)[-1] / closed.MB for r in rows.itertuples()]
+    out = _columns(rows.rename(columns={"bucket_mb": "bucket, MB"}), "bucket, MB")
+    out.insert(3, "last, MB", last)
+    out["in place: step, ms"] = in_place.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
+    return out
+
+
+def _columns(rows: pd.DataFrame, first: str) -> pd.DataFrame:
+    return pd.DataFrame({
+        "machine": rows["machine"], first: rows[first], "all-reduces": rows["collectives"].astype("Float64").astype("Int64"),
+        "step, ms": rows["step_ms_p50"].astype(float), "exposed, ms": rows["exposed_ms"],
+        "backward longer, ms": rows["longer_ms"], "wait, ms": rows["wait_ms"],
+        "wait predicted, ms": rows["predicted_ms"],
+    }).reset_index(drop=True)  # fmt: skip
+
+
+def scaling(steps: pd.DataFrame) -> pd.DataFrame:
+    """Weak scaling: step, exposed time and efficiency of the variants that were measured on each number of GPUs."""
+    longest = steps["context_length"].max()
+    rows = steps[(steps["world_size"] > 1) & (steps["repeat"] == 0) & (steps["context_length"] == longest)]
+    rows = rows[(rows["status"] == "ok") & (rows["dtype"] == rows["dtype"].iloc[:1].squeeze())] if len(rows) else rows
+    rows = rows[[key in MANY for key in zip(rows["wrapper"], rows["bucket_mb"], strict=True)]]
+    several = rows.groupby("world_size")["machine"].nunique().gt(1).any()
+    out = {key: {"variant": name} for key, name in zip(MANY, _named(MANY), strict=True)}
+    for head in ("step, ms", "exposed, ms", "scaling, %"):
+        for (machine, gpus), part in rows.groupby(["machine", "world_size"], sort=False):
+            where = f"{gpus} GPUs: {head}" + (f" ({machine})" if several else "")
+            for row in part.itertuples():
+                value = {"step, ms": row.step_ms_p50, "exposed, ms": row.exposed_ms}.get(head, 100 * row.scaling)
+                out[row.wrapper, row.bucket_mb][where] = value
+    return pd.DataFrame([line for line in out.values() if len(line) > 1])
+
+
+def _named(keys: Sequence[tuple[str, float]]) -> list[str]:
+    return [NAMES[wrapper] + (f", {mb:g} MB" if mb else "") for wrapper, mb in keys]
+
+
+def everything(steps: pd.DataFrame) -> pd.DataFrame:
+    """Every timed row, with its phases."""
+    heads = {"machine": "machine", "world_size": "GPUs", "dtype": "dtype", "context_length": "context", "variant": "variant",
+             "repeat": "repeat", "step_ms_p50": "step, ms", "step_ms_p20": "p20", "step_ms_p80": "p80",
+             **{f"{p}_ms_p50": p for p in PHASES}, "exposed_ms": "exposed", "peak_gib": "peak, GiB"}  # fmt: skip
+    return steps[steps["status"] == "ok"][list(heads)].rename(columns=heads)
