@@ -7,12 +7,13 @@ import json
 import pandas as pd
 import pytest
 import step_rows
+from sphinx.errors import ExtensionError
 
 from cs336_systems import experiments
 from cs336_systems.experiments import flash_bench, leaderboard, leaderboard_kernels
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest
-from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext
+from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
 
 
@@ -45,6 +46,80 @@ def test_injected_cells_are_left_out_of_the_page():
     cell |= {"execution_count": None, "outputs": []}
     text = json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
     assert "remove-cell" in sphinx_ext.read_notebook(text).cells[0].metadata["tags"]
+
+
+class Sphinx:
+    """What the extension uses of Sphinx's application."""
+
+    def __init__(self):
+        self.parallel, self.connected = 1, []
+
+    def connect(self, event, handler, priority=500):
+        self.connected.append(event)
+
+
+def test_every_page_is_outdated_except_for_the_pdf_of_cs336_book(monkeypatch):
+    monkeypatch.setenv(sphinx_ext.BUILD_VARIABLE, "1")  # set by setup, so restored afterwards
+    bare, pdf = Sphinx(), Sphinx()
+    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
+    sphinx_ext.setup(bare)
+    assert "env-get-outdated" in bare.connected
+    assert bare.parallel > 1
+    monkeypatch.setenv(sphinx_ext.KEEP_VARIABLE, "1")
+    sphinx_ext.setup(pdf)
+    assert "env-get-outdated" not in pdf.connected
+
+
+def test_a_failed_notebook_ends_the_build():
+    env = type("Environment", (), {"nb_metadata": {"a": {"exec_data": {"succeeded": True}}, "text": {}}})
+    sphinx_ext._no_failed_notebook(None, env)
+    env.nb_metadata["b"] = {"exec_data": {"succeeded": False}}
+    with pytest.raises(ExtensionError, match="notebooks failed: b"):
+        sphinx_ext._no_failed_notebook(None, env)
+
+
+def test_failed_cells_are_told_without_the_tracebacks_around_them():
+    log = "reading sources...\n" + "".join(
+        f"\x1b[91m/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n  File ...\n"
+        f"nbclient.exceptions.CellExecutionError: An error occurred\nValueError: bad {name}\n\n [mystnb.exec]\x1b[39m\n"
+        for name in "ab"
+    )
+    cells = [f"/x/{n}.ipynb: CellExecutionError: An error occurred\nValueError: bad {n}" for n in "ab"]
+    assert build._tail(log + "Traceback of Sphinx\n") == "\n\n".join(cells)
+
+
+def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, monkeypatch):
+    calls = []
+
+    def run(command, cwd, env, stdout, stderr):
+        calls.append((command, env))
+        product = "html/index.html" if "html" in command else "latex/cs336-systems.pdf"
+        (tmp_path / "_build" / product).parent.mkdir(parents=True)
+        (tmp_path / "_build" / product).touch()
+        (tmp_path / "_build" / product).with_suffix(".log").touch()
+        return build.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
+    monkeypatch.delenv("CS336_MACHINE", raising=False)
+    monkeypatch.setattr(build, "missing_latex", lambda: None)
+    monkeypatch.setattr(build.subprocess, "run", run)
+    assert [path.name for path in build.build(pdf=True, root=tmp_path)] == ["index.html", "cs336-systems.pdf"]
+    (html, html_env), (latex, latex_env) = calls
+    assert "--all" in html and sphinx_ext.KEEP_VARIABLE not in html_env
+    assert "--all" not in latex and latex_env[sphinx_ext.KEEP_VARIABLE] == "1"
+    assert "-W" in html and "-W" in latex
+
+
+def test_a_folded_table_is_html_that_latex_leaves_out(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    tables.show(pd.DataFrame({"n": [1], "ms": [2.5]}), "All `times`.", "tab-all", note="p50", folded=True)
+    [bundle] = shown
+    assert bundle["text/html"].startswith(
+        '<details class="folded"><summary>All <code>times</code>.</summary>'
+    )
+    assert "2.50" in bundle["text/html"] and "p50" in bundle["text/html"]
+    assert bundle["text/markdown"] == f"```{{raw}} html\n{bundle['text/html']}\n```"
 
 
 def test_readme_is_rewritten_between_its_markers_only(tmp_path):

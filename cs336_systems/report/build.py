@@ -55,9 +55,7 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     if pdf:
         missing_latex()
     made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
-    if (
-        pdf
-    ):  # of the same pages: without --all, and told to keep them, Sphinx does not run the notebooks again
+    if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
         product = root / "_build" / "latex" / "cs336-systems.pdf"
         made.append(_jupyter_book(root, "pdflatex", product, **{KEEP_VARIABLE: "1"}))
         if bad := latex_complaints(
@@ -72,8 +70,7 @@ def problems(root: Path) -> list[str]:
     from cs336_systems import experiments
     from cs336_systems.report.chapter import Chapter
 
-    reference = json.loads((root / "results" / "reference.json").read_text())
-    tables = experiments.tables(*reference)
+    tables = experiments.tables(*json.loads((root / "results" / "reference.json").read_text()))
     return [p for name in tables for p in Chapter(name, measure="no", root=root / "results").problems()]
 
 
@@ -98,19 +95,15 @@ def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **vari
     product.unlink(missing_ok=True)
     log = root / "_build" / f"{builder}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = (
-        os.environ
-        | variables
-        | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONUNBUFFERED": "1",
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        }
-    )
+    environment = variables | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
     print(f"building {builder}: {log}", flush=True)
     with open(log, "w") as out:
         code = subprocess.run(
-            command, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT
+            command, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
         ).returncode
     text = log.read_text(errors="replace")
     if code or not product.is_file():
@@ -119,12 +112,13 @@ def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **vari
 
 
 def _tail(text: str) -> str:
-    """What a Sphinx log says about the failure: the cell that failed, else the warnings and errors, else
+    """What a Sphinx log says about the failure: the cells that failed, else the warnings and errors, else
     its end.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    if cell := re.search(r"(\S*CellExecutionError.*?)\s*The above exception", plain, flags=re.S):
-        return cell[1]
+    failed = r"(\S+): WARNING: Executing notebook failed.*?nbclient\.exceptions\.(.*?)\s*\[mystnb\.exec\]"
+    if cells := re.findall(failed, plain, flags=re.S):
+        return "\n\n".join(f"{notebook}: {what}" for notebook, what in cells)
     lines = plain.splitlines()
     marked = [line for line in lines if re.search(r"\b(WARNING|ERROR|Error):", line)]
     return "\n".join(marked[:20] or lines[-40:])

@@ -102,7 +102,7 @@ def table(answers: dict[str, str]) -> pd.DataFrame:
         for place, letter in enumerate(letters):
             part = problem.id + letter
             out.append({
-                "problem": f"[{part}]({problem.chapter}.ipynb#{anchor(part)})",
+                "problem": f"[{part}](#{anchor(part)})",
                 "points": "" if place or problem.points is None else problem.points,
                 "answer": answers.get(part, EMPTY),
             })  # fmt: skip

@@ -1,123 +1,123 @@
-"""The active memory of a recording as stacked areas by category, and its largest allocations as a table."""
+"""The active memory of a recording as stacked areas by category with its stages, and its largest allocations."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cs336_systems.measure.memory_timeline import CATEGORIES, Timeline
 from cs336_systems.report import figures
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import fmt
 
 GIB, MIB = 2**30, 2**20
-COLORS = {
-    "before recording": "#bdbdbd",
+COLORS = {  # neighbors differ in lightness
+    "before recording": "#4d4d4d",
     "weights": "#0072B2",
-    "optimizer state": "#56B4E9",
+    "optimizer state": "#9ed4f2",
     "gradients": "#D55E00",
-    "activations": "#009E73",
+    "activations": "#8fdcc0",
     "temporaries": "#E69F00",
     "other": "#CC79A7",
 }
-OVER = ("events", "time")
+FONT = 8  # in points; printed pages scale a figure to nine tenths
 
 
-def timeline_figure(timeline: Timeline, title: str | None = None, *, over: str = "events") -> Figure:
-    """Active memory in GiB, stacked by category, with the stages and the peak.
+def cropped(timeline: Timeline, first: str) -> Timeline:
+    """The timeline from the beginning of a stage on; ValueError for an unknown stage."""
+    names = [stage.name for stage in timeline.stages]
+    if first not in names:
+        raise ValueError(f"unknown stage {first!r}; allowed: {', '.join(names)}")
+    stages = timeline.stages[names.index(first) :]
+    place = timeline.events.index(stages[0].begin)
+    return dataclasses.replace(
+        timeline,
+        events=timeline.events[place:],
+        time_ms=timeline.time_ms[place:],
+        bytes={name: values[place:] for name, values in timeline.bytes.items()},
+        stages=stages,
+        peak=max(stages, key=lambda stage: stage.peak.bytes).peak,
+    )
 
-    over:  `"events"` (one step for each, as in torch's own viewer) or `"time"` (ms of the host).
+
+def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
+    """Active memory in GiB over the order of events, stacked by category, with the stages above and the peak.
+
+    The peak's number is the allocator's own (`torch.cuda.max_memory_allocated`), of all categories; where some are left
+    out (`without`), or no allocator counted, it is the highest point drawn.
     """
-    if over not in OVER:
-        raise ValueError(f"unknown axis {over!r}; allowed: {', '.join(OVER)}")
-    if over == "time" and not timeline.time_ms:
-        raise ValueError("this recording has no times; allowed: events")
-    figure, axes = figures.panels(height=3.4)
-    ax = axes[0, 0]
     events = np.array(timeline.events, float)
-    x = events if over == "events" else np.array(timeline.time_ms)
-    names = [name for name in CATEGORIES if any(timeline.bytes.get(name, ()))]
-    total = timeline.total() / GIB
+    names = [name for name in CATEGORIES if name not in without and any(timeline.bytes.get(name, ()))]
+    stack = np.array([timeline.bytes[name] for name in names]).reshape(len(names), len(events)) / GIB
+    total = stack.sum(axis=0)
     if names:
-        stack = [np.array(timeline.bytes[name]) / GIB for name in names]
-        ax.stackplot(x, stack, labels=names, colors=[COLORS[n] for n in names], step="post", lw=0, zorder=2)
-    ax.step(x, total, where="post", color=figures.ROOF, lw=0.6, zorder=3)
-    ax.set_xlim(x[0], x[-1] if x[-1] > x[0] else x[0] + 1)
-    ax.set_ylim(0, max(float(total.max()) * 1.12, 1e-9))
-    ax.grid(axis="x", visible=False)
-    ax.set_xlabel("allocations and frees, in order" if over == "events" else "time on the host, ms")
-    ax.set_ylabel("active memory, GiB")
-    _stages(ax, [(stage.name, float(np.interp(stage.begin, events, x))) for stage in timeline.stages])
-    for event, asked, _ in timeline.out_of_memory:
-        at = float(np.interp(event, events, x))
-        ax.axvline(at, color=COLORS["gradients"], ls=":", lw=1.2, zorder=4)
-        text = f"out of memory, {fmt(asked / GIB)} GiB asked for "
-        ax.annotate(
-            text, (at, 0.5), xycoords=("data", "axes fraction"), fontsize=8, ha=_side(ax, at), zorder=5
+        colors = [COLORS[name] for name in names]
+        ax.stackplot(
+            events, stack, labels=names, colors=colors, step="post", edgecolor="white", lw=0.3, zorder=2
         )
-    states = [timeline.peak, *(stage.peak for stage in timeline.stages)]
-    peak = max(reversed(states), key=lambda state: state.bytes)  # of equals the last, as in the rows
-    at = float(np.interp(peak.event, events, x))
-    ax.plot([at], [peak.bytes / GIB], "o", color=figures.ROOF, ms=3.5, zorder=5)
+    ax.set_xlim(events[0], max(events[-1], events[0] + 1))
+    ax.set_ylim(0, max(float(total.max()) * 1.15, 1e-9))
+    ax.set_xticks([])
+    ax.set_xlabel("allocations and frees, in order")
+    at = len(total) - 1 - int(np.argmax(total[::-1]))  # of equals the last, as in the rows
+    counted = None if without else timeline.allocator.get("peak_allocated_bytes")
+    shown = counted / GIB if counted else float(total[at])
+    left = events[at] < sum(ax.get_xlim()) / 2
+    ax.plot([events[at]], [total[at]], "o", color=figures.ROOF, ms=3.5, zorder=5)
     ax.annotate(
-        f"peak {fmt(peak.bytes / GIB)} GiB", (at, peak.bytes / GIB), xytext=(4 if _side(ax, at) == "left" else -4, 4),
-        textcoords="offset points", fontsize=8.5, ha=_side(ax, at), zorder=5,
-        bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"},
+        f"{fmt(shown)} GiB", (events[at], total[at]), xytext=(3 if left else -3, 4), textcoords="offset points",
+        ha="left" if left else "right", fontsize=FONT, zorder=5,
     )  # fmt: skip
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, fontweight="bold")
-    if names:
-        handles, labels = ax.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 4))
-    return figure
+    for event, asked, _ in timeline.out_of_memory:
+        ax.axvline(event, color=COLORS["gradients"], ls=":", lw=1.2, zorder=4)
+        ax.annotate(f"out of memory, {fmt(asked / GIB)} GiB asked for ", (event, 0.5), fontsize=FONT, zorder=5,
+                    xycoords=("data", "axes fraction"), ha="right" if event > events.mean() else "left")  # fmt: skip
+    ends = [*(stage.begin for stage in timeline.stages[1:]), timeline.num_events]
+    kinds = [stage.name.split(" ")[0] for stage in timeline.stages]
+    label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
 
 
-def _side(ax: Axes, at: float) -> str:
-    """To which side of `at` a text goes so that it stays inside."""
+def label_stages(ax: Axes, stages: Sequence[tuple[str, float, float]]) -> None:
+    """A line where each stage (name, begin, end) begins, and its name above the plot: over its span where it fits,
+    else in a row above with a line that leads to it. No name overlaps another."""
     low, high = ax.get_xlim()
-    return "left" if at < (low + high) / 2 else "right"
-
-
-def _stages(ax: Axes, stages: list[tuple[str, float]]) -> None:
-    """A line where each stage begins, its name above the plot; names that would overlap go one row up."""
-    low, high = ax.get_xlim()
-    free: list[float] = []  # where each row of names is free again, as a share of the width
-    for name, begin in stages:
+    share = ax.get_subplotspec().get_position(ax.figure).width
+    inches = 0.85 * share * ax.figure.get_size_inches()[0]  # less the room of tick labels, roughly
+    free: list[float] = [low]  # where each row is free again; the lowest holds what fits
+    for name, begin, end in stages:
         if begin > low:
             ax.axvline(begin, color=figures.ROOF, ls=(0, (4, 3)), lw=0.8, zorder=4)
-        share = (begin - low) / (high - low)
-        width = 0.013 * (len(name) + 1)
-        share = min(share, 1 - width)
-        row = next((r for r, end in enumerate(free) if end <= share), len(free))
-        free[row : row + 1] = [share + width]
+        middle, width = (begin + end) / 2, 0.58 * FONT / 72 * (len(name) + 1) / inches * (high - low)
+        at, row = middle, 0
+        if width > end - begin:
+            at = min(max(middle, low + width / 2), high - width / 2)
+            row = next((r for r in range(1, len(free)) if free[r] <= at - width / 2), len(free))
+            free[row : row + 1] = [at + width / 2]
+        leads = {"arrowstyle": "-", "lw": 0.7, "shrinkA": 0, "shrinkB": 0} if row else None
         ax.annotate(
-            name, (share, 1), xycoords="axes fraction", xytext=(1, 3 + 10 * row),
-            textcoords="offset points", fontsize=8, color=figures.ROOF, annotation_clip=False,
+            name, (middle, 1), xycoords=("data", "axes fraction"), xytext=(at, 3 + 11 * row), ha="center",
+            textcoords=("data", "offset points"), fontsize=FONT, annotation_clip=False, arrowprops=leads,
         )  # fmt: skip
 
 
-def largest_allocations(timeline: Timeline, stage: str | None = None, top: int | None = None) -> pd.DataFrame:
-    """The largest allocations of a stage, by the size of one; without a stage what was active at the peak, by the sum.
+def largest_allocations(timeline: Timeline, stage: str) -> pd.DataFrame:
+    """The largest allocations of a stage: MiB of one, how many of this size from the same line of code, their category,
+    and the line. The smallest size that the recording lists is left out: it need not list all of it.
 
-    One row for each group of allocations of the same size that come from the same line of code.
+    ValueError for an unknown stage.
     """
     names = [s.name for s in timeline.stages]
-    if stage is not None and stage not in names:
+    if stage not in names:
         raise ValueError(f"unknown stage {stage!r}; allowed: {', '.join(names)}")
-    found = timeline.at_peak if stage is None else [g for g in timeline.largest if g.stage == stage]
-    rows = [
-        {
-            "MiB each": g.bytes / MIB,
-            "count": g.count,
-            "MiB": g.bytes * g.count / MIB,
-            "category": g.category,
-            "allocated in": g.stage or EMPTY,
-            "line": f"`{g.code}`" if g.code else EMPTY,
-            "calls": f"`{g.function}`" if g.function else EMPTY,
-        }
-        for g in found[:top]
-    ]
-    return pd.DataFrame(
-        rows, columns=["MiB each", "count", "MiB", "category", "allocated in", "line", "calls"]
+    groups = [g for g in timeline.largest if g.stage == stage]
+    found = pd.DataFrame(
+        [(g.bytes / MIB, g.count, g.category, g.code) for g in groups],
+        columns=["MiB", "count", "category", "code"],
     )
+    found = found[found["MiB"] > found["MiB"].min()] if found["MiB"].nunique() > 1 else found
+    keys = ["MiB", "code", "category"]
+    found = found.groupby(keys, sort=False, as_index=False)["count"].sum()
+    return found.sort_values("MiB", ascending=False, kind="stable", ignore_index=True)

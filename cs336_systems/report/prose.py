@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from markdown_it import MarkdownIt
+from mdit_py_plugins.dollarmath import dollarmath_plugin
 
 from cs336_systems.report.values import MARK, Number, Row, Span, consulted, missing_of, one, published, span
 
@@ -155,10 +157,8 @@ def claim(text: str, *conditions: bool | None) -> None:
 def answer(part: str, text: str, *conditions: bool | None) -> None:
     """Shows a claim in a box: the answer to `"nsys_profile (a)"`. One that rests on no rows needs no conditions."""
     text = _held(part, text, conditions)
-    html = (
-        f'<div style="border-left:3px solid #0072B2;padding:0 1em">{_html(f"**{part}**")}{_html(text)}</div>'
-    )
-    _show(text, f":::{{admonition}} {part}\n:class: answer\n:name: {anchor(part)}\n\n{text}\n:::\n", html)
+    html = f'<div style="border-left:4px solid #3b82f6;padding:0.1em 1em">{_html(f"**{part}**")}{_html(text)}</div>'
+    _show(text, f":::{{admonition}} {part}\n:class: tip\n:name: {anchor(part)}\n\n{text}\n:::\n", html)
 
 
 def brief(part: str, text: str, *conditions: bool | None) -> str:
@@ -205,7 +205,9 @@ def _readable(text: str) -> tuple[str, bool]:
 
 
 def _html(text: str) -> str:
-    return MarkdownIt().enable("table").render(text)
+    """Markdown as HTML, for JupyterLab; math stays as it is, which JupyterLab typesets."""
+    as_it_is = {"renderer": lambda tex, _: f"${escape(tex)}$"}
+    return MarkdownIt().enable("table").use(dollarmath_plugin, **as_it_is).render(text)
 
 
 def _show(text: str, markdown: str = "", html: str = "") -> None:

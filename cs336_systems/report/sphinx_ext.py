@@ -11,9 +11,7 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
-KEEP_VARIABLE = (
-    "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for the PDF, made of the pages that HTML just read
-)
+KEEP_VARIABLE = "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for its PDF, made of the pages read for HTML
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
@@ -40,10 +38,10 @@ def setup(app: Any) -> dict[str, bool | str]:
     os.environ[BUILD_VARIABLE] = "1"
     if os.environ.get(KEEP_VARIABLE) != "1":
         app.connect("env-get-outdated", _every_page)
-    app.parallel = 2 * (
-        os.cpu_count() or 1
-    )  # twice: Sphinx deals pages out in equal lots, and some take longer
+    # Twice the cores: Sphinx deals the pages out in lots of equal number, of which some take longer.
+    app.parallel = 2 * (os.cpu_count() or 1)
     app.connect("env-before-read-docs", _declare_parallel)
+    app.connect("env-updated", _no_failed_notebook)
     app.connect("config-inited", _own_reader, priority=100)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -52,6 +50,16 @@ def _declare_parallel(app: Any, env: Any, pages: list[str]) -> None:
     """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may."""
     for name in _UNDECLARED:
         app.extensions[name].parallel_read_safe = True
+
+
+def _no_failed_notebook(app: Any, env: Any) -> None:
+    """Ends the build where a notebook failed; its traceback is in the log by now. (nb_execution_raise_on_error would
+    end it too, but of what is raised while reading in parallel, Sphinx shows no traceback.)"""
+    from sphinx.errors import ExtensionError
+
+    runs = {page: data.get("exec_data") for page, data in getattr(env, "nb_metadata", {}).items()}
+    if failed := sorted(page for page, run in runs.items() if run and not run["succeeded"]):
+        raise ExtensionError(f"notebooks failed: {', '.join(failed)}")
 
 
 def _own_reader(app: Any, config: Any) -> None:

@@ -1,288 +1,249 @@
-"""What chapter `zero` shows of memory: what is alive by component beside the closed form, peaks, differences. Times and
-what is sent are in `zero_speed`, sentences in `zero_words`."""
+"""What chapter `zero` shows: memory beside its closed form, times of a step, the schedule of the optimizer's phase, and
+what each rank sends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from cs336_systems import accounting
-from cs336_systems.accounting.zero import COMPONENTS
-from cs336_systems.measure import rows as store
-from cs336_systems.report import figures
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter, status_words
-from cs336_systems.report.tables import EMPTY, fmt, percent
-from cs336_systems.sizes import SIZES, size
+from cs336_systems.accounting.zero import ADAMW_BYTES, STEP_MOMENTS
+from cs336_systems.experiments import zero as experiment
+from cs336_systems.measure.rows import case_fields
+from cs336_systems.report import figures, tables
+from cs336_systems.report.roofs import Roofs
+from cs336_systems.sizes import size
 
-GIB, MIB = 2**30, 2**20
-LABELS = {
-    "alone": "one rank",
-    "plain": "plain",
-    "sharded": "sharded",
-    "overlapped": "overlapped",
-    "torch": "torch",
-    "torch_zero": "torch, sharded",
+GIB = 2**30
+ROUNDS = 4  # of ShardedOptimizer
+OPTIMIZERS = {
+    "alone": "no communication",
+    "plain": "AdamW",
+    "sharded": "ShardedOptimizer",
+    "overlapped": "ShardedOptimizer, overlapped",
+    "torch": "torch DDP, AdamW",
+    "torch_zero": "torch DDP, ZeroRedundancyOptimizer",
 }
-FIRST_STEP = {
+MOMENTS = {
     "initialized": "model initialized",
-    "first_before": "before the optimizer's step",
+    "first_before": "before the first optimizer step",
     "first_after": "after it",
+    "later_forward": "after a later forward pass",
+    "later_before": "before a later optimizer step",
+    "later_after": "after that",
 }
-LATER_STEP = {
-    "later_forward": "after forward",
-    "later_before": "before the optimizer's step",
-    "later_after": "after it",
+PARTS = {
+    "parameters_bytes": "parameters, GiB",
+    "gradients_bytes": "gradients, GiB",
+    "optimizer_state_bytes": "state, GiB",
+    "buckets_bytes": "buckets, GiB",
+    "activations_bytes": "activations, GiB",
+    "other_bytes": "other, GiB",
+    "live_bytes": "allocated, GiB",
+    "peak_bytes": "peak, GiB",
 }
-COLORS = {
-    "parameters": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer_state": "#56B4E9",
-    "buckets": "#CC79A7",
-    "activations": "#009E73",
-    "other": "#6b6b6b",
-}
-TIMED = "timed"
-Row = Mapping[str, Any]
+SHARDED = ("sharded", "overlapped", "torch_zero")
+_UPDATE, _BROADCAST = "#0072B2", "#E69F00"
 
 
 # ------------------------------------------------------------------------------------------------ rows
-def records(chapter: Chapter, **where: Any) -> list[dict[str, Any]]:
-    """Rows as dicts in the order of machine, number of ranks, context, variant, moment; no repetitions."""
-    moments = [*FIRST_STEP, *LATER_STEP, TIMED]
-    rows = chapter.rows(**({"repeat": 0} | where)).to_dict("records")
-    return sorted(
-        rows,
-        key=lambda r: (
-            r["machine"], r["world_size"], r["context_length"],
-            list(LABELS).index(r["variant"]), moments.index(r["moment"]),
-        ),
-    )  # fmt: skip
+def longest(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the longest context."""
+    return rows[rows["context_length"] == rows["context_length"].max()].reset_index(drop=True)
 
 
-def there(rows: Sequence[Row]) -> list[Row]:
-    """Without those that this machine was never able to run."""
-    return [row for row in rows if not row["status"].startswith("skipped")]
+def _case(row: Any) -> experiment.Case:
+    return experiment.Case(**{field: getattr(row, field) for field in case_fields(experiment)})
 
 
-def one(chapter: Chapter, **where: Any) -> dict[str, Any] | None:
-    """The one measured row of the first machine with these values; None where there is none."""
-    machine = (chapter.machines or [""])[0]
-    found = [r for r in records(chapter, **({"machine": machine} | where)) if r["status"] == "ok"]
-    assert len(found) < 2, where
-    return found[0] if found else None
+def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
+    """No repetitions; in the order of context, GPUs, moment and variant."""
+    moments = [*STEP_MOMENTS, experiment.TIMED]
+    rows = rows[rows["repeat"] == 0].assign(
+        _moment=rows["moment"].map(moments.index), _variant=rows["variant"].map(list(OPTIMIZERS).index)
+    )
+    return rows.sort_values(
+        ["context_length", "world_size", "machine", "_moment", "_variant"], ignore_index=True
+    )
 
 
-def contexts(chapter: Chapter, **where: Any) -> list[int]:
-    """The context lengths of the chosen cases, or of those with these values."""
-    return sorted({int(n) for n in chapter.rows(**where)["context_length"]})
+def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> pd.DataFrame:
+    """A line for each row, which says what case it is of, and a column for each metric."""
+    names = {"machine": "machine", "world_size": "GPUs", "context_length": "context", "moment": "moment"}
+    keys = [k for k in names if k == "machine" or rows[k].nunique() > 1]
+    heads = [names[k] for k in keys] + ["optimizer"]
+    frame = rows.rename(columns=names | metrics).assign(
+        moment=rows["moment"].map(MOMENTS), optimizer=rows["variant"].map(OPTIMIZERS)
+    )
+    long = frame.melt([*heads, "status"], list(metrics.values()), "metric", "value")
+    long["value"] = long["value"].astype(float) * scale
+    return tables.pivot(long, heads, "metric", "value")
 
 
-def world_size(chapter: Chapter) -> int:
-    """The number of ranks that most is measured with: the fewest above one."""
-    return min((int(n) for n in chapter.rows()["world_size"] if n > 1), default=2)
+# ------------------------------------------------------------------------------------------------ memory
+def memory(rows: pd.DataFrame) -> pd.DataFrame:
+    """What is allocated at each moment, by part, beside the closed form; and the peak since the moment before."""
+    rows = _sorted(rows[rows["moment"] != experiment.TIMED])
+    empty = [c for c in ("buckets_bytes", "activations_bytes") if not (rows[c] > 0).any()]
+    out = _table(rows, {c: head for c, head in PARTS.items() if c not in empty}, 1 / GIB)
+    forms = [sum(experiment.predicted(_case(r), _device(r)).values()) / GIB for r in rows.itertuples()]
+    out.insert(list(out.columns).index("peak, GiB"), "closed form, GiB", forms)
+    return out
 
 
-def model(chapter: Chapter) -> str:
-    """The model that was chosen, the largest of several."""
-    chosen = set(chapter.rows()["size"])
-    return [name for name in SIZES if name in chosen][-1]
+def peaks(rows: pd.DataFrame) -> pd.DataFrame:
+    """The peak of a step that is not the first, beside the closed form."""
+    rows = _sorted(rows[rows["moment"].isin(["later_forward", "later_before", "later_after"])])
+    keys = ["machine", "world_size", "context_length", "variant"]
+    most = rows.groupby(keys, sort=False)["peak_bytes"].transform(lambda x: x.max(skipna=False))
+    rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"].assign(moment="later_before")
+    out = _table(rows, {"peak_bytes": "peak, GiB"}, 1 / GIB)
+    forms = [sum(experiment.predicted_peak(_case(r), _device(r)).values()) / GIB for r in rows.itertuples()]
+    return out.assign(**{"closed form, GiB": forms})
 
 
-def unit(chapter: Chapter) -> tuple[str, int]:
-    """In what memory is counted: GiB, or MiB for a tiny model."""
-    return ("MiB", MIB) if accounting.num_parameters(size(model(chapter))) < 16 * MIB else ("GiB", GIB)
+def _device(row: Any) -> str:
+    return "cpu" if row.source == "tensors" else "cuda"
 
 
-def case_of(chapter: Chapter, row: Row) -> Any:
-    """The case of a row, its numbers as Python's own."""
-    kinds = {"bucket_mb": float}
-    fields = store.case_fields(chapter.experiment)
-    texts = {f: row[f] if isinstance(row[f], str) else kinds.get(f, int)(row[f]) for f in fields}
-    return chapter.experiment.Case(**texts)
+# ------------------------------------------------------------------------------------------------ times
+def times(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
+    """Medians of a step and its phases; before them the optimizer's phase at the data sheet's bandwidths."""
+    rows = _sorted(rows[rows["moment"] == experiment.TIMED])
+    metrics = {f"{phase}_ms_p50": f"{phase}, ms" for phase in (*experiment.PHASES, "step")}
+    out = _table(rows, metrics)
+    least = [phase_ms(r.variant, _parameters(r.size), r.world_size, *_sheet(roof)) for r in rows.itertuples()]
+    out.insert(list(out.columns).index("optimizer, ms"), "optimizer expected, ms", least)
+    return out
 
 
-def device_of(machine: str) -> str:
-    """Where a machine's cases ran."""
-    return "cpu" if machine.startswith("cpu-") else "cuda"
+def _parameters(name: str) -> int:
+    return accounting.num_parameters(size(name))
 
 
-def predicted(chapter: Chapter, row: Row) -> dict[str, int]:
-    """Component → bytes at a row's moment by the closed form."""
-    return chapter.experiment.predicted(case_of(chapter, row), device_of(row["machine"]))
+def _sheet(roof: Roofs) -> tuple[float, float]:
+    """Memory in TB/s and a link in GB/s in one direction; NaN where the GPU is not known."""
+    known = roof.sheet is not None and roof.sheet.nvlink_gb_per_s is not None
+    return (roof.sheet.tb_per_s, roof.sheet.nvlink_gb_per_s / 2) if known else (np.nan, np.nan)
 
 
-def measured(chapter: Chapter, row: Row) -> dict[str, float]:
-    """Component → bytes that a row has, the rest included."""
-    return {name: float(row[column]) for name, column in chapter.experiment.COMPONENT_COLUMNS.items()}
+def phase_ms(variant: str, parameters: int, ranks: int, tb_per_s: float, link_gb_per_s: float) -> float:
+    """The optimizer's phase by the closed form, at these bandwidths; overlapped, of the update alone."""
+    if not (tb_per_s > 0 and link_gb_per_s > 0):
+        return np.nan
+    rounds = 1 if variant == "torch_zero" else ROUNDS
+    ms = accounting.zero_optimizer_ms(parameters, ranks, tb_per_s, link_gb_per_s, rounds)
+    return ms["update" if variant == "overlapped" else "sharded" if variant in SHARDED else "plain"]
 
 
-def word(row: Row | None) -> str:
-    """What stands in place of a number."""
-    return NOT_MEASURED if row is None else status_words(row["status"].split(":")[0])
+# ------------------------------------------------------------------------------------------------ kernels
+def kernels(rows: pd.DataFrame) -> pd.DataFrame:
+    """The optimizer's phase of each variant as a schedule of its profiled kernels: update and broadcasts, ms; what the
+    closed form makes of them, and the phase measured at the longest context.
 
-
-def head_of(row: Row) -> dict[str, Any]:
-    """The first columns of a table's line."""
-    ranks = 1 if row["variant"] == "alone" else int(row["world_size"])
-    return {"machine": row["machine"] or EMPTY, "ranks": ranks, "variant": LABELS[row["variant"]]}
-
-
-# ------------------------------------------------------------------------------------------------ predictions
-def prediction_table(name: str = "xl", ranks: Sequence[int] = (1, 2, 4, 8, 64)) -> pd.DataFrame:
-    """Memory of a rank after the first step by the closed form, GiB, and how evenly the shares fall."""
-    config, out = size(name), []
-    whole = sum(accounting.zero_memory(config, 1)["after_step"].values())
-    for count in ranks:
-        parts = accounting.zero_memory(config, count)["after_step"]
-        total = sum(parts.values())
-        out.append({
-            "ranks": count,
-            **{part.replace("_", " "): fmt(num_bytes / GIB) for part, num_bytes in parts.items()},
-            "together, GiB": fmt(total / GIB),
-            "saved": f"{fmt(100 * (1 - total / whole))} %" if count > 1 else EMPTY,
-            "fullest above mean": f"{100 * accounting.shard_imbalance(config, count):.4f} %",
-        })  # fmt: skip
-    return pd.DataFrame(out)
-
-
-# ------------------------------------------------------------------------------------------------ (a) memory
-def moments_table(chapter: Chapter, context_length: int) -> pd.DataFrame:
-    """The handout's three moments of the first step: what is alive, the closed form, the peak on the way there."""
-    name, scale = unit(chapter)
-    out = []
-    for row in there(records(chapter, context_length=context_length, moment=list(FIRST_STEP))):
-        expected = sum(predicted(chapter, row).values())
-        line = head_of(row) | {"moment": FIRST_STEP[row["moment"]], f"alive, {name}": word(row)}
-        line |= {"closed form": fmt(expected / scale), "apart": EMPTY, "peak before": EMPTY}
-        if row["status"] == "ok":
-            line[f"alive, {name}"] = fmt(row["live_bytes"] / scale, 4)
-            line |= {
-                "apart": percent(row["live_bytes"] / expected - 1),
-                "peak before": fmt(row["peak_bytes"] / scale, 4),
-            }
-        out.append(line)
-    return pd.DataFrame(out)
-
-
-def components_table(chapter: Chapter, context_length: int, moment: str = "later_after") -> pd.DataFrame:
-    """What is alive at a moment by component: `measured / closed form`."""
-    _, scale = unit(chapter)
-    rows = there(records(chapter, context_length=context_length, moment=moment))
-    parts = [(predicted(chapter, r), measured(chapter, r) if r["status"] == "ok" else None) for r in rows]
-    least = scale / 2000  # less than half a thousandth of the unit is nothing
-    shown = [n for n in COMPONENTS if any(e[n] > least or (m and m[n] > least) for e, m in parts)]
-
-    def text(expected: float, found: float | None) -> str:
-        numbers = ["0" if n <= least else fmt(n / scale) for n in (found or 0, expected)]
-        return (
-            EMPTY
-            if numbers == ["0", "0"]
-            else f"{word(None) if found is None else numbers[0]} / {numbers[1]}"
-        )
-
-    out = []
-    for row, (expected, found) in zip(rows, parts, strict=True):
-        line = head_of(row) | {n.replace("_", " "): text(expected[n], found and found[n]) for n in shown}
-        line["other"] = fmt(found["other"] / scale, 2) if found else EMPTY
-        out.append(line)
-    return pd.DataFrame(out)
-
-
-def peak(chapter: Chapter, row: Row) -> tuple[float, str] | None:
-    """(bytes, when) of the peak of a later step: that of the three stretches before its moments; None if one lacks."""
-    keys = ("machine", "variant", "context_length", "size", "world_size", "batch", "bucket_mb")
-    found = chapter.measured(**{key: row[key] for key in keys}, moment=list(LATER_STEP), repeat=0)
-    if len(found) < len(LATER_STEP):
-        return None
-    phases = {"later_forward": "forward", "later_before": "backward", "later_after": "optimizer"}
-    best = max(found.to_dict("records"), key=lambda r: (r["peak_bytes"], -list(phases).index(r["moment"])))
-    return float(best["peak_bytes"]), phases[best["moment"]]
-
-
-def peak_table(chapter: Chapter) -> pd.DataFrame:
-    """The peak of a step that is not the first, beside the closed form, and what sharding takes off it."""
-    name, scale = unit(chapter)
-    out = []
-    for row in there(records(chapter, moment="later_before")):
-        expected = sum(
-            chapter.experiment.predicted_peak(case_of(chapter, row), device_of(row["machine"])).values()
-        )
-        found = peak(chapter, row)
-        line = head_of(row) | {"context": int(row["context_length"])}
-        line |= {
-            f"peak, {name}": word(row),
-            "closed form": fmt(expected / scale),
-            "apart": EMPTY,
-            "in phase": EMPTY,
-        }
-        if found is not None:
-            line |= {f"peak, {name}": fmt(found[0] / scale, 4), "apart": percent(found[0] / expected - 1)}
-            line["in phase"] = found[1]
-        out.append(line)
-    return pd.DataFrame(out)
-
-
-def difference_table(chapter: Chapter) -> pd.DataFrame:
-    """From the closed form to what the device has lost, MiB, after a later step."""
-    out = []
-    heads = ("other tensors", "rounding", "cached", "outside", "device")
-    where = {"moment": "later_after"}
-    for row in there(records(chapter, **where, context_length=max(contexts(chapter, **where), default=0))):
-        expected = sum(predicted(chapter, row).values())
-        line = head_of(row) | {"closed form": f"{expected / MIB:,.1f}"} | dict.fromkeys(heads, EMPTY)
-        if row["status"] == "ok" and not pd.isna(row["reserved_bytes"]):
-            numbers = (
-                row["requested_bytes"] - expected, row["live_bytes"] - row["requested_bytes"],
-                row["reserved_bytes"] - row["live_bytes"], row["outside_bytes"],
-                row["reserved_bytes"] + row["outside_bytes"],
-            )  # fmt: skip
-            line |= {h: f"{n / MIB:,.1f}".replace("-", "−") for h, n in zip(heads, numbers, strict=True)}
-        out.append(line)
-    return pd.DataFrame(out)
-
-
-def memory_figure(chapter: Chapter, context_length: int) -> Figure:
-    """Stacked bars by component at the three moments of the first step, none of which has activations: measured, and
-    the closed form beside it."""
-    name, scale = unit(chapter)
-    machine = (chapter.machines or [""])[0]
-    figure, axes = figures.panels(columns=3, height=3.3, sharey=True)
-    rows = there(records(chapter, machine=machine, context_length=context_length))
-    ranks = world_size(chapter)
-    for ax, (moment, title) in zip(axes[0], FIRST_STEP.items(), strict=True):
-        shown = [
-            r for r in rows
-            if r["moment"] == moment and r["status"] == "ok" and (r["variant"] == "alone" or r["world_size"] == ranks)
-        ]  # fmt: skip
-        ax.set_title(title)
-        if not shown:
-            figures.nothing(ax)
+    A variant's update is its share of plain's. Overlapped, the kernels are those of `sharded`, which is profiled.
+    """
+    rows = _sorted(rows[rows["moment"] == experiment.TIMED])
+    profiled = rows[rows["update_ms"] > 0].set_index(["machine", "world_size", "variant"])
+    lines = []
+    for row in longest(rows).itertuples():
+        key = row.machine, row.world_size
+        sends = "sharded" if row.variant == "overlapped" else row.variant
+        if row.variant in ("alone", "torch") or not {(*key, "plain"), (*key, sends)} <= {*profiled.index}:
             continue
-        for place, row in enumerate(shown):
-            _stack(ax, place - 0.2, {n: b / scale for n, b in measured(chapter, row).items()})
-            _stack(ax, place + 0.2, {n: b / scale for n, b in predicted(chapter, row).items()}, hatch="////")
-        ax.set_xticks(range(len(shown)), [LABELS[r["variant"]].replace(" ", "\n") for r in shown], fontsize=7)
-        ax.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel(f"memory of a rank, {name}")
-    handles = [Patch(color=c, label=n.replace("_", " ")) for n, c in COLORS.items() if n != "activations"]
-    handles += [Patch(facecolor="white", edgecolor="#222222", hatch="////", label="closed form")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure
+        plain, own = profiled.loc[(*key, "plain")], profiled.loc[(*key, sends)]
+        moved = _parameters(row.size) * 1e-9
+        update = plain["update_ms"] / (row.world_size if row.variant in SHARDED else 1)
+        broadcast = float(own["communication_ms"])
+        link = (row.world_size - 1) / row.world_size * 4e3 * moved / broadcast if broadcast else np.nan
+        beta = ADAMW_BYTES * moved / plain["update_ms"]
+        rates = beta, link if broadcast else np.inf
+        lines.append({
+            "machine": row.machine, "GPUs": row.world_size, "variant": row.variant, "update, ms": update,
+            "broadcasts, ms": broadcast, "memory, TB/s": beta, "link, GB/s": link,
+            "schedule, ms": phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
+            "measured, ms": row.optimizer_ms_p50,
+        })  # fmt: skip
+    heads = ["machine", "GPUs", "variant", "update, ms", "broadcasts, ms", "memory, TB/s", "link, GB/s"]
+    return pd.DataFrame(lines, columns=[*heads, "schedule, ms", "measured, ms"])
 
 
-def _stack(ax: Axes, x: float, parts: Mapping[str, float], hatch: str | None = None) -> None:
-    bottom = 0.0
-    for part, color in COLORS.items():
-        height = max(parts.get(part, 0.0), 0.0)
-        face = (
-            {"color": color}
-            if hatch is None
-            else {"facecolor": "white", "edgecolor": color, "hatch": hatch, "lw": 0.5}
+def schedule_figure(rows: pd.DataFrame) -> Figure:
+    """`kernels` on a time axis: updates by round, the broadcasts under them, and the measured phase."""
+    found = kernels(rows)
+    teams = list(found.groupby(["GPUs", "machine"]))
+    drawn, axes = figures.panels(max(1, len(teams)), height=2.3, sharex=True, sharey=True)
+    if not teams:
+        figures.nothing(axes[0, 0])
+    for ax, ((gpus, _), part) in zip(axes[0], teams, strict=False):
+        for place, row in enumerate(part.to_dict("records")):
+            _schedule(ax, place, row)
+        ax.set_yticks(
+            range(len(part)), [OPTIMIZERS[v].replace(", ", ",\n") for v in part["variant"]], fontsize=8
         )
-        ax.bar(x, height, 0.36, bottom=bottom, zorder=3, **face)
-        bottom += height
+        ax.set_title(f"{gpus} GPUs")
+        ax.set_xlabel("ms")
+        ax.grid(axis="y", visible=False)
+    if teams:
+        axes[0, 0].invert_yaxis()
+        handles = [
+            axes[0, 0].barh(0, 0, color=_UPDATE),
+            axes[0, 0].barh(0, 0, color=_BROADCAST, hatch="////", edgecolor="white"),
+            axes[0, 0].plot([], [], color="#222222", lw=2)[0],
+        ]
+        drawn.legend(
+            handles, ["update", "broadcasts", "phase, measured"], loc="outside lower center", ncols=3
+        )
+    return drawn
+
+
+def _schedule(ax: Axes, place: int, row: dict[str, Any]) -> None:
+    rounds = ROUNDS if row["variant"] in ("sharded", "overlapped") else 1
+    update, broadcast, sent = row["update, ms"] / rounds, row["broadcasts, ms"] / rounds, 0.0
+    for turn in range(rounds):
+        ax.barh(place - 0.18, update, 0.34, left=turn * update, color=_UPDATE, edgecolor="white", zorder=2)
+        sent = max(sent, (turn + 1) * update)
+        ax.barh(
+            place + 0.18,
+            broadcast,
+            0.34,
+            left=sent,
+            color=_BROADCAST,
+            hatch="////",
+            edgecolor="white",
+            zorder=2,
+        )
+        sent += broadcast
+    ax.plot([row["measured, ms"]] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, zorder=3)
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+def traffic(rows: pd.DataFrame) -> pd.DataFrame:
+    """What each rank sends in a step: by the closed form, for ZeRO stage 1 too, and by the GPU's own counter."""
+    schemes = {"plain": "ddp", "sharded": "sharded", "": "zero1"}
+    labels = {"plain": "data parallelism", "sharded": "ShardedOptimizer", "": "ZeRO stage 1"}
+    counted = rows[(rows["moment"] == experiment.TIMED) & (rows["repeat"] == 0)]
+    counted = counted[counted["all_reduce_calls"].notna() & counted["variant"].isin(schemes)]
+    lines = []
+    for (gpus, machine), part in counted.groupby(["world_size", "machine"]):
+        whole = 4 * _parameters(part["size"].iloc[0])
+        by_variant = part.set_index("variant")
+        for variant, scheme in schemes.items():
+            sent = accounting.zero_step_bytes(scheme, gpus, whole, whole)
+            measured = by_variant["link_sent_bytes"].get(variant, np.nan)
+            lines.append({
+                "machine": machine, "GPUs": gpus, "": labels[variant],
+                "gradients, GiB": sent["gradients"] / GIB, "parameters, GiB": sent["parameters"] / GIB,
+                "together, GiB": sum(sent.values()) / GIB, "measured, GiB": measured / GIB,
+            })  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def imbalance(ranks: Sequence[int], name: str = "xl") -> list[float]:
+    """By how much the fullest rank's share exceeds the mean, for each number of ranks."""
+    return [accounting.zero.shard_imbalance(size(name), n) for n in ranks]
