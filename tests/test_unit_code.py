@@ -118,6 +118,7 @@ def test_what_changes_no_number_changes_no_digest(pack):
             "    config = Config(size)",
             "    'What it does.'\n    config = Config(\n        size,\n    )",
         ),
+        ("helpers", "    size: int", "    'A title.'\n\n    size: int\n    'Of one side.'\n"),
         ("kernels", "import triton\n", "import os\nimport triton\n"),
         ("kernels", "import triton.language as tl", "from triton import language as tl"),
         ("kernels", "width: int", "width: 'float | None'"),
@@ -138,6 +139,7 @@ def test_a_definition_may_move_and_get_another_name(pack):
     pack.edit("chapter", "worker", "servant")
     pack.edit("chapter", "other_servant", "other_worker")
     pack.edit("chapter", "started", "begin")
+    pack.edit("chapter", "ranked", "measured")
     pack.edit("helpers", "even", "straight")
     pack.edit("chapter", "helpers.even", "helpers.straight")
     assert pack.digest() == before

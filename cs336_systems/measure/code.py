@@ -10,8 +10,8 @@ called otherwise, its imports, formatting, comments, docstrings and annotations 
 class body do, which are fields of dataclasses, and those as `constexpr`.)
 
 With any definition of a module come its statements that do more than define a name (`register(...)`, `TABLE[1] = 2`).
-A word in a string that is a function or class of its module counts as mentioned. What is mentioned by other means,
-names put together while running or an import for its effect alone, is not seen.
+A string that is the name of a function or class of its module counts as mentioning it. What is mentioned by other
+means, names put together while running or an import for its effect alone, is not seen.
 
 Where an experiment chooses between implementations, it mentions all of them, a row depends on one. Its `PER_CASE` names
 modules at which following stops, `also_measures(case)` where it goes on for a case: each "module" for all its
@@ -41,7 +41,7 @@ class Definition:
 
     syntax: str = ""
     holes: list[Key] = field(default_factory=list)
-    also: set[Key] = field(default_factory=set)  # mentioned as well, without a place in the syntax
+    also: set[Key] = field(default_factory=set)  # what counts as well, without a place in the syntax
 
 
 class Sources:
@@ -107,8 +107,7 @@ class Sources:
         writer = Writer(self.find, module, name)
         for node in module.effects if name == EFFECTS else module.definitions[name]:
             writer.write(node, {})
-        also = {k for k in writer.also | {(module.name, EFFECTS)} if k != key}
-        return Definition("".join(writer.out), writer.holes, also)
+        return Definition("".join(writer.out), writer.holes, {(module.name, EFFECTS)} - {key})
 
     def digest(self, roots: set[Key], stops: set[Key]) -> str:
         """Eight hexadecimal digits of all definitions that `roots` reach, without those at which following stops."""

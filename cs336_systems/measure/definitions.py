@@ -58,7 +58,7 @@ class Module:
 
 
 class Writer:
-    """Writes the syntax of a module's definition, alike on every Python: `out`, `holes` and `also` of it.
+    """Writes the syntax of a module's definition, alike on every Python: `out`, and `holes` of it.
 
     `names` are those of the functions around a node: None, or the dotted path of what was imported under the name.
     """
@@ -67,7 +67,6 @@ class Writer:
         self.find, self.module, self.own = find, module, own
         self.out: list[str] = []
         self.holes: list[Key] = []  # what is mentioned, in order
-        self.also: set[Key] = set()  # mentioned as well, without a place in the syntax
         self.members: set[ast.AST] = set()  # statements of classes and the names that they bind
 
     def write(self, node: Any, names: Names) -> None:
@@ -105,7 +104,7 @@ class Writer:
             self.write(node.generators[0].iter, names)
             inner = names | dict.fromkeys(_bound([g.target for g in node.generators]))
         elif isinstance(node, ast.ClassDef):
-            for member in node.body:
+            for member in (m for m in node.body if not isinstance(m, ast.Expr | ast.Pass)):
                 targets = getattr(member, "targets", [getattr(member, "target", member)])
                 self.members |= {member, *targets}
         self.out.append(f"({type(node).__name__}")
@@ -177,7 +176,8 @@ class Writer:
 
     def _string(self, text: str) -> None:
         if isinstance(self.module.definitions.get(text, [None])[0], _DEFINITIONS):
-            self.also.add((self.module.name, text))
+            self.out.append(" '")
+            return self._hole((self.module.name, text))
         done = 0
         for match in _TARGET.finditer(text):
             key, _ = self.find(".".join(filter(None, match.groups())))

@@ -53,13 +53,14 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
     names = [name for name in CATEGORIES if name not in without and any(timeline.bytes.get(name, ()))]
     stack = np.array([timeline.bytes[name] for name in names]).reshape(len(names), len(events)) / GIB
     total = stack.sum(axis=0)
+    top = max(float(total.max()) * 1.15, 1e-9)
     if names:
+        lw = 0.3 if len(names) > 1 else 0
         colors = [COLORS[name] for name in names]
-        ax.stackplot(
-            events, stack, labels=names, colors=colors, step="post", edgecolor="white", lw=0.3, zorder=2
-        )
+        ax.stackplot(events, stack, colors=colors, step="post", edgecolor="white", lw=lw, zorder=2)
+        _label_bands(ax, events, names, stack, 0.08 * top)
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
-    ax.set_ylim(0, max(float(total.max()) * 1.15, 1e-9))
+    ax.set_ylim(0, top)
     ax.set_xticks([])
     ax.set_xlabel("allocations and frees, in order")
     at = len(total) - 1 - int(np.argmax(total[::-1]))  # of equals the last, as in the rows
@@ -80,17 +81,30 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
     label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
 
 
+def _label_bands(ax: Axes, events: np.ndarray, names: Sequence[str], stack: np.ndarray, least: float) -> None:
+    """The name of each category in its band, where it is thick: at least `least` GiB."""
+    for name, band, upper in zip(names, stack, stack.cumsum(axis=0), strict=True):
+        thick = events[band >= 0.5 * band.max()]
+        at = int(np.searchsorted(events, (thick[0] + thick[-1]) / 2))
+        if band[at] >= least and len(names) > 1:
+            dark = name in ("weights", "gradients", "before recording")
+            ax.annotate(
+                name, (events[at], upper[at] - band[at] / 2), ha="center", va="center", fontsize=FONT,
+                color="white" if dark else "black", zorder=5,
+            )  # fmt: skip
+
+
 def label_stages(ax: Axes, stages: Sequence[tuple[str, float, float]]) -> None:
     """A line where each stage (name, begin, end) begins, and its name above the plot: over its span where it fits,
     else in a row above with a line that leads to it. No name overlaps another."""
     low, high = ax.get_xlim()
-    share = ax.get_subplotspec().get_position(ax.figure).width
-    inches = 0.85 * share * ax.figure.get_size_inches()[0]  # less the room of tick labels, roughly
+    ax.figure.draw_without_rendering()  # lays the panels out
+    inches = ax.get_window_extent().width / ax.figure.dpi
     free: list[float] = [low]  # where each row is free again; the lowest holds what fits
     for name, begin, end in stages:
         if begin > low:
             ax.axvline(begin, color=figures.ROOF, ls=(0, (4, 3)), lw=0.8, zorder=4)
-        middle, width = (begin + end) / 2, 0.58 * FONT / 72 * (len(name) + 1) / inches * (high - low)
+        middle, width = (begin + end) / 2, 0.55 * FONT / 72 * (len(name) + 0.5) / inches * (high - low)
         at, row = middle, 0
         if width > end - begin:
             at = min(max(middle, low + width / 2), high - width / 2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -24,178 +23,244 @@ NAMES = {
     "bucketed": "bucketed", "in_place": "in place", "torch": "torch DDP", "torch_view": "torch DDP, views",
 }  # fmt: skip
 TORCH = ("torch", "torch_view")  # wait for the last all-reduce inside their backward pass
-BESIDE = [*((w, 0.0) for w in ("none", "naive", "flat", "overlapped")), ("bucketed", 100.0), ("in_place", 100.0),
-          ("torch", 0.0), ("torch", 100.0), ("torch_view", 0.0)]  # fmt: skip
-MANY = [("none", 0.0), ("naive", 0.0), ("bucketed", 100.0), ("in_place", 100.0), ("torch", 0.0)]
+SHOWN_MB = (0, 0.1, 100)  # 0: without buckets, or torch's default; 0.1: of the tiny model
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
-_SAME = ["machine", "run", "size", "context_length", "batch", "dtype", "world_size"]
+_RUN = ["machine", "run", "size", "context_length", "batch", "dtype", "world_size"]
 
 
 # ------------------------------------------------------------------------------------------------ what is expected
-def gradient_bytes(name: str = "xl") -> int:
-    """Bytes of all fp32 gradients of a model size: s."""
-    return sum(closed.bucket_bytes(size(name), 0))
-
-
-def messages(name: str, wrapper: str, bucket_mb: float) -> list[int]:
-    """Bytes of each all-reduce of a step by one of our variants, in the order in which they are sent."""
-    if wrapper in ("none", ALONE):
-        return []
+def messages(name: str, wrapper: str, bucket_mb: float = 0) -> list[int]:
+    """Bytes of each all-reduce that one of our variants makes in a step of a model size, in the order of sending."""
     limit = math.inf if wrapper == "flat" else bucket_mb * closed.MB
     return closed.bucket_bytes(size(name), limit)
 
 
 def all_reduces_ms(known: pd.DataFrame, sizes: Sequence[float]) -> float:
-    """The time of all-reduces of these bytes, one after the other, by the measured times of tensors of other sizes.
-
-    Between two of them on a line in logarithms, beyond the largest in proportion; NaN without any.
-    """
-    if known.empty or not sizes:
-        return math.nan if known.empty else 0.0
-    known = known.sort_values("num_bytes")
-    num_bytes, ms = (known[c].to_numpy(float) for c in ("num_bytes", "ms_p50"))
+    """The time of all-reduces of these bytes, one after the other, by the rows of chapter `allreduce`: on a line in
+    logarithms between two sizes, beyond the largest in proportion; NaN without rows."""
+    if known.empty:
+        return math.nan
+    num_bytes, ms = known.sort_values("num_bytes")[["num_bytes", "ms_p50"]].to_numpy(float).T
     found = np.exp(np.interp(np.log(sizes), np.log(num_bytes), np.log(ms)))
     return float(np.sum(found * np.maximum(1, np.asarray(sizes) / num_bytes[-1])))
 
 
-def _wait_ms(row: Any, reduces: pd.DataFrame, tb_per_s: float) -> float:
-    """What a variant should wait for after its backward pass: all messages, or the last one where it overlaps."""
-    if row.wrapper in TORCH or row.status != "ok":
+def _wait_ms(row: Any, reduces: pd.DataFrame) -> float:
+    """The all-reduces that a variant should wait for after its backward pass: all, or the last if it overlaps."""
+    if row.wrapper in (ALONE, "none", *TORCH) or row.status != "ok":
         return math.nan
     same = (reduces["machine"] == row.machine) & (reduces["world_size"] == row.world_size)
     same &= (reduces["backend"] == row.backend) & (reduces["how"] == "all_reduce") & (reduces["repeat"] == 0)
     sent = messages(row.size, row.wrapper, row.bucket_mb)
-    after = sent if row.wrapper in ("naive", "flat") else sent[-1:]
-    copied = 2 * sum(sent) / tb_per_s / 1e9 if row.wrapper == "flat" else 0.0
-    return all_reduces_ms(reduces[same & (reduces["status"] == "ok")], after) + copied
+    after = sent if row.wrapper == "naive" else sent[-1:]
+    return all_reduces_ms(reduces[same & (reduces["status"] == "ok")], after)
 
 
-# ------------------------------------------------------------------------------------------------------ the rows
+# ------------------------------------------------------------------------------------------------------ rows
 def beside(chapter: Chapter, name: str) -> pd.DataFrame:
     """The rows of another chapter on this chapter's machines."""
     other = Chapter(name, measure="no", root=chapter.root)
     return pd.concat([other.on(machine).rows() for machine in chapter.machines or [""]], ignore_index=True)
 
 
-def steps(rows: pd.DataFrame, reduces: pd.DataFrame, tb_per_s: float | None = None) -> pd.DataFrame:
-    """The timed rows with more columns: what a step and its backward pass take beyond those without communication in the
-    same run, weak scaling (the step of one GPU alone over this one), the wait after the backward pass that the rows of
-    chapter `allreduce` predict (`tb_per_s`: at which `flat` copies its gradients), and a name."""
+def steps(rows: pd.DataFrame, reduces: pd.DataFrame) -> pd.DataFrame:
+    """The timed rows with what follows from them: by how much a step, and its backward pass, exceed those without
+    communication in the same run; weak scaling (a step of one GPU alone over this one); the wait after the backward
+    pass, and what its all-reduces should take by the rows of chapter `allreduce`."""
     out = rows[rows["kind"] == "time"].reset_index(drop=True)
     there = out[(out["status"] == "ok") & (out["repeat"] == 0)]
-    places = pd.MultiIndex.from_frame(out[_SAME])
+    sends = ~out["wrapper"].isin([ALONE, "none"])
 
     def base(wrapper: str, column: str) -> np.ndarray:
-        found = there[there["wrapper"] == wrapper].set_index(_SAME)[column].astype(float)
-        return found.reindex(places).to_numpy()
+        found = there[there["wrapper"] == wrapper].set_index(_RUN)[column].astype(float)
+        return found.reindex(pd.MultiIndex.from_frame(out[_RUN])).to_numpy()
 
-    step = out["step_ms_p50"].astype(float)
-    sends = ~out["wrapper"].isin([ALONE, "none"])
-    out["exposed_ms"] = (step - base("none", "step_ms_p50")).where(sends)
-    out["longer_ms"] = (out["backward_ms_p50"].astype(float) - base("none", "backward_ms_p50")).where(sends)
-    out["wait_ms"] = (
-        out["synchronization_ms_p50"].astype(float).where(sends & ~out["wrapper"].isin(TORCH))
-    )
-    out["scaling"] = (base(ALONE, "step_ms_p50") / step).where(out["wrapper"] != ALONE)
-    speed = math.nan if tb_per_s is None else tb_per_s
-    out["predicted_ms"] = [
-        _wait_ms(row, reduces, speed) if sent else math.nan
-        for row, sent in zip(out.itertuples(), sends, strict=True)
-    ]
     limits = [f", {mb:g} MB" if mb else "" for mb in out["bucket_mb"]]
+    step, backward, wait = (out[f"{p}_ms_p50"].astype(float) for p in ("step", "backward", "synchronization"))
     return out.assign(
-        variant=[NAMES[w] + limit for w, limit in zip(out["wrapper"], limits, strict=True)]
-    )
+        variant=out["wrapper"].map(NAMES) + pd.Series(limits, dtype=object),
+        exposed_ms=(step - base("none", "step_ms_p50")).where(sends),
+        longer_ms=(backward - base("none", "backward_ms_p50")).where(sends),
+        wait_ms=wait.where(sends & ~out["wrapper"].isin(TORCH)), scaling=base(ALONE, "step_ms_p50") / step,
+        predicted_ms=[_wait_ms(row, reduces) for row in out.itertuples()],
+    )  # fmt: skip
+
+
+def first(steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the fewest GPUs above one, and of the first precision."""
+    steps = steps[(steps["world_size"] > 1) & (steps["repeat"] == 0)]
+    steps = steps[steps["world_size"] == steps["world_size"].min()]
+    return steps[steps["dtype"] == steps["dtype"].head(1).squeeze()] if len(steps) else steps
 
 
 def main(steps: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are shown in full: fewest GPUs above one, the first precision, the longest context."""
-    for column, choose in (("world_size", min), ("dtype", lambda names: names.iloc[0]), ("context_length", max)):
-        steps = steps[steps["world_size"] > 1]
-        steps = steps[steps[column] == choose(steps[column])] if len(steps) else steps
-    return steps[steps["repeat"] == 0]
+    """Of these the longest context: where the GPU sets the pace, if it does anywhere."""
+    steps = first(steps)
+    return steps[steps["context_length"] == steps["context_length"].max()]
 
 
 # ------------------------------------------------------------------------------------------------------ tables
-def pace(steps: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """How well a step is known at each context, on the fewest GPUs above one: without communication here and in the
-    rows of chapter `zero`, its range, and how far one case measured twice lies apart."""
-    rows = pd.concat([main(steps[steps["context_length"] == c]) for c in sorted(set(steps["context_length"]))] or [steps])
-    none = rows[rows["wrapper"] == "none"]
-    again = steps[steps["repeat"] == 1].set_index(["machine", "run", "context_length", "variant"])["step_ms_p50"]
-    others = others[(others["variant"] == ALONE) & (others["moment"] == "timed") & (others["repeat"] == 0)]
-    others = others.set_index(["machine", "context_length", "world_size"])["step_ms_p50"].astype(float)
-    twice = rows.assign(again=again.astype(float).reindex(
-        pd.MultiIndex.from_frame(rows[["machine", "run", "context_length", "variant"]])).to_numpy())  # fmt: skip
-    apart = np.abs(np.log(twice["again"] / twice["step_ms_p50"].astype(float)))
-    apart = np.expm1(apart.groupby([twice["machine"], twice["context_length"]]).max())
-    at = pd.MultiIndex.from_frame(none[["machine", "context_length"]])
+def pace(steps: pd.DataFrame, zero: pd.DataFrame) -> pd.DataFrame:
+    """How well a step without communication is known at each context: here, and in the rows of chapter `zero`; and how
+    far one case measured twice lies apart."""
+    none = first(steps)
+    none = none[none["wrapper"] == "none"]
+    both = steps.merge(steps[steps["repeat"] == 1], on=[*_RUN, "variant"], suffixes=("", "_again"))
+    both = both[both["repeat"] == 0].set_index(_RUN)
+    apart = np.expm1(np.abs(np.log((both["step_ms_p50_again"] / both["step_ms_p50"]).astype(float))))
+    zero = zero[(zero["variant"] == ALONE) & (zero["moment"] == "timed") & (zero["repeat"] == 0)]
+    place = ["machine", "context_length", "world_size"]
+    zero = zero.set_index(place)["step_ms_p50"].astype(float)
     middle = none["step_ms_p50"].astype(float)
     return pd.DataFrame({
         "machine": none["machine"], "context": none["context_length"], "no communication, ms": middle,
-        "in chapter zero, ms": others.reindex(
-            pd.MultiIndex.from_frame(none[["machine", "context_length", "world_size"]])).to_numpy(),
-        "p20–p80, % of median": 100 * (none["step_ms_p80"] - none["step_ms_p20"]) / middle,
-        "same case twice, % apart": 100 * apart.reindex(at).to_numpy(),
+        "the same in chapter zero, ms": zero.reindex(pd.MultiIndex.from_frame(none[place])).to_numpy(),
+        "p20 to p80, % of the median": 100 * (none["step_ms_p80"] - none["step_ms_p20"]).astype(float) / middle,
+        "same case twice, % apart": 100 * apart.reindex(pd.MultiIndex.from_frame(none[_RUN])).to_numpy(),
     })  # fmt: skip
 
 
 def variants(steps: pd.DataFrame) -> pd.DataFrame:
-    """The step of each variant: all-reduces, median, what is exposed, and where: beside or after the backward pass."""
+    """The step of each variant, and what is exposed of its communication: beside the backward pass, or after it."""
     rows = main(steps)
-    order = {key: place for place, key in enumerate(BESIDE)}
-    keys = list(zip(rows["wrapper"], rows["bucket_mb"], strict=True))
-    shown = [key in order or (bool(len(rows)) and rows["size"].iloc[0] == "tiny") for key in keys]
-    rows = rows.assign(place=[order.get(key, len(order)) for key in keys])[shown]
-    return _columns(rows.sort_values(["machine", "place"], kind="stable"), "variant")
+    rows = rows[rows["bucket_mb"].isin(SHOWN_MB) & (rows["wrapper"] != ALONE)]
+    rows = rows.sort_values("wrapper", key=lambda w: w.map(list(NAMES).index), kind="stable")
+    heads = {
+        "machine": "machine", "variant": "variant", "collectives": "all-reduces", "step_ms_p50": "step, ms",
+        "exposed_ms": "exposed, ms", "longer_ms": "backward longer, ms", "wait_ms": "wait, ms",
+        "predicted_ms": "predicted, ms",
+    }  # fmt: skip
+    return (
+        rows[list(heads)]
+        .rename(columns=heads)
+        .astype({"all-reduces": "Float64"})
+        .astype({"all-reduces": "Int64"})
+    )
 
 
 def sweep(steps: pd.DataFrame) -> pd.DataFrame:
-    """Buckets in their order of size, with the last message in MB, and the step of the in-place variant beside each."""
+    """The step by size of buckets, with a buffer and in place; how many there are, and the last message in MB."""
     rows = main(steps)
-    keys = ["machine", "bucket_mb"]
-    in_place = rows[rows["wrapper"] == "in_place"].set_index(keys)["step_ms_p50"].astype(float)
-    rows = rows[rows["wrapper"] == "bucketed"].sort_values(keys)
-    last = [messages(r.size, r.wrapper, r.bucket_mb)[-1] / closed.MB for r in rows.itertuples()]
-    out = _columns(rows.rename(columns={"bucket_mb": "bucket, MB"}), "bucket, MB")
-    out.insert(3, "last, MB", last)
-    out["in place: step, ms"] = in_place.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
-    return out
-
-
-def _columns(rows: pd.DataFrame, first: str) -> pd.DataFrame:
+    rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])].sort_values("bucket_mb")
+    keys = ["machine", "size", "bucket_mb"]
+    wide = (
+        rows.set_index([*keys, "wrapper"])["step_ms_p50"].unstack().reindex(columns=["bucketed", "in_place"])
+    )
+    sent = [messages(name, "bucketed", mb) for _, name, mb in wide.index]
     return pd.DataFrame({
-        "machine": rows["machine"], first: rows[first], "all-reduces": rows["collectives"].astype("Float64").astype("Int64"),
-        "step, ms": rows["step_ms_p50"].astype(float), "exposed, ms": rows["exposed_ms"],
-        "backward longer, ms": rows["longer_ms"], "wait, ms": rows["wait_ms"],
-        "wait predicted, ms": rows["predicted_ms"],
-    }).reset_index(drop=True)  # fmt: skip
+        "machine": wide.index.get_level_values(0), "limit, MB": wide.index.get_level_values(2),
+        "all-reduces": [len(m) for m in sent], "last message, MB": [m[-1] / closed.MB for m in sent],
+        "bucketed: step, ms": wide["bucketed"].to_numpy(), "in place: step, ms": wide["in_place"].to_numpy(),
+    })  # fmt: skip
 
 
 def scaling(steps: pd.DataFrame) -> pd.DataFrame:
-    """Weak scaling: step, exposed time and efficiency of the variants that were measured on each number of GPUs."""
-    longest = steps["context_length"].max()
-    rows = steps[(steps["world_size"] > 1) & (steps["repeat"] == 0) & (steps["context_length"] == longest)]
-    rows = rows[(rows["status"] == "ok") & (rows["dtype"] == rows["dtype"].iloc[:1].squeeze())] if len(rows) else rows
-    rows = rows[[key in MANY for key in zip(rows["wrapper"], rows["bucket_mb"], strict=True)]]
-    several = rows.groupby("world_size")["machine"].nunique().gt(1).any()
-    out = {key: {"variant": name} for key, name in zip(MANY, _named(MANY), strict=True)}
-    for head in ("step, ms", "exposed, ms", "scaling, %"):
-        for (machine, gpus), part in rows.groupby(["machine", "world_size"], sort=False):
-            where = f"{gpus} GPUs: {head}" + (f" ({machine})" if several else "")
-            for row in part.itertuples():
-                value = {"step, ms": row.step_ms_p50, "exposed, ms": row.exposed_ms}.get(head, 100 * row.scaling)
-                out[row.wrapper, row.bucket_mb][where] = value
-    return pd.DataFrame([line for line in out.values() if len(line) > 1])
-
-
-def _named(keys: Sequence[tuple[str, float]]) -> list[str]:
-    return [NAMES[wrapper] + (f", {mb:g} MB" if mb else "") for wrapper, mb in keys]
+    """Weak scaling at the longest context: the variants that were measured on each number of GPUs."""
+    rows = steps[(steps["world_size"] > 1) & (steps["repeat"] == 0) & (steps["status"] == "ok")]
+    rows = rows[rows["dtype"].isin(first(rows)["dtype"]) & (rows["wrapper"] != ALONE)]
+    rows = rows[rows["context_length"] == rows["context_length"].max()]
+    teams = [f"{n} GPUs of {m}" for n, m in zip(rows["world_size"], rows["machine"], strict=True)]
+    rows = rows.assign(team=teams, percent=100 * rows["scaling"])
+    heads = {"step_ms_p50": "step, ms", "exposed_ms": "exposed, ms", "percent": "scaling, %"}
+    table = rows.set_index(["variant", "team"])[list(heads)].unstack("team").dropna(how="all", axis=1)
+    table = table[table["step_ms_p50"].notna().all(axis=1)].sort_values(table.columns[:1].tolist())
+    table.columns = [f"{heads[metric]} ({team})" for metric, team in table.columns]
+    return table.reset_index()
 
 
 def everything(steps: pd.DataFrame) -> pd.DataFrame:
     """Every timed row, with its phases."""
-    heads = {"machine": "machine", "world_size": "GPUs", "dtype": "dtype", "context_length": "context", "variant": "variant",
-             "repeat": "repeat", "step_ms_p50": "step, ms", "step_ms_p20": "p20", "step_ms_p80": "p80",
-             **{f"{p}_ms_p50": p for p in PHASES}, "exposed_ms": "exposed", "peak_gib": "peak, GiB"}  # fmt: skip
+    heads = {
+        "machine": "machine", "world_size": "GPUs", "dtype": "dtype", "context_length": "context",
+        "variant": "variant", "repeat": "repeat", "step_ms_p50": "step", "step_ms_p20": "p20", "step_ms_p80": "p80",
+        **{f"{phase}_ms_p50": phase for phase in PHASES}, "exposed_ms": "exposed", "peak_gib": "peak, GiB",
+    }  # fmt: skip
     return steps[steps["status"] == "ok"][list(heads)].rename(columns=heads)
+
+
+# ------------------------------------------------------------------------------------------------------ figures
+def schematic() -> Figure:
+    """When the gradients of eight layers travel: after the backward pass, each when it is ready, or in buckets."""
+    layers, width = range(8, 0, -1), 0.55  # of an all-reduce; the backward pass of a layer takes 1
+    sent = {
+        "naive": [(8 + width * i, width, str(n)) for i, n in enumerate(layers)],
+        "overlapped": [(i + 1, width, str(n)) for i, n in enumerate(layers)],
+        "bucketed": [(i + 2, 2 * width - 0.1, f"{n}, {n - 1}") for i, n in enumerate(layers) if i % 2 == 0],
+    }
+    figure, axes = figures.panels(height=2.2)
+    ax = axes[0, 0]
+    for place, blocks in enumerate(sent.values()):
+        y, end = 2.4 * place, sum(blocks[-1][:2])
+        bars = [(y, "backward", i, 1, str(n)) for i, n in enumerate(layers)]
+        bars += [(y, "exposed", 8, end - 8, ""), (y, "optimizer", end, 1.1, "update")]
+        for lane, kind, start, length, text in bars + [(y + 1, "communication", *block) for block in blocks]:
+            ax.barh(lane, length, 0.9, start, color=COLORS.get(kind, "#d9d9d9"), edgecolor="white", zorder=3)
+            ax.text(start + length / 2, lane, text, color="white", ha="center", va="center", fontsize=8)
+    lanes = [
+        (2.4 * i + j, f"{name}: backward" if j == 0 else "all-reduce")
+        for i, name in enumerate(sent)
+        for j in (0, 1)
+    ]
+    ax.set_yticks(*map(list, zip(*lanes, strict=True)))
+    ax.set(ylim=(6.4, -0.6), xticks=[], xlabel="time (gray: exposed communication)")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    return figure
+
+
+def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
+    """By the size of buckets: exposed time beside the handout's model, the wait beside the last message's time."""
+    rows = main(steps)
+    rows = rows[
+        rows["wrapper"].isin(["bucketed", "in_place"]) & rows["machine"].isin(rows["machine"].head(1))
+    ]
+    rows = rows.assign(series=rows["wrapper"].map(NAMES))
+    ours = rows[rows["wrapper"] == "bucketed"]
+    overheads = [math.nan if model is None else 1e3 * model.overhead_s(n) for n in ours["collectives"]]
+    expected = (
+        ours.assign(series="the handout's model", exposed_ms=overheads),
+        ours.assign(series="the last message", wait_ms=ours["predicted_ms"]),
+    )
+    titles = {"exposed_ms": "exposed communication, ms", "wait_ms": "wait after the backward pass, ms"}
+    figure, axes = figures.panels(columns=2, height=2.4)
+    for ax, (column, title), more in zip(axes[0], titles.items(), expected, strict=True):
+        figures.lines(ax, pd.concat([rows, more]), "bucket_mb", column, "series")
+        ax.set(title=title, xlabel="limit of a bucket, MB")
+        ax.legend(*ax.get_legend_handles_labels())
+    return figure
+
+
+def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
+    """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
+    kernels; of the first machine that has the traces."""
+    found: dict[str, list[Overlap]] = {}
+    for row in chapter.measured(kind="trace", wrapper=list(wrappers)).to_dict("records"):
+        case = Case(**{field: row[field] for field in Case.__dataclass_fields__})
+        path = overlap_path(case, row["machine"], chapter.root)
+        if path.is_file():
+            found.setdefault(row["wrapper"], trace_overlap.from_json(path))
+    figure, axes = figures.panels(rows=max(1, len(found)), height=1.35, sharex=True)
+    if not found:
+        figures.nothing(axes[0, 0])
+    for ax, (wrapper, ranks) in zip(axes[:, 0], found.items(), strict=False):
+        ax.set_title(NAMES[wrapper])
+        lanes = [
+            (2.3 * n + j, f"rank {n}: {what}")
+            for n in range(len(ranks))
+            for j, what in enumerate(("compute", "NCCL"))
+        ]
+        ax.set_yticks(*map(list, zip(*lanes, strict=True)))
+        for n, step in enumerate(ranks):
+            bars = [("communication", 2.3 * n + 1, step.communication)]
+            for name, begin, length in step.phases:
+                cut = [(max(s, begin), min(s + w, begin + length)) for s, w in step.compute]
+                bars.append((name, 2.3 * n, tuple((s, e - s) for s, e in cut if e > s)))
+            for name, lane, spans in bars:
+                spans = [(s / 1e6, w / 1e6) for s, w in spans] if name in COLORS else []
+                ax.broken_barh(spans, (lane - 0.45, 0.9), facecolor=COLORS.get(name), lw=0, zorder=3)
+        ax.set(ylim=(2.3 * len(ranks) - 0.7, -0.7), xlim=(0, None))
+        ax.grid(axis="y", visible=False)
+    axes[-1, 0].set_xlabel("time since the start of the step, ms")
+    patches = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure

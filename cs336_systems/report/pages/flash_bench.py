@@ -20,8 +20,10 @@ SHORT = {"flash_triton": "ours", "flash_torch": "tiled", "reference": "plain", "
          "sdpa": "SDPA", "sdpa_flash": "SDPA flash", "sdpa_cudnn": "cuDNN", "flex_compiled": "Flex"}  # fmt: skip
 BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 SHAPE = ["machine", "heads", "dtype", "head_dim", "seq_len"]
-KERNEL_TOKENS = 8192  # up to here every call is short enough for a CUDA graph, and speedups are of kernel times
-_QUERY, _KEY, _LEFT_OUT = "#0072B2", "#D55E00", "#ffffff"
+KERNEL_TOKENS = (
+    8192  # up to here every call is short enough for a CUDA graph, and speedups are of kernel times
+)
+_QUERY, _KEY, _SEEN = "#0072B2", "#D55E00", "#dce6ef"  # colors of the drawing
 
 
 def first_machine(rows: pd.DataFrame) -> pd.DataFrame:
@@ -36,7 +38,9 @@ def kernel_ms(rows: pd.DataFrame) -> pd.Series:
 
 
 # ------------------------------------------------------------------------------------------------ tables
-def times(rows: pd.DataFrame, impls: tuple[str, ...] = (), index: tuple[str, ...] = tuple(SHAPE)) -> pd.DataFrame:
+def times(
+    rows: pd.DataFrame, impls: tuple[str, ...] = (), index: tuple[str, ...] = tuple(SHAPE)
+) -> pd.DataFrame:
     """The handout's table: median wall time in ms, a line for each shape, a column for each pass and implementation
     (all that the rows have, if none are named)."""
     rows = rows[(rows["repeat"] == 0) & rows["impl"].isin(impls or list(rows["impl"]))]
@@ -61,7 +65,9 @@ def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
             known = roof.sms and row.sm_mhz > 0
             least = {
                 "GEMMs, µs": flops / (roof.tflops.get(row.dtype, math.nan) * 1e6),
-                "exponentials, µs": 1e3 * accounting.exps_ms(exps, roof.sms, row.sm_mhz) if known else math.nan,
+                "exponentials, µs": 1e3 * accounting.exps_ms(exps, roof.sms, row.sm_mhz)
+                if known
+                else math.nan,
                 "memory, µs": moved / ((roof.tb_per_s or math.nan) * 1e6),
             }
             kernel = 1e3 * getattr(row, f"{part}_gpu_ms")
@@ -88,41 +94,128 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
     worst = rows.groupby(["machine", "dtype", "impl"], sort=False)[["error_out", "error_grads"]].max()
     wide = worst.astype(float).unstack("impl").sort_index(level="machine", sort_remaining=False)
     wide = wide.reindex(columns=list(dict.fromkeys(rows["impl"])), level="impl")
-    wide.columns = [f"{ {'error_out': 'O', 'error_grads': 'grads'}[m] } {SHORT.get(i, i)}" for m, i in wide.columns]
+    wide.columns = [
+        f"{ {'error_out': 'O', 'error_grads': 'grads'}[m] } {SHORT.get(i, i)}" for m, i in wide.columns
+    ]
     return wide.reset_index()
 
 
 # ------------------------------------------------------------------------------------------------ figures
-def tiling_figure(tiles: int = 7, program: int = 4, keys: int = 2) -> Figure:
-    """Left: the causal scores in tiles, the row that a program of the forward pass walks, the column of one of the
-    backward pass. Right: where the tensors of a forward program live. A drawing: no numbers."""
-    figure, axes = figures.panels(columns=2, height=3.1, gridspec_kw={"width_ratios": [1, 1.05]})
+def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
+    """Left: the causal scores in tiles, the `row` that a program of the forward pass walks and the `column` of one of
+    the backward pass. Right: where a forward program keeps what. A drawing: no numbers."""
+    figure, axes = figures.panels(columns=2, height=2.9, gridspec_kw={"width_ratios": [1, 1.1]})
     left, right = axes[0]
-    for ax in (left, right):
-        ax.axis("off")
     for i in range(tiles):
         for j in range(tiles):
-            kind = dict(facecolor=_LEFT_OUT, edgecolor="#bbbbbb", ls=":") if j > i else (
-                dict(facecolor="#dce6ef", edgecolor="#555555", hatch="////" if i == j else "")
-            )  # fmt: skip
-            left.add_patch(Rectangle((j, i), 1, 1, lw=0.7, **kind))
-    left.add_patch(Rectangle((0, program), program + 1, 1, fill=False, ec=_QUERY, lw=2.6, zorder=3))
-    left.add_patch(Rectangle((keys, keys), 1, tiles - keys, fill=False, ec=_KEY, lw=2.6, ls="--", zorder=3))
-    _arrow(left, (0.15, program + 0.5), (program + 0.85, program + 0.5), _QUERY)
-    _arrow(left, (keys + 0.5, keys + 0.15), (keys + 0.5, tiles - 0.15), _KEY)
-    left.add_patch(Rectangle((-1.2, program), 0.8, 1, fc=_QUERY, ec="none"))
-    left.add_patch(Rectangle((keys, -1.2), 1, 0.8, fc=_KEY, ec="none"))
-    left.text(-0.8, program + 0.5, "$Q_i$", color="white", ha="center", va="center")
-    left.text(keys + 0.5, -0.8, "$K_j, V_j$", color="white", ha="center", va="center", fontsize=8)
-    left.text(-0.8, program - 0.35, "queries", ha="center", va="center", rotation=90, fontsize=8)
-    left.text(-0.8, 1.6, "queries", ha="center", va="center", rotation=90, fontsize=8) if False else None
-    left.text(keys + 1.3, -0.8, "keys", va="center", fontsize=8)
-    left.text(tiles - 0.15, 0.6, "never loaded", ha="right", va="center", fontsize=8, color="#555555")
-    left.text(tiles + 0.15, program + 0.5, "forward\nprogram", color=_QUERY, va="center", fontsize=8)
-    left.text(keys + 0.5, tiles + 0.45, "backward program", color=_KEY, ha="center", va="center", fontsize=8)
-    left.set(xlim=(-1.4, tiles + 1.6), ylim=(tiles + 0.9, -1.4), aspect="equal")
+            skipped = {"fc": "white", "ec": "#bbbbbb", "ls": ":"}
+            seen = {"fc": _SEEN, "ec": "#777777", "hatch": "////" if i == j else ""}
+            left.add_patch(Rectangle((j, i), 1, 1, lw=0.7, **(skipped if j > i else seen)))
+    left.add_patch(Rectangle((0, row), row + 1, 1, fill=False, ec=_QUERY, lw=2.4, zorder=3))
+    left.add_patch(
+        Rectangle((column, column), 1, tiles - column, fill=False, ec=_KEY, lw=2.4, ls="--", zorder=3)
+    )
+    _arrow(left, (0.1, row + 0.5), (row + 0.9, row + 0.5), _QUERY)
+    _arrow(left, (column + 0.5, column + 0.1), (column + 0.5, tiles - 0.1), _KEY)
+    _box(left, (-1.3, row), 1.1, 1, "$Q_i$", _QUERY)
+    _box(left, (column - 0.3, -1.3), 1.6, 1.1, "$K_j, V_j$", _KEY)
+    white = {"fc": "white", "ec": "none", "pad": 0.5}
+    for x, y, text, color in (
+        (3.2, 0.5, "masked: never loaded", "#222222"),
+        (row + 1.15, row + 0.5, "forward program:\nwalks over keys", _QUERY),
+        (column - 1.2, tiles + 0.5, "backward program: walks over queries", _KEY),
+    ):
+        left.text(x, y, text, color=color, va="center", fontsize=8, bbox=white)
+    left.set(xlim=(-1.5, tiles + 1.6), ylim=(tiles + 0.9, -1.4), aspect="equal")
+
+    _box(right, (0, 3.3), 10, 6.7, "", "white", ec="#777777", ls="--")
+    right.text(0.3, 9.5, "on the chip: one program of the forward pass", va="center", fontsize=8)
+    _box(
+        right,
+        (0.4, 6.6),
+        9.2,
+        2.4,
+        r"registers, fp32:  $S_{ij}$, $\tilde P_{ij}$;  $m$, $\ell$, $\tilde O_i$",
+        _SEEN,
+    )
+    _box(right, (0.4, 3.6), 9.2, 1.8, "shared memory:  $K_j, V_j$ and the next tiles", _SEEN)
+    _box(right, (0, 0), 10, 1.7, "GPU memory:  $Q, K, V, O$ and $L$; no scores", "#f4f4f4", ec="#777777")
+    for x, start, end, y, text in (
+        (1.0, 1.7, 6.6, 2.5, "$Q_i$\nonce"), (3.9, 1.7, 3.6, 2.5, "$K_j, V_j$\neach step"),
+        (3.9, 5.4, 6.6, 6.0, "two GEMMs"), (7.9, 6.6, 1.7, 2.5, "$O_i, L_i$\nonce"),
+    ):  # fmt: skip
+        _arrow(right, (x, start), (x, end), "#222222")
+        right.text(x + 0.2, y, text, va="center", fontsize=8)
+    right.set(xlim=(-0.2, 10.2), ylim=(-0.2, 10.2))
+    for ax in (left, right):
+        ax.axis("off")
     return figure
 
 
+def _box(
+    ax: Axes, corner: tuple[float, float], width: float, height: float, text: str, fc: str, **more: str
+) -> None:
+    ax.add_patch(Rectangle(corner, width, height, fc=fc, lw=1, **({"ec": "none"} | more)))
+    color = "white" if fc in (_QUERY, _KEY) else "#222222"
+    center = corner[0] + width / 2, corner[1] + height / 2
+    ax.text(*center, text, ha="center", va="center", color=color, fontsize=8.5)
+
+
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
-    ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.6}, zorder=4)
+    ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.5}, zorder=4)
+
+
+def speedup_figure(rows: pd.DataFrame, peers: tuple[str, ...], dtypes: tuple[str, ...]) -> Figure:
+    """A map for each peer (down) and dtype (across): speedup of ours, length across, head dimension down."""
+    found = speedups(first_machine(rows))
+    figure, axes = figures.panels(columns=len(dtypes), rows=len(peers), height=1.15)
+    for line, peer in zip(axes, peers, strict=True):
+        for ax, dtype in zip(line, dtypes, strict=True):
+            ax.set_title(f"over {figures.label(peer)}, {figures.label(dtype)}")
+            shown = found[(found["impl"] == peer) & (found["dtype"] == dtype)]
+            if shown.empty:
+                figures.nothing(ax)
+                continue
+            table = tables.pivot(shown, ("head_dim",), "seq_len", "speedup")
+            figures.heat(ax, table.set_index("head_dim"), words=table.attrs["words"])
+            for text in ax.texts:
+                text.set_fontsize(8)
+            ax.set_ylabel("d")
+    return figure
+
+
+def kernel_figure(rows: pd.DataFrame, dtypes: tuple[str, ...]) -> Figure:
+    """Kernel time of both passes over the length, a panel for each dtype; dashed, the wall time of ours."""
+    rows = first_machine(rows)
+    rows = rows.assign(kernel=kernel_ms(rows))
+    figure, axes = figures.panels(columns=len(dtypes), height=2.7, sharey=True)
+    for ax, dtype in zip(axes[0], dtypes, strict=True):
+        shown = rows[rows["dtype"] == dtype]
+        figures.lines(ax, shown, "seq_len", "kernel", "impl", log_y=True)
+        ours = shown[(shown["impl"] == OURS) & shown["end_to_end_ms_p50"].notna() & shown["kernel"].notna()]
+        ax.plot(
+            ours["seq_len"], ours["end_to_end_ms_p50"], color=figures.ROOF, ls="--", label="wall time of ours"
+        )
+        ax.set_title(figures.label(dtype))
+        ax.set_xlabel("sequence length")
+    axes[0, 0].set_ylabel("ms, forward + backward")
+    figures.legend_below(figure, *axes[0])
+    return figure
+
+
+def rate_figure(rows: pd.DataFrame, roof: Roofs, dtype: str = "bf16") -> Figure:
+    """TFLOP/s of both passes by kernel time over the length, a panel for each head dimension, below the best GEMM."""
+    rows = first_machine(rows)
+    flops = [accounting.attention_flops(h, n, n, d, True, "end_to_end")
+             for h, n, d in zip(rows["heads"], rows["seq_len"], rows["head_dim"], strict=True)]  # fmt: skip
+    rows = rows.assign(rate=pd.Series(flops, index=rows.index, dtype=float) / kernel_ms(rows) / 1e9)
+    dims = sorted(rows["head_dim"].unique()) or [math.nan]
+    figure, axes = figures.panels(columns=len(dims), height=2.7, sharey=True)
+    for ax, d in zip(axes[0], dims, strict=True):
+        figures.lines(ax, rows[rows["head_dim"] == d], "seq_len", "rate", "impl")
+        figures.roof(ax, roof.tflops.get(dtype), "best GEMM measured")
+        ax.set_title(f"d = {d}")
+        ax.set_xlabel("sequence length")
+    axes[0, 0].set_ylabel("TFLOP/s, forward + backward")
+    figures.legend_below(figure, *axes[0])
+    return figure

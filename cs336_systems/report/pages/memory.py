@@ -50,21 +50,134 @@ def block_parameters() -> int:
 
 # ---------------------------------------------------------------------------------------------------- tables
 def largest_model(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the largest model, without other optimizers and repetitions, by context and pass."""
+    """The rows of the largest model, without other optimizers and repetitions."""
     chosen = rows[(rows["optimizer"] == "fused") & (rows["repeat"] == 0)]
     names = [name for name in SIZES if name in set(chosen["size"])]
     return chosen[chosen["size"] == names[-1]] if names else chosen
 
 
 def peaks(rows: pd.DataFrame) -> pd.DataFrame:
-    """Peak memory of each case beside its closed form, a pair of columns for each precision.
-
-    Columns that say the same of all rows are left out, but for machine, context and pass.
-    """
-    rows = rows[rows["repeat"] == 0].assign(predicted=[predicted_bytes(r) / GIB for r in rows[rows["repeat"] == 0].to_dict("records")])
-    order = {name: place for names in (SIZES, PASSES) for place, name in enumerate(names)}
-    rows = rows.sort_values(
-        ["machine", "size", "context_length", "mode", "optimizer"], key=lambda c: c.map(order).fillna(0) if c.name in ("size", "mode") else c,
-        kind="stable",
+    """Peak memory beside its closed form, GiB: a line for each machine, size, context, pass and optimizer, a pair of
+    columns for each precision. Size and optimizer are left out where there is one."""
+    rows = rows[rows["repeat"] == 0]
+    predicted = [predicted_bytes(row) / GIB for row in rows.to_dict("records")]
+    order = {name: place for names in (SIZES, PASSES, memory.DTYPES) for place, name in enumerate(names)}
+    by = ["machine", "size", "context_length", "mode", "optimizer", "dtype"]
+    rows = rows.assign(predicted=predicted).sort_values(
+        by, key=lambda c: c.map(order) if c.name in ("size", "mode", "dtype") else c
     )
-    ...
+    rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
+    several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
+    index = ["machine", *several, "context", "pass"]
+    table = pivot(rows.assign(head=rows["dtype"] + ", GiB"), index, "head", "peak_gib")
+    expected = pivot(rows.assign(head=rows["dtype"] + " predicted, GiB"), index, "head", "predicted")
+    for place, dtype in enumerate(dict.fromkeys(rows["dtype"])):
+        head = f"{dtype} predicted, GiB"
+        table.insert(len(index) + 2 * place, head, expected[head])
+    return table
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each case, in percent of the closed form: how far the peak is above it, and how far what the tensors ask for
+    (cuBLAS's workspaces aside) is off; and what the allocator's rounding adds, in MiB."""
+    predicted = pd.Series(
+        [predicted_bytes(row) for row in rows.to_dict("records")], index=rows.index, dtype=float
+    )
+    number = {
+        name: pd.to_numeric(rows[name])
+        for name in ("peak_bytes", "requested_bytes", "before_recording_bytes")
+    }
+    tensors = number["requested_bytes"] - number["before_recording_bytes"]
+    return pd.DataFrame({
+        "peak above, %": 100 * (number["peak_bytes"] / predicted - 1),
+        "tensors off, %": 100 * (tensors / predicted - 1).abs(),
+        "workspaces, MiB": number["before_recording_bytes"] / MIB,
+        "rounding, MiB": (number["peak_bytes"] - number["requested_bytes"]) / MIB,
+    })  # fmt: skip
+
+
+def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
+    first = chapter.measured(machine=chapter.machines[:1])
+    there = store.read(memory, machine, chapter.root)
+    both = first.merge(there[there["status"] == "ok"], on=list(_FIELDS), suffixes=("", "_there"))
+    return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
+
+
+def largest(chapter: Chapter, **case: Any) -> pd.DataFrame:
+    """The largest allocations of a forward pass: MiB of one, how many, what tensor is as large, what became of it, and
+    the line of code. Empty without a recording."""
+    row, found = recording(chapter, **case)
+    if found is None:
+        return pd.DataFrame()
+    table = largest_allocations(found, [s.name for s in found.stages if s.name.startswith("forward")][-1])
+    names = tensors(size(row["size"]), int(row["batch"]), int(row["context_length"]))
+    kept = table["category"].map({"activations": "saved", "temporaries": "freed"}).fillna(table["category"])
+    return pd.DataFrame({
+        "MiB each": table["MiB"], "count": table["count"],
+        "tensor": [names.get(round(mib * MIB)) for mib in table["MiB"]], "afterwards": kept,
+        "allocated in": [f"`{line.removeprefix('cs336_systems/')}`" for line in table["code"]],
+    })  # fmt: skip
+
+
+def tensors(config: ModelConfig, batch: int, sequence: int) -> dict[int, str]:
+    """Bytes → the fp32 tensor of the forward pass that is as large, by its shape in the chapter's letters."""
+    tokens = 4 * batch * sequence
+    return {
+        tokens * config.d_model: "(B, S, D)",
+        tokens * config.vocab_size: "(B, S, V), logits",
+        tokens * config.d_ff: "(B, S, F)",
+        tokens * config.num_heads * sequence: "(B, H, S, S)",
+    }
+
+
+# ------------------------------------------------------------------------------------------------- timelines
+def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline | None]:
+    """The row of a case of the largest model on the first machine that has it, and its timeline; None without a file.
+
+    ValueError where the file is not of the row's recording: then one of the two comes from elsewhere.
+    """
+    rows = largest_model(chapter.rows(**case))
+    rows = rows[rows["status"].isin(["ok", "oom"]) & rows["requested_bytes"].notna()]
+    for row in rows.to_dict("records"):
+        path = memory.timeline_path(case_of(row), row["machine"], chapter.root)
+        if not path.is_file():
+            continue
+        found = Timeline.from_json(path)
+        peak = memory.peak_stage(found).peak.bytes
+        if peak != row["requested_bytes"]:
+            raise ValueError(
+                f"{path} has a peak of {peak:,} bytes, its case's row {row['requested_bytes']:,.0f}: they are not of the"
+                " same run; take both from the same results, or measure the case again"
+            )
+        return row, found
+    return {}, None
+
+
+def timelines_figure(chapter: Chapter) -> Figure:
+    """Active memory in fp32: the forward pass without a graph at the longest context, beyond the weights; the second of
+    two steps at the shortest and at the longest."""
+    contexts = sorted(set(largest_model(chapter.rows())["context_length"])) or [0]
+    short, long = contexts[0], contexts[-1]
+    figure, axes = figures.panels(columns=3, height=2.7, width_ratios=(1, 1.25, 1.25))
+    panels = (
+        ("forward", long, "forward"),
+        ("train_step", short, "forward 2"),
+        ("train_step", long, "forward 2"),
+    )
+    for ax, (mode, context, first) in zip(axes[0], panels, strict=True):
+        step = mode == "train_step"
+        ax.set_title(f"{'step' if step else 'forward'}, context {context}", pad=22)
+        _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
+        if found is None:
+            figures.nothing(ax)
+            continue
+        names = [stage.name for stage in found.stages]
+        draw(
+            ax,
+            cropped(found, first if first in names else names[0]),
+            () if step else ("before recording", "weights"),
+        )
+        ax.set_ylabel("GiB" if step else "GiB beyond the weights")
+    axes[0, 1].sharey(axes[0, 2])
+    return figure

@@ -117,7 +117,7 @@ def times(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
     rows = _sorted(rows[rows["moment"] == experiment.TIMED])
     metrics = {f"{phase}_ms_p50": f"{phase}, ms" for phase in (*experiment.PHASES, "step")}
     out = _table(rows, metrics)
-    least = [phase_ms(r.variant, _parameters(r.size), r.world_size, *_sheet(roof)) for r in rows.itertuples()]
+    least = [phase_ms(r.variant, _parameters(r.size), r.world_size, *sheet(roof)) for r in rows.itertuples()]
     out.insert(list(out.columns).index("optimizer, ms"), "optimizer expected, ms", least)
     return out
 
@@ -126,7 +126,7 @@ def _parameters(name: str) -> int:
     return accounting.num_parameters(size(name))
 
 
-def _sheet(roof: Roofs) -> tuple[float, float]:
+def sheet(roof: Roofs) -> tuple[float, float]:
     """Memory in TB/s and a link in GB/s in one direction; NaN where the GPU is not known."""
     known = roof.sheet is not None and roof.sheet.nvlink_gb_per_s is not None
     return (roof.sheet.tb_per_s, roof.sheet.nvlink_gb_per_s / 2) if known else (np.nan, np.nan)
@@ -164,13 +164,13 @@ def kernels(rows: pd.DataFrame) -> pd.DataFrame:
         beta = ADAMW_BYTES * moved / plain["update_ms"]
         rates = beta, link if broadcast else np.inf
         lines.append({
-            "machine": row.machine, "GPUs": row.world_size, "variant": row.variant, "update, ms": update,
-            "broadcasts, ms": broadcast, "memory, TB/s": beta, "link, GB/s": link,
-            "schedule, ms": phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
-            "measured, ms": row.optimizer_ms_p50,
+            "machine": row.machine, "GPUs": row.world_size, "variant": row.variant, "update_ms": update,
+            "broadcast_ms": broadcast, "tb_per_s": beta, "link_gb_per_s": link,
+            "schedule_ms": phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
+            "phase_ms": row.optimizer_ms_p50,
         })  # fmt: skip
-    heads = ["machine", "GPUs", "variant", "update, ms", "broadcasts, ms", "memory, TB/s", "link, GB/s"]
-    return pd.DataFrame(lines, columns=[*heads, "schedule, ms", "measured, ms"])
+    heads = ["machine", "GPUs", "variant", "update_ms", "broadcast_ms", "tb_per_s", "link_gb_per_s"]
+    return pd.DataFrame(lines, columns=[*heads, "schedule_ms", "phase_ms"])
 
 
 def schedule_figure(rows: pd.DataFrame) -> Figure:
@@ -204,7 +204,7 @@ def schedule_figure(rows: pd.DataFrame) -> Figure:
 
 def _schedule(ax: Axes, place: int, row: dict[str, Any]) -> None:
     rounds = ROUNDS if row["variant"] in ("sharded", "overlapped") else 1
-    update, broadcast, sent = row["update, ms"] / rounds, row["broadcasts, ms"] / rounds, 0.0
+    update, broadcast, sent = row["update_ms"] / rounds, row["broadcast_ms"] / rounds, 0.0
     for turn in range(rounds):
         ax.barh(place - 0.18, update, 0.34, left=turn * update, color=_UPDATE, edgecolor="white", zorder=2)
         sent = max(sent, (turn + 1) * update)
@@ -219,7 +219,7 @@ def _schedule(ax: Axes, place: int, row: dict[str, Any]) -> None:
             zorder=2,
         )
         sent += broadcast
-    ax.plot([row["measured, ms"]] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, zorder=3)
+    ax.plot([row["phase_ms"]] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, zorder=3)
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
