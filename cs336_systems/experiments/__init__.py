@@ -11,11 +11,11 @@ What an experiment module offers (none of it needs torch before `run_group` is c
     The columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
 `GROUP`
     The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
-`MEASURES`
-    The modules whose code the numbers depend on, beside what `run_group` needs of this one: changing them makes rows
-    "measured with earlier code".
+`PER_CASE` (optional)
+    Modules of which the numbers of a case depend only on what `also_measures` names; on everything else that
+    `run_group` reaches they all do: changing it makes rows "measured with earlier code" (`measure.code`).
 `also_measures(case) -> tuple[str, ...]` (optional)
-    More of them, on which the numbers of a case depend.
+    What the numbers of a case depend on beside that: `"module"`, `"package.*"` or `"module:definition"`.
 `grid(preset) -> list[Case]`
     Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
 `run_group(cases) -> Iterable[dict]`

@@ -62,7 +62,6 @@ METRICS = (
     "calls",
     "library",
 )
-MEASURES = ("cs336_systems.parallel.buckets", "cs336_systems.parallel.ddp")
 
 MB = 2**20
 HANDOUT = (MB, 10 * MB, 100 * MB, 1024 * MB)

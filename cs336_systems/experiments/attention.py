@@ -22,16 +22,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention import attention, availability
-from cs336_systems.experiments.attention_peers import sources
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure.machine import cpp_compiler, has_module
 from cs336_systems.measure.rows import Skip, failure_is_a_row, oom_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.phases",
-)  # fmt: skip
+PER_CASE = peers.PER_CASE
 GROUP = ("cap_gib", "dtype", "head_dim", "seq_len")
 PARTS = ("forward", "backward")
 METRICS = (
@@ -91,8 +89,8 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    """The modules of the case's attention."""
-    return sources(case.impl)
+    """The case's attention."""
+    return peers.sources(case.impl)
 
 
 def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:

@@ -25,12 +25,29 @@ _SDPA = {
 _PAIRS = {"plain_triton": ("f_production", "b_production")}
 
 
+_TRITON = (
+    "cs336_systems.attention",
+    "cs336_systems.attention.usable",
+    "cs336_systems.attention.flash_triton",
+)
+_TORCH = ("cs336_systems.attention.flash_torch",)
+_LADDER = ("cs336_systems.ladder.function", "cs336_systems.ladder.launch", "cs336_systems.ladder.steps")
+# what chooses between implementations of attention, and the chosen: a row depends on its own alone (`measure.code`)
+PER_CASE = _TRITON + _TORCH + _LADDER
+
+
 def sources(impl: str) -> tuple[str, ...]:
-    """The modules of this package that an implementation of attention depends on, beside `attention.reference` and
-    `attention.inputs`: for `also_measures`."""
-    if impl in ("reference", "reference_compiled", "flex_compiled", "fa4"):
+    """What an implementation of attention (or a step of the ladder) is in this package: for `also_measures`."""
+    if impl in ("flex_compiled", "fa4"):
         return ()
-    return ("cs336_systems.attention.__init__",) if impl.startswith("sdpa") else ("cs336_systems.attention",)
+    inputs = "cs336_systems.attention.inputs:autocast_inputs"
+    if impl in ("reference", "reference_compiled"):
+        return inputs, "cs336_systems.attention.reference:reference_attention"
+    if impl.startswith("sdpa"):
+        return inputs, "cs336_systems.attention:attention"
+    if impl in ("flash_torch", "flash_compiled_backward"):
+        return "cs336_systems.attention:attention", *_TORCH
+    return _TRITON if impl in ("flash_triton", "auto") else _TRITON + _LADDER
 
 
 @dataclass(frozen=True)

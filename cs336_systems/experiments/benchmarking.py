@@ -11,13 +11,14 @@ again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; at
 from __future__ import annotations
 
 from cs336_systems.accounting import MODES
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.experiments import steps
-from cs336_systems.experiments.attention_peers import sources
-from cs336_systems.experiments.steps import GROUP, MEASURES, METRICS, Case, estimate_s, forecast, run_group
+from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
 
-__all__ = ["CHOICES", "GROUP", "MEASURES", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
+__all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
+PER_CASE = peers.PER_CASE
 CHOICES = steps.CHOICES
 CONTEXTS = (128, 256, 512, 1024)
 COLD_SIZES = ("small", "medium", "large")  # each of their cases costs a process of its own
@@ -25,8 +26,8 @@ PRIMARY = 512  # the context length where the handout names none
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    """The modules of the case's attention."""
-    return sources(case.attention)
+    """The case's attention."""
+    return peers.sources(case.attention)
 
 
 def grid(preset: str) -> list[Case]:

@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure import machine, nsys, process, ranks, trace_overlap, trace_torch
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.rows import Skip, failure_is_a_row
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from cs336_systems.parallel import Rank
     from cs336_systems.training.parallel_step import ParallelWorkload
 
+PER_CASE = peers.PER_CASE
 GROUP = ("size", "batch", "dtype", "world_size", "kind")
 PHASES = ("forward", "backward", "synchronization", "optimizer")
 METRICS = (
@@ -41,11 +43,6 @@ METRICS = (
     "tokens_per_s", "peak_gib", "collectives", "backend", "matmul_precision", "sm_mhz", "power_w",
     "traced_ms", "communication_ms", "compute_ms", "overlap_ms", "backward_overlap_ms", "messages", "source",
     "tool_version",
-)  # fmt: skip
-MEASURES = (
-    "cs336_systems.training.parallel_step", "cs336_systems.training.step", "cs336_systems.parallel.ddp",
-    "cs336_systems.parallel.buckets", "cs336_systems.measure.ranks", "cs336_systems.measure.trace_overlap",
-    "cs336_systems.model", "cs336_systems.sizes", "cs336_systems.attention.reference", "cs336_systems.attention.inputs",
 )  # fmt: skip
 ALONE = "alone"
 CONTEXTS = (128, 512, 1024)  # at the shorter ones a fast GPU waits for the host
@@ -107,6 +104,11 @@ def grid(preset: str) -> list[Case]:
     cases += [Case("xl", c, w, mb, world_size=n) for n in (4, 8) for c in CONTEXTS for w, mb in many]
     traced = (("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0), ("bucketed", 100.0), ("torch", 0.0))
     return [*cases, *(Case("xl", 512, w, mb, kind="trace") for w, mb in traced)]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources("reference")
 
 
 def estimate_s(group: list[Case]) -> float:

@@ -21,16 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.attention import availability
-from cs336_systems.experiments.attention_peers import sources
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.timing",
-    "cs336_systems.accounting.operations",
-)  # fmt: skip
+PER_CASE = peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "dtype")
 PARTS = ("forward", "backward", "end_to_end")
 METRICS = (
@@ -99,8 +96,8 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    """The modules of the case's attention."""
-    return sources(case.impl)
+    """The case's attention."""
+    return peers.sources(case.impl)
 
 
 def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:

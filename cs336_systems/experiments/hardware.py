@@ -40,7 +40,6 @@ METRICS = (
     "power_w",
 )
 GROUP = ("kind", "size")
-MEASURES = ("cs336_systems.measure.timing",)
 
 ERROR_ROWS = 64  # rows of a product that are compared with fp64
 CPU_MATMUL = 4096  # a CPU is not asked for larger products,

@@ -41,11 +41,7 @@ from cs336_systems.measure.rows import failure_is_a_row
 if TYPE_CHECKING:
     import torch
 
-MEASURES = (
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.experiments.attention_peers",
-    "cs336_systems.experiments.leaderboard_candidate", "cs336_systems.measure.timing", "cs336_systems.measure.ncu",
-    "cs336_systems.accounting.operations",
-)  # fmt: skip
+PER_CASE = peers.PER_CASE
 GROUP = ("kind", "part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "grad_o", "rep_ms")
 METRICS = (
     "ms_p20", "ms_p50", "ms_p80", "ms_mean", "ms_min", "ms_max",  # of single calls, all turns together
@@ -117,12 +113,8 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    """The modules of the case's attention, and of the ladder for what is ours."""
-    return (
-        peers.sources(case.impl)
-        if case.impl in PEERS
-        else ("cs336_systems.attention", "cs336_systems.ladder")
-    )
+    """The case's attention, or its step of the ladder."""
+    return peers.sources(case.impl)
 
 
 def _twice(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import accounting
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.memory import read_snapshot, recording
@@ -57,11 +58,7 @@ METRICS = (  # bytes are whole, so that sums and differences are exact
     "device_bytes",  # what the device has
 )
 GROUP = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")  # a process for each case
-MEASURES = (
-    "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes",
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.memory",
-    "cs336_systems.measure.memory_trace", "cs336_systems.measure.memory_timeline",
-)  # fmt: skip
+PER_CASE = peers.PER_CASE
 
 LARGEST = "2.7B"
 CONTEXTS = (128, 256, 512)
@@ -99,6 +96,11 @@ def grid(preset: str) -> list[Case]:
         *_cases(LARGEST, CONTEXTS),
         *(Case(name, CONTEXTS[-1], "train_step") for name in smaller),
     ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources(ATTENTION)
 
 
 def _cases(name: str, contexts: Sequence[int]) -> list[Case]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.experiments import steps
 from cs336_systems.measure.rows import failure_is_a_row
 from cs336_systems.sizes import HANDOUT_SIZES
@@ -77,8 +78,8 @@ METRICS = (
     "not_finite",  # the share of rows whose mean, variance or output is infinite or not a number
     *steps.METRICS,
 )
+PER_CASE = peers.PER_CASE
 GROUP = ("kind", *steps.GROUP)
-MEASURES = steps.MEASURES
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(steps.Case))
 
 
@@ -144,6 +145,11 @@ def _steps(size: str, context_length: int, dtypes: Sequence[str]) -> list[Case]:
     found = [steps.Case(size, context_length, mode, dtype) for dtype in dtypes for mode in accounting.MODES]
     found.append(steps.Case(size, context_length, "forward_backward", dtypes[-1], repeat=1))
     return [Case(kind="step", **dataclasses.asdict(case)) for case in found]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """The attention of the case's model."""
+    return peers.sources(case.attention or "reference")
 
 
 def estimate_s(group: Sequence[Case]) -> float:

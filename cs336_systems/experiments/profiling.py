@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure import kernels, nsys, trace, trace_step, trace_torch
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.machine import free_memory_bytes, gpu_names, machine_name
@@ -42,17 +43,12 @@ RANGES = {
     "softmax": "step/forward/attention softmax",
     "output": "step/forward/attention output",
 }
+PER_CASE = peers.PER_CASE
 GROUP = ("size", "context_length", "batch", "dtype", "tool")
 CLASS_COLUMNS = {kind: re.sub(r"\W+", "_", kind.lower()) + "_ms" for kind in kernels.CLASSES}
 METRICS = (
     "python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values(), "longest", "source",
     "tool_version",
-)  # fmt: skip
-MEASURES = (
-    "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes", "cs336_systems.measure.phases",
-    "cs336_systems.attention.reference", "cs336_systems.attention.inputs", "cs336_systems.measure.kernels",
-    "cs336_systems.measure.trace", "cs336_systems.measure.trace_nsys", "cs336_systems.measure.trace_torch",
-    "cs336_systems.measure.nsys",
 )  # fmt: skip
 DRAWN = (
     ("small", PRIMARY, "fp32"),
@@ -88,6 +84,11 @@ def grid(preset: str) -> list[Case]:
     return [
         Case(size, context, name, dtype, tool) for size, context, dtype, tool in shapes for name in RANGES
     ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention: its parts are ranges."""
+    return peers.sources("reference")
 
 
 def estimate_s(group: list[Case]) -> float:

@@ -38,10 +38,6 @@ METRICS = (
     "first_step_ms", "compile_s", "graphs", "cuda_graph_skips", "tokens_per_s", "mfu", "peak_gib",
     "matmul_precision", "sm_mhz", "power_w",
 )  # fmt: skip
-MEASURES = (
-    "cs336_systems.experiments.steps", "cs336_systems.training.step", "cs336_systems.model", "cs336_systems.sizes",
-    "cs336_systems.measure.phases", "cs336_systems.attention.reference", "cs336_systems.attention.inputs",
-)  # fmt: skip
 CHOICES = {
     "size": tuple(SIZES), "mode": accounting.MODES, "dtype": DTYPES, "attention": ("auto", *ATTENTIONS),
     "compile": COMPILE_MODES,

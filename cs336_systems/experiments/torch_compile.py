@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.experiments import steps
-from cs336_systems.experiments.attention_peers import sources
 from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast
 from cs336_systems.measure import machine
 from cs336_systems.sizes import HANDOUT_SIZES
 
-__all__ = ["CHOICES", "GROUP", "MEASURES", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
+__all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
+PER_CASE = peers.PER_CASE
 CHOICES = steps.CHOICES
-MEASURES = steps.MEASURES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
 _LARGE = (("reference", "off"), ("reference", "default"), ("sdpa", "default"), ("flash_triton", "default"))
@@ -54,8 +54,8 @@ def grid(preset: str) -> list[Case]:
 
 
 def also_measures(case: Case) -> tuple[str, ...]:
-    """The modules of the case's attention."""
-    return sources(case.attention)
+    """The case's attention."""
+    return peers.sources(case.attention)
 
 
 def _sizes(size: str, context_length: int, dtype: str) -> list[Case]:

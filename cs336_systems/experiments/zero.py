@@ -21,6 +21,7 @@ from typing import Any
 
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
+from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.measure import ranks
 from cs336_systems.measure.rows import Skip, failure_is_a_row
 from cs336_systems.parallel import backend_and_device
@@ -59,14 +60,8 @@ METRICS = (
     "optimizer_launches", "communication_ms", "update_ms", "both_ms", "whole_ms",
     "sm_mhz", "power_w",
 )  # fmt: skip
+PER_CASE = peers.PER_CASE
 GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
-MEASURES = (
-    "cs336_systems.experiments.zero_ranks", "cs336_systems.training.parallel_step", "cs336_systems.training.step",
-    "cs336_systems.parallel.ddp", "cs336_systems.parallel.buckets", "cs336_systems.parallel.zero",
-    "cs336_systems.parallel.shares", "cs336_systems.parallel.readers",
-    "cs336_systems.model", "cs336_systems.sizes", "cs336_systems.attention.reference",
-    "cs336_systems.measure.ranks", "cs336_systems.measure.collectives",
-)  # fmt: skip
 
 CONTEXTS = (128, 512)
 TIMED_CONTEXTS = (*CONTEXTS, 1024)  # at the shorter ones a fast GPU waits for the host
@@ -128,6 +123,11 @@ def _times(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> l
         *(Case(variant, context, TIMED, **fields) for context in contexts for variant in variants),
         *(Case("sharded", context, TIMED, repeat=1, **fields) for context in contexts),
     ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources("reference")
 
 
 def estimate_s(group: Sequence[Case]) -> float:

@@ -1,148 +1,172 @@
-"""The digest of the code that a row was measured with: of sources, so that it can be checked where there is no git."""
+"""The digest of the code that a row was measured with: of the definitions that its numbers depend on.
+
+    code_digest(experiments.load("hardware"), case)        # "1f0c94ab"
+
+From `run_group`, `GROUP` and `Case` of an experiment every function, class and module-level constant of this package is
+followed that the ones before mention, in whatever module it stands: by name, as an attribute of a module, imported
+while running, or as "module:function" in a string, for another process. Nothing is imported or run for that, and no
+git is asked. What stands in a digest is what was reached, as syntax: a definition that moves to another file or is
+called otherwise, its imports, formatting, comments, docstrings and annotations make no difference. (Annotations in a
+class body do, which are fields of dataclasses, and those as `constexpr`.)
+
+With any definition of a module come its statements that do more than define a name (`register(...)`, `TABLE[1] = 2`).
+A string that is the name of a function or class of its module counts as mentioning it. What is mentioned by other
+means, names put together while running or an import for its effect alone, is not seen.
+
+Where an experiment chooses between implementations, it mentions all of them, a row depends on one. Its `PER_CASE` names
+modules at which following stops, `also_measures(case)` where it goes on for a case: each "module" for all its
+definitions, "package.*" for those of all its modules, or "module:definition".
+"""
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import io
-import re
-import tokenize
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_WRAPPERS = {"dataclass", "contextmanager", "cache"}  # decorators that do nothing but wrap
-_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+from cs336_systems.measure.definitions import ALL, EFFECTS, Key, Module, Writer
+
+PACKAGE = Path(__file__).resolve().parents[1]
+ROOTS = ("run_group", "GROUP", "Case")
+_ROUNDS = 4  # so deep a definition's own digest looks into those that it mentions; all that are reached count
 
 
-def bare_source(text: str) -> str:
-    """Python source without comments, docstrings, blank lines, trailing blanks; alike on every Python."""
-    lines = text.split("\n")  # splitlines would also split at form feeds, where tokenize and ast don't
-    drop: list[tuple[int, int, int, int]] = []  # first line, first byte, last line, byte after the last
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:  # tokenize counts columns in characters, ast in bytes
-            row, left = token.start[0], len(lines[token.start[0] - 1][: token.start[1]].encode())
-            drop.append((row, left, row, left + len(token.string.encode())))
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, _DOCUMENTED):
-            continue
-        for doc in node.body[:1]:
-            value = doc.value if isinstance(doc, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                drop.append((doc.lineno, doc.col_offset, doc.end_lineno, doc.end_col_offset))
-    encoded = [line.encode() for line in lines]
-    for top, left, bottom, right in sorted(drop, reverse=True):
-        encoded[top - 1] = encoded[top - 1][:left] + encoded[bottom - 1][right:]
-        for i in range(top, bottom):
-            encoded[i] = b""
-    return "\n".join(line.decode().rstrip() for line in encoded if line.strip())
+@dataclass
+class Definition:
+    """What a digest takes from a definition: its syntax, with holes for what it mentions (`holes`, in order)."""
+
+    syntax: str = ""
+    holes: list[Key] = field(default_factory=list)
+    also: set[Key] = field(default_factory=set)  # what counts as well, without a place in the syntax
 
 
-def module_files(module: str) -> list[Path]:
-    """The source files of a module or package of this project, found without importing it."""
-    path = _PACKAGE.parent / Path(*module.split("."))
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    if not files or not all(f.is_file() for f in files):
-        raise FileNotFoundError(f"no source for module {module!r} under {_PACKAGE.parent}")
-    return files
+class Sources:
+    """The modules of a package, each read once. `extra`: others that count as its own, by name."""
+
+    def __init__(self, package: Path, extra: dict[str, Path]) -> None:
+        self.package, self.extra = package, extra
+        self.module = functools.cache(self._module)
+        self.definition = functools.cache(self._definition)
+
+    def _module(self, name: str) -> Module | None:
+        """The module of a dotted name; None where there is none in this package."""
+        base = self.package.parent.joinpath(*name.split("."))
+        if name in self.extra:
+            return Module.read(name, self.extra[name])
+        if name.split(".")[0] == self.package.name:
+            for path in (base / "__init__.py", base.with_name(f"{base.name}.py")):
+                if path.is_file():
+                    return Module.read(name, path)
+            return Module(name) if base.is_dir() else None
+        return None
+
+    def find(self, path: str) -> tuple[Key | None, str]:
+        """What a dotted path names: a definition, or all those of a module, and the rest of the path. None, path: it
+        is not of this package."""
+        parts = path.split(".")
+        if self.module(parts[0]) is None:
+            return None, path
+        count = 1
+        while count < len(parts) and self.module(".".join(parts[: count + 1])):
+            count += 1
+        module, rest = self.module(".".join(parts[:count])), parts[count:]
+        if not rest:
+            return (module.name, ALL), ""
+        if rest[0] in module.definitions:
+            return (module.name, rest[0]), ".".join(rest[1:])
+        targets = [module.imports.get(rest[0]), *(f"{star}.{rest[0]}" for star in module.stars)]
+        for target in filter(None, targets):
+            found = self.find(".".join([target, *rest[1:]]))
+            if found[0] or target == targets[0]:
+                return found
+        return None, ".".join(rest)
+
+    def named(self, text: str) -> list[Key]:
+        """The definitions that "module" or "module:definition" names; ValueError where there is no such thing."""
+        name, _, definition = text.partition(":")
+        if name.endswith(".*"):
+            folder = self.package.parent.joinpath(*name.split(".")[:-1])
+            files = (f.relative_to(self.package.parent).with_suffix("") for f in folder.rglob("*.py"))
+            modules = sorted(".".join(f.parts).removesuffix(".__init__") for f in files)
+            return [key for module in modules for key in self.named(module)]
+        module = self.module(name)
+        if module is None:
+            raise ValueError(f"no source for module {name!r} in {self.package}")
+        if definition and definition not in module.definitions:
+            raise ValueError(f"module {name!r} does not define {definition!r}")
+        return [(name, d) for d in ([definition] if definition else (*module.definitions, EFFECTS))]
+
+    def _definition(self, key: Key) -> Definition:
+        module, name = self.module(key[0]), key[1]
+        if name == ALL:
+            return Definition(also=set(self.named(key[0])))
+        writer = Writer(self.find, module, name)
+        for node in module.effects if name == EFFECTS else module.definitions[name]:
+            writer.write(node, {})
+        return Definition("".join(writer.out), writer.holes, {(module.name, EFFECTS)} - {key})
+
+    def digest(self, roots: set[Key], stops: set[Key]) -> str:
+        """Eight hexadecimal digits of all definitions that `roots` reach, without those at which following stops."""
+        reached: dict[Key, Definition] = {}
+        left = list(roots)
+        while left:
+            if (key := left.pop()) not in reached:
+                reached[key] = found = self.definition(key)
+                left += [k for k in (*found.holes, *found.also) if k not in stops]
+        now = first = {key: _digest(found.syntax.encode()) for key, found in reached.items()}
+
+        def one(key: Key) -> bytes:
+            """The digest of a definition with those that it mentions, as they are now, in its holes."""
+            if key[1] == ALL:
+                return _digest(*sorted(now.get(k, b"") for k in reached[key].also))
+            return _digest(first[key], *(now.get(k, b"") for k in reached[key].holes))
+
+        for _ in range(_ROUNDS):  # since definitions may mention each other
+            now = {key: one(key) for key in reached}
+        return _digest(*sorted({now[key] for key, found in reached.items() if found.syntax})).hex()[:8]
 
 
-def reached(text: str, roots: tuple[str, ...]) -> str:
-    """The top-level statements of Python source that definitions named in `roots` need, in their order.
-
-    A definition or an import is needed where its name stands in a needed statement, in a string too (of a function that
-    another process calls); other statements always are. Two things are not seen: an import for its effect alone, and
-    names that are put together while running.
-    """
-    lines, needs, statements = text.split("\n"), set(roots), []
-    for node in ast.parse(text).body:
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        statements.append((node, "\n".join(lines[first - 1 : node.end_lineno])))
-    left, kept = list(range(len(statements))), set()
-    while found := [i for i in left if (names := _bound(statements[i][0])) is None or names & needs]:
-        for i in found:
-            needs |= _mentioned(statements[i][0])
-        kept.update(found)
-        left = [i for i in left if i not in kept]
-    return "\n".join(statements[i][1] for i in sorted(kept))
-
-
-def _bound(node: ast.stmt) -> set[str] | None:
-    """The names that a statement defines; None for one that may do more than that."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        wrapped = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
-        return {node.name} if {name.split(".")[-1] for name in wrapped} <= _WRAPPERS else None
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        return None if "*" in names else names
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if all(
-            isinstance(x, ast.Name | ast.Tuple | ast.Load | ast.Store) for t in targets for x in ast.walk(t)
-        ):
-            return {x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)} - {"_"} or None
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse:
-        return set()
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the module's docstring
-        return set()
-    return None
-
-
-def _mentioned(node: ast.stmt) -> set[str]:
-    """Every name that stands in a statement: variables, attributes, words of strings that are no docstrings."""
-    docstrings = {
-        x.body[0].value
-        for x in ast.walk(node)
-        if isinstance(x, _DOCUMENTED)
-        and isinstance(x.body[0], ast.Expr)
-        and isinstance(x.body[0].value, ast.Constant)
-    }
-    found: set[str] = set()
-    for x in ast.walk(node):
-        if x in docstrings:
-            continue
-        if isinstance(x, ast.Name):
-            found.add(x.id)
-        elif isinstance(x, ast.Attribute):
-            found.add(x.attr)
-        elif isinstance(x, ast.Constant) and isinstance(x.value, str):
-            found.update(re.findall(r"\w+", x.value))
-    return found
-
-
-def _taken(text: str, module: str) -> set[str]:
-    """What Python source imports from a module."""
-    froms = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ImportFrom) and node.module == module
-    ]
-    return {alias.name for node in froms for alias in node.names}
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
 
 def code_digest(experiment: ModuleType, case: Any = None) -> str:
-    """Eight hexadecimal digits of the sources that the numbers of a case depend on: the modules that the experiment
-    names for it, and of its own what `run_group` needs. Which cases there are makes no difference; which one it is does
-    where the experiment has `also_measures`."""
+    """Eight hexadecimal digits of the definitions that the numbers of a case depend on. Which cases there are makes no
+    difference; which one it is does where the experiment has `also_measures`."""
     return code_digests(experiment)(case)
 
 
-def code_digests(experiment: ModuleType) -> Callable[[Any], str]:
-    """`code_digest` of an experiment's cases, its sources read once."""
-    own = Path(experiment.__file__).read_text(encoding="utf-8")
+def code_digests(experiment: ModuleType, package: Path = PACKAGE) -> Callable[[Any], str]:
+    """`code_digest` of an experiment's cases, by the sources as they are now.
+
+    ValueError for a name in `also_measures` or `PER_CASE` that nothing has.
+    """
+    files = set(package.rglob("*.py"))
+    own = Path(experiment.__file__)
+    extra = () if own in files else ((experiment.__name__, own),)
+    stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted({*files, own}))
+    sources = _sources(package, extra, stamps)
+    also = getattr(experiment, "also_measures", lambda case: ())
 
     @functools.cache
-    def of_modules(modules: tuple[str, ...]) -> str:
-        files = sorted({file for module in modules for file in module_files(module)})
-        texts = [file.read_text(encoding="utf-8") for file in files]
-        taken = {name for text in texts for name in _taken(text, experiment.__name__)}
-        digest = hashlib.sha256(bare_source(reached(own, ("run_group", "GROUP", *taken))).encode())
-        for text in texts:
-            digest.update(bare_source(text).encode())
-        return digest.hexdigest()[:8]
+    def of_names(names: tuple[str, ...]) -> str:
+        return sources_digest(experiment, sources, names)
 
-    more = getattr(experiment, "also_measures", lambda case: ())
-    return lambda case: of_modules((*experiment.MEASURES, *more(case)))
+    return lambda case: of_names(tuple(also(case)))
+
+
+def sources_digest(experiment: ModuleType, sources: Sources, names: tuple[str, ...]) -> str:
+    """The digest of an experiment's cases for which `also_measures` gives these names."""
+    stops = {key for name in getattr(experiment, "PER_CASE", ()) for key in sources.named(name)}
+    more = {key for name in names for key in sources.named(name)}
+    found = [sources.find(f"{experiment.__name__}.{name}")[0] for name in ROOTS]
+    return sources.digest({*filter(None, found), *more}, stops - more)
+
+
+@functools.lru_cache(maxsize=1)
+def _sources(package: Path, extra: tuple[tuple[str, Path], ...], stamps: tuple[Any, ...]) -> Sources:
+    return Sources(package, dict(extra))

@@ -7,7 +7,7 @@ One CSV a chapter and machine. A row is a case, its metrics, a status, and where
               within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
-    code      digest of the sources that the number depends on (`measure.code`)
+    code      digest of the definitions that the number depends on (`measure.code`)
 
 A file is replaced whole after every group: a killed run loses one group, and the next goes on from there.
 """
