@@ -1,61 +1,38 @@
-"""Chapter ddp: its grid, how its groups are measured and recorded, its page."""
+"""Chapter ddp: its grid, how its groups are measured and recorded, what its page shows of known rows."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
-import ddp_rows
-import pandas
+import pandas as pd
 import pytest
 
 from cs336_systems import experiments
-from cs336_systems.experiments import ddp
+from cs336_systems.accounting import data_parallel as closed
+from cs336_systems.experiments import ddp, zero
 from cs336_systems.experiments.ddp import Case
 from cs336_systems.measure import machine, nsys, rows, trace_overlap
 from cs336_systems.measure.process import ChildError
 from cs336_systems.measure.trace import Range, Trace
-from cs336_systems.report import coverage
-from cs336_systems.report.chapter import Chapter
+from cs336_systems.report import Chapter, tables
+from cs336_systems.report.claims import execute
+from cs336_systems.report.coverage import parts
 from cs336_systems.report.pages import ddp as page
-from cs336_systems.report.pages import (
-    ddp_bucket_words,
-    ddp_figures,
-    ddp_pace,
-    ddp_predictions,
-    ddp_ranks_words,
-    ddp_words,
-)
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 TINY = Case("tiny", 16, "naive", dtype="fp32")
-
-SENTENCES = (
-    ddp_predictions.time_words, ddp_predictions.optimum_words,
-    ddp_pace.tokens_words, ddp_pace.host_words, ddp_pace.noise_words,
-    ddp_words.naive_words, ddp_words.flat_words, ddp_words.longer_words, ddp_words.trace_words, ddp_words.best_words,
-    ddp_ranks_words.scaling_words, ddp_words.memory_words, ddp_words.alone_words, ddp_words.precision_words,
-    ddp_bucket_words.bucket_words, ddp_bucket_words.buffer_words, ddp_bucket_words.fit_words,
-    ddp_bucket_words.floor_words,
+TRACED = trace_overlap.Overlap(
+    source="nsys", length_ms=10.0, communication_ms=3.0, compute_ms=8.0, overlap_ms=1.0, backward_overlap_ms=1.0,
+    collectives=2, phases=(("forward", 0, 3_000_000), ("backward", 3_000_000, 4_000_000)),
+    compute=((0, 5_000_000), (6_000_000, 2_000_000)), communication=((6_000_000, 3_000_000),),
 )  # fmt: skip
 
 
 def case(**changes):
     return dataclasses.replace(TINY, **changes)
-
-
-@pytest.fixture
-def made_up(results_root):
-    """A chapter whose rows are made up, on `h200-x2`."""
-    ddp_rows.write(results_root)
-    return Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
-
-
-def write_all_reduces(root):
-    """Rows of chapter allreduce, made up: small messages have less bandwidth; those of Gloo are not asked for."""
-    header = "backend,world_size,num_bytes,how,repeat,ms_p50,bus_gb_per_s,status"
-    lines = [header, "nccl,2,4096,all_reduce,0,0.025,0.1,ok", "nccl,2,67108864,all_reduce,0,0.25,268,ok"]
-    lines += ["nccl,2,1073741824,all_reduce,0,3.3,320,ok", "gloo,2,1073741824,all_reduce,0,900,1,ok"]
-    (root / ddp_rows.MACHINE / "allreduce.csv").write_text("\n".join(lines) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ grid
@@ -162,7 +139,7 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
 
     def overlap(trace, name, phases):
         asked.setdefault("ranges", []).append(name)
-        return [ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))]
+        return [TRACED]
 
     monkeypatch.setattr(ddp.nsys, "record_nsys", record_nsys)
     monkeypatch.setattr(ddp.nsys, "find", lambda: "/usr/bin/nsys")
@@ -176,7 +153,7 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     assert asked["ranges"] == [f"rank {r}/{name}/step" for name in ("naive", "torch") for r in (0, 1)]
 
     seen.remove("rank 1")  # then each rank is recorded by torch's profiler
-    step = dataclasses.asdict(ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))) | {"source": "torch"}
+    step = dataclasses.asdict(TRACED) | {"source": "torch"}
     monkeypatch.setattr(ddp, "_launch", lambda function, cases, keep: [[[step]] * 2] * 2)
     assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
 
@@ -211,263 +188,205 @@ def test_on_two_gpus(results_root):
 
 
 # ------------------------------------------------------------------------------------------------ page
-def test_page_of_made_up_rows(made_up):
-    table = page.step_table(made_up, ("none", "naive"))
-    assert list(table["way"]) == ["no communication", "naive"] * 3
-    assert list(table["context"]) == [128, 128, 512, 512, 1024, 1024]
-    assert table.iloc[1]["calls"] == "435"
-    assert float(table.iloc[1]["exposed"]) == pytest.approx(39.7, rel=0.02)
-    assert table.iloc[0]["share"] == "–" and table.iloc[1]["share"].endswith(" %")
-    assert "435 all-reduces" in ddp_words.naive_words(made_up)
-    assert "neither the precision" in ddp_words.naive_words(made_up)
-    assert "from the data sheet" in ddp_predictions.time_words(made_up)
-    assert "buckets of 250 MB" in ddp_bucket_words.bucket_words(made_up)
-    assert ddp_bucket_words.fit_words(made_up).count("the best bucket of the sweep has 250 MB") == 3
-    fits = page.fit_table(made_up)
-    assert list(fits["fit"]) == ["model", "with constant"] * 3 and set(fits["constant"][::2]) == {"–"}
-    assert "× *torch DDP*" in ddp_words.best_words(made_up)
-    assert "0.30 % to 0.30 %" in ddp_words.memory_words(made_up)
-    assert "the others less than 0.5 %" in ddp_words.memory_words(made_up)
-    assert "*bucketed, 100 MB*" in ddp_words.alone_words(made_up)
-    assert "needs 8 GPUs; there are 2" in ddp_words.skipped_words(made_up)
-    assert ddp_ranks_words.scaling_words(made_up).count("*naive*") == 3
-    assert "3 cases were measured twice" in ddp_pace.noise_words(made_up)
-    assert "Nsight Systems" in ddp_words.trace_words(made_up)
-    assert "context 512" in ddp_pace.host_words(made_up)
-    assert "*naive*" in ddp_words.against_words(made_up, "flat", ("naive",))
-    assert "than *naive*" in ddp_words.flat_words(made_up)
-    assert "*overlapped* exposes" in ddp_words.longer_words(made_up)
-    summary = page.summary_table(made_up).set_index(["context", "way"])
-    assert summary.loc[(512, "torch DDP"), "over torch"] == "1.000 ×"
-    assert summary.loc[(512, "one rank alone"), "over none"] == "–"
-    others = page.other_table(made_up)
-    assert set(others["dtype"]) == {"fp32", "bf16", "tf32"} and set(others["ranks"]) == {1, 2}
-    assert "over torch" in others and "scaling" not in others
-    traces = page.trace_table(made_up)
-    assert len(traces) == 5 and len(page.bucket_table(made_up)) == 18
-    assert list(traces["all ranks"]) == list(traces["communicating"]), (
-        "ranks do the same, and wait for nobody"
-    )
-    assert len(page.prediction_table(made_up)) == 12
-    for figure in (ddp_figures.phase_figure, ddp_figures.bucket_figure):
-        assert len(figure(made_up, ddp_rows.MACHINE).axes) == 3
-    for after in (True, False):
-        figure = ddp_figures.overlap_figure(made_up, ddp_rows.MACHINE, after)
-        assert [ax.get_title() or ax.get_title(loc="left") for ax in figure.axes] == (
-            ["naive", "flat"] if after else ["overlapped", "bucketed, 100 MB"]
-        )
+def timed(wrapper, step, backward=100.0, wait=0.0, **more):
+    """A row of a timed step, on two GPUs at context 1,024 unless `more` says otherwise."""
+    fields = dataclasses.asdict(Case("xl", 1024, wrapper, kind="time"))
+    lacking = dict.fromkeys(ddp.METRICS, math.nan)
+    found = {"step_ms_p20": step, "step_ms_p50": step, "step_ms_p80": step, "backward_ms_p50": backward,
+             "synchronization_ms_p50": wait, "backend": "nccl", "status": "ok", "run": "r", "machine": "x"}  # fmt: skip
+    return fields | lacking | found | more
 
 
-def test_two_machines_of_one_kind(made_up, results_root):
-    """What one of them has measured is no gap of the other's; their numbers of ranks stand side by side."""
-    many = [c for c in ddp.grid("full") if c.world_size == 4]
-    ddp_rows.write(results_root, many, "h200-x4", gpus=4)
-    both = Chapter("ddp", measure="no", machine="h200-x2,h200-x4", preset="full")
-    rows = both.rows()
-    assert len(rows) == len(ddp.grid("full")) and set(rows[rows["world_size"] == 4]["machine"]) == {"h200-x4"}
-    assert set(rows[rows["machine"] == "h200-x2"]["status"]) == {"ok", "skipped: needs 8 GPUs; there are 2"}
-    assert page.teams(both) == [("h200-x2", 2), ("h200-x4", 4)] and page.teams(made_up) == [("h200-x2", 2)]
-    said = ddp_predictions.time_words(both)
-    assert "On 4 ranks of `h200-x4`" in said and said.count("*Flat*") == 1, "flat is not timed on four ranks"
-    assert "7.99 GB on 2 ranks and 12.0 GB on 4 ranks" in ddp_predictions.size_words(both)
-    assert "h200-x4" not in ddp_bucket_words.buffer_words(both)
-    said = ddp_pace.noise_words(both)
-    assert "Steps of 2 ranks are even" in said and "Steps of 4 ranks (`h200-x4`) are even" in said
-    assert said.endswith("No case was measured twice there.")
-    assert ("in_place", 100.0) in page.side_by_side(both, 512)
-    assert not {("in_place", 250.0), ("flat", 0.0)} & set(page.side_by_side(both, 512))
-    said = ddp_ranks_words.more_ranks_words(both)
-    assert said.count("on 2 ranks of `h200-x2`") == said.count("ms that *naive* exposes, *") == 3
-    assert "gets longer" not in said, "in these rows the backward pass is always the same"
-    assert said.count("`h200-x4`, context") == 3 and "1.50 times the bytes through each link" in said
-    assert ddp_ranks_words.more_ranks_words(made_up) == ""
-    assert ddp_ranks_words.scaling_words(both).count("4 ranks") == 3
-    for ax in ddp_figures.scaling_figure(both).axes:
-        assert [label.get_text() for label in ax.get_xticklabels()] == ["2 ranks", "4 ranks"]
-        assert {len(line.get_xdata()) for line in ax.lines[:5]} == {2}
-
-    # what the backward pass of two ranks takes longer; of four, 1.5 times
-    late = {"in_place": 10, "bucketed": 20}
-    for name in ("h200-x2", "h200-x4"):
-        path = results_root / name / "ddp.csv"
-        frame = pandas.read_csv(path, dtype={"env": str, "code": str})
-        more = frame["wrapper"].map(late).fillna(0) * (1.5 if name == "h200-x4" else 1)
-        frame["backward_ms_p50"] += more
-        frame["step_ms_p50"] += more
-        if name == "h200-x4":
-            for q, factor in (("p20", 0.8), ("p80", 1.2)):
-                frame.loc[frame["context_length"] == 128, f"step_ms_{q}"] *= factor
-        frame.to_csv(path, index=False)
-    both = Chapter("ddp", measure="no", machine="h200-x2,h200-x4", preset="full")
-    said = ddp_ranks_words.more_ranks_words(both)
-    assert said.count("`h200-x4`, context") == 2 and said.count("The backward pass gets longer by") == 2
-    assert "with *bucketed, 100 MB* and" in said and "torch DDP" not in said
-    said = ddp_ranks_words.scaling_words(both)
-    assert said.count("4 ranks") == 2 and "shares are rough there" in said
-    assert "Steps of 4 ranks (`h200-x4`) are even at" in ddp_pace.noise_words(both)
-    ax = ddp_figures.scaling_figure(both).axes[0]
-    assert (ax.get_title() or ax.get_title(loc="left")) == "context 128 (uneven)"
-
-
-def test_the_fit_recovers_what_the_rows_were_made_of(made_up):
-    found = page.sweep(made_up, ddp_rows.MACHINE, 512)
-    fit = page.fit(made_up, found, constant=True)
-    assert fit.model.bytes_per_s == pytest.approx(ddp_rows.RATE, rel=0.1)
-    assert fit.call_s == pytest.approx(ddp_rows.CALL_MS / 1e3, rel=0.1)
-
-
-def test_all_reduces_that_were_measured_are_preferred(made_up, results_root):
-    sheet = ddp_predictions.messages_ms(made_up, ddp_rows.MACHINE, 2, [2**30])
-    assert sheet == pytest.approx(2**30 / 450e9 * 1e3)
-    assert ddp_predictions.optimum(made_up, ddp_rows.MACHINE, 2) is None, (
-        "the data sheet has no time of a call"
-    )
-    write_all_reduces(results_root)
-    assert ddp_predictions.bandwidth(made_up, ddp_rows.MACHINE, 2)[:2] == pytest.approx((320e9, 25e-6))
-    said = ddp_predictions.time_words(made_up)
-    assert "at 320 GB/s" in said and "allreduce.ipynb" in said and "*Flat*" in said
-    assert "from the data sheet" in ddp_predictions.bandwidth(made_up, ddp_rows.MACHINE, 4)[2]
-
-    def ms(*sizes):
-        return ddp_predictions.messages_ms(made_up, ddp_rows.MACHINE, 2, sizes)
-
-    assert ms(2**26) == pytest.approx(0.25) and ms(2**31) == pytest.approx(6.6) and ms(100) == 0.025
-    assert 0.25 < ms(2**28) < 3.3 and ms(2**26, 2**26) == pytest.approx(0.5)
-    model = ddp_predictions.optimum(made_up, ddp_rows.MACHINE, 2)
-    assert (model.bytes_per_s, model.call_s) == pytest.approx((320e9, 25e-6))
-    after = {
-        w: ddp_predictions.after_ms(made_up, ddp_rows.MACHINE, 2, w, mb)
-        for w, mb in (
-            ("naive", 0.0),
-            ("flat", 0.0),
-            ("overlapped", 0.0),
-            ("bucketed", 1000.0),
-            ("torch", 0.0),
-        )
+def reduces(*points):
+    fixed = {
+        "machine": "x",
+        "backend": "nccl",
+        "how": "all_reduce",
+        "world_size": 2,
+        "repeat": 0,
+        "status": "ok",
     }
+    return pd.DataFrame([fixed | {"num_bytes": n, "ms_p50": ms} for n, ms in points])
+
+
+def steps(*given, points=()):
+    known = reduces(*points) if points else reduces((1, 1.0)).iloc[:0]
+    return page.steps(pd.DataFrame(given), known)
+
+
+def test_exposed_time_is_over_the_same_run_without_communication():
+    found = steps(
+        timed("alone", 180.0), timed("none", 200.0), timed("naive", 250.0, 101.0, 48.0), timed("torch", 240.0, 140.0, 1.0),
+        timed("naive", 270.0, run="another"), timed("bucketed", math.nan, bucket_mb=25.0, status="oom"),
+        timed("none", 190.0, repeat=1),
+    ).set_index(["variant", "run", "repeat"])  # fmt: skip
+    naive = found.loc["naive", "r", 0]
+    assert (naive.exposed_ms, naive.longer_ms, naive.wait_ms, naive.scaling) == (50.0, 1.0, 48.0, 0.72)
+    assert found.loc["torch DDP", "r", 0].exposed_ms == 40.0
+    assert math.isnan(found.loc["torch DDP", "r", 0].wait_ms), "it waits inside its backward pass"
+    assert math.isnan(found.loc["naive", "another", 0].exposed_ms)
+    assert math.isnan(found.loc["bucketed, 25 MB", "r", 0].exposed_ms)
+    assert math.isnan(found.loc["no communication", "r", 0].exposed_ms)
+
+
+def test_the_predicted_wait_is_that_of_the_messages_left():
+    sent = page.messages("xl", "overlapped")
+    assert len(sent) == 435 and page.messages("xl", "flat") == [sum(sent)]
     assert (
-        after["torch"] is None
-        and after["naive"] > after["flat"] > after["bucketed"] > after["overlapped"] > 0
+        page.messages("xl", "bucketed", 1000.0)[-1] > page.messages("xl", "bucketed", 100.0)[-1] == sent[-1]
+    )
+    points = [(2**10, 0.01), (2**20, 0.01), (2**30, 10.24)]  # flat below 1 MB, then in proportion
+    assert page.all_reduces_ms(reduces(*points), [2**10, 2**18]) == pytest.approx(0.02)
+    assert page.all_reduces_ms(reduces(*points), [2**25]) == pytest.approx(0.32)
+    assert page.all_reduces_ms(reduces(*points), [2**32]) == pytest.approx(40.96)
+    found = steps(
+        timed("none", 1.0), timed("naive", 1.0), timed("flat", 1.0), timed("overlapped", 1.0), timed("torch", 1.0),
+        timed("naive", 1.0, backend="gloo"), points=points,
+    )["predicted_ms"]  # fmt: skip
+    per_byte = 10.24 / 2**30
+    assert found[2] == pytest.approx(per_byte * sum(sent)) and found[3] == pytest.approx(per_byte * sent[-1])
+    assert found[1] > found[2] and found[[0, 4, 5]].isna().all()
+
+
+def test_the_main_rows_are_of_the_fewest_gpus_and_the_longest_context():
+    found = steps(
+        timed("none", 1.0, world_size=1), timed("none", 2.0), timed("none", 3.0, context_length=512),
+        timed("none", 4.0, world_size=4), timed("none", 5.0, dtype="fp32"), timed("none", 6.0, repeat=1),
+    )  # fmt: skip
+    assert list(page.main(found)["step_ms_p50"]) == [2.0]
+    assert page.main(found[found["world_size"] == 1]).empty
+
+
+def test_pace_holds_a_step_against_itself_and_against_another_chapter():
+    alone = dict.fromkeys(zero.METRICS, math.nan) | {
+        "variant": "alone",
+        "moment": "timed",
+        "repeat": 0,
+        "machine": "x",
+    }
+    other = pd.DataFrame(
+        [alone | {"context_length": 1024, "world_size": n, "step_ms_p50": 100.0 * n} for n in (2, 4)]
+    )
+    found = page.pace(steps(
+        timed("none", 200.0, step_ms_p20=190.0, step_ms_p80=210.0), timed("flat", 300.0), timed("flat", 240.0, repeat=1),
+        timed("none", 100.0, context_length=512),
+    ), other).set_index("context")  # fmt: skip
+    assert list(found.loc[1024])[1:] == pytest.approx([200.0, 200.0, 10.0, 25.0])
+    assert list(found.loc[512])[1:] == pytest.approx([100.0, math.nan, 0.0, math.nan], nan_ok=True)
+
+
+def test_variants_stand_in_their_order_and_a_failure_says_its_name():
+    found = page.variants(steps(
+        timed("torch", 240.0), timed("flat", math.nan, status="oom"), timed("none", 200.0, collectives=0), timed("alone", 190.0),
+        timed("bucketed", 220.0, 110.0, 2.0, bucket_mb=100.0, collectives=98), timed("bucketed", 230.0, bucket_mb=25.0),
+    ))  # fmt: skip
+    assert list(found["variant"]) == ["no communication", "flat", "bucketed, 100 MB", "torch DDP"]
+    assert (
+        found["all-reduces"].isna().tolist() == [False, True, False, True] and found["all-reduces"][2] == 98
+    )
+    assert found.iloc[2, 3:7].tolist() == [220.0, 20.0, 10.0, 2.0]
+    assert list(tables.printed(found)["step, ms"]) == ["200", "OOM", "220", "240"]
+
+
+def test_buckets_stand_by_their_limit():
+    found = page.sweep(steps(
+        timed("none", 1.0), timed("bucketed", 30.0, bucket_mb=1000.0), timed("bucketed", 20.0, bucket_mb=250.0),
+        timed("in_place", 10.0, bucket_mb=250.0),
+    ))  # fmt: skip
+    assert found["limit, MB"].tolist() == [250, 1000] and found["all-reduces"].tolist() == [33, 8]
+    assert found["bucketed: step, ms"].tolist() == [20.0, 30.0]
+    assert found["in place: step, ms"][0] == 10.0 and math.isnan(found["in place: step, ms"][1])
+    assert found["last message, MB"].tolist() == pytest.approx([139.2, 705.6], abs=0.1)
+
+
+def test_scaling_shows_what_every_number_of_gpus_has():
+    given = [
+        timed(w, ms * n, world_size=n)
+        for n in (2, 4)
+        for w, ms in (("alone", 40.0), ("none", 50.0), ("naive", 80.0))
+    ]
+    found = page.scaling(steps(*given, timed("flat", 1.0), timed("none", 1.0, world_size=1))).set_index(
+        "variant"
+    )
+    assert list(found.index) == ["no communication", "naive"]
+    assert (
+        found.loc["naive", "4 GPUs: exposed, ms"] == 120.0
+        and found.loc["naive", "2 GPUs: scaling, %"] == 50.0
+    )
+    twice = page.scaling(steps(*given, *(row | {"machine": "y"} for row in given)))
+    assert (
+        "2 GPUs of y: step, ms" in twice and page.scaling(steps(timed("none", math.nan, status="oom"))).empty
     )
 
 
-def uneven(results_root, contexts, change):
-    """The chapter with the steps of some contexts changed: `change` is given a row as a dict."""
-    path = results_root / ddp_rows.MACHINE / "ddp.csv"
-    frame = pandas.read_csv(path, dtype={"env": str, "code": str})
-    for i, row in frame.iterrows():
-        if row["kind"] == "time" and row["context_length"] in contexts and row["dtype"] == "tf32":
-            for column, value in change(row.to_dict()).items():
-                frame.loc[i, column] = value
-    frame.to_csv(path, index=False)
-    return Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
+def test_figures(results_root):
+    found = [
+        timed("none", 200.0),
+        timed("naive", 260.0, kind="trace"),
+        timed("overlapped", 250.0, kind="trace"),
+    ]
+    found += [timed("bucketed", 200.0 + mb, bucket_mb=mb, collectives=100 / mb) for mb in (1.0, 10.0, 100.0)]
+    left, right = page.sweep_figure(steps(*found, points=[(1, 1.0)]), closed.Buckets(1e9, 1e11, 1e-5)).axes
+    exposed, model = (line.get_ydata() for line in left.lines)
+    assert list(exposed) == [1.0, 10.0, 100.0] and model == pytest.approx([11.0, 1.1, 10.01])
+    assert len(right.lines) == 2
 
-
-def test_conclusions_are_drawn_where_steps_are_even(made_up, results_root):
-    assert all(place.even for place in ddp_pace.places(made_up))
-    assert set(ddp_pace.pace_table(made_up)["steps"]) == {"even"}
-    assert "uneven" not in "".join(sentence(made_up) for sentence in SENTENCES)
-
-    def wide(row):  # the host's moods, in which naive fares worst
-        late = 30 if row["wrapper"] == "naive" else 0
-        times = {"step_ms_p20": 0.7, "step_ms_p50": 1.0, "step_ms_p80": 1.3}
-        return {c: row[c] * f + late for c, f in times.items()} | {
-            "forward_ms_p50": row["forward_ms_p50"] + late
-        }
-
-    chapter = uneven(results_root, (128, 512), wide)
-    found = ddp_pace.places(chapter)
-    assert [place.even for place in found] == [True, True, True, False, False]
-    assert [p.name for p in ddp_pace.leading(chapter)] == [
-        "context 1024 in TF32", "context 512 in fp32", "context 512 in bf16"
-    ]  # fmt: skip
-    table = ddp_pace.pace_table(chapter).set_index(["ranks", "dtype", "context"])
-    assert (
-        table.loc[(2, "tf32", 1024), "steps"] == "even" and table.loc[(2, "tf32", 128), "steps"] == "uneven"
-    )
-    assert float(table.loc[(2, "tf32", 128), "same work"].split()[0]) > 20
-    said = ddp_pace.noise_words(chapter)
-    assert "even at context 1024 in TF32" in said and "uneven at context 128 in TF32" in said
-    said = ddp_words.naive_words(chapter)
-    assert said.count("**") == 6 and said.count("waiting for the slower rank") == 2
-    assert "So these steps do not compare the two" in ddp_words.flat_words(chapter)
-    assert "p20–p80 ranges meet" in ddp_words.against_words(chapter, "flat", ("naive",))
-    assert "*torch DDP* among them" in ddp_words.best_words(chapter)
-    assert ddp_bucket_words.fit_words(chapter).count("context") == 1
-    assert set(ddp_pace.exposed_table(chapter)["context"]) == {512, 1024}
-
-    chapter = uneven(results_root, (1024,), wide)  # bf16 and fp32 are left
-    assert {place.dtype for place in ddp_pace.leading(chapter)} == {"fp32", "bf16"}
-
-
-def test_what_is_exposed_is_taken_apart(made_up, results_root):
-    write_all_reduces(results_root)
-
-    def longer(row):  # as where the GPU is shared, and buffers cost the host
-        more = {"in_place": 10, "overlapped": 30, "bucketed": 10 + 0.3 * row["collectives"]}.get(
-            row["wrapper"], 0
+    pd.DataFrame(found)[list(rows.columns(ddp))].assign(context_length=512).pipe(
+        lambda frame: (
+            (results_root / "x").mkdir() or frame.to_csv(results_root / "x" / "ddp.csv", index=False)
         )
-        columns = ("backward_ms_p50", "step_ms_p20", "step_ms_p50", "step_ms_p80")
-        return {c: row[c] + more for c in columns}
-
-    chapter = uneven(results_root, (1024,), longer)
-    table = ddp_pace.exposed_table(chapter).query("context == 1024").set_index("way")
-    assert float(table.loc["in place, 100 MB", "longer"]) == pytest.approx(10, abs=2.5)
-    assert table.loc["naive", "of naive's"] == "100 %" and table.loc["torch DDP", "wait"] == "–"
-    assert "takes from the backward pass" in ddp_words.longer_words(chapter)
-    said = ddp_bucket_words.buffer_words(chapter)
-    assert "sends the same 435 messages as *overlapped*" in said and "more," in said
-    said = ddp_bucket_words.fit_words(chapter)
-    assert "What the model lacks" in said and "Nor is the fitted $o$ the price of a call" in said
-    assert "times as long as sending it" in said
-
-
-def test_time_together_is_that_of_all_ranks():
-    one = ddp_rows.traced(Case("xl", 512, "naive", kind="trace"))
-    spans = (((0, 4_000_000), (10_000_000, 5_000_000)), ((2_000_000, 10_000_000), (20_000_000, 1_000_000)))
-    ranks = [dataclasses.replace(one, communication=communication) for communication in spans]
-    assert page.together_ms(ranks) == 4.0 and page.together_ms(ranks[:1]) is None
-
-
-def test_ratios_stay_within_a_run(results_root):
-    ddp_rows.write(results_root, [c for c in ddp.grid("full") if c.wrapper != "none"])
-    chapter = Chapter("ddp", measure="no", machine=ddp_rows.MACHINE, preset="full")
-    assert page.sweep(chapter, ddp_rows.MACHINE, 512) == []
-    assert set(page.step_table(chapter, ("naive",))["exposed"]) == {"–"}
-
-
-def test_page_without_rows():
-    chapter = Chapter("ddp", measure="no", preset="full")
-    for sentence in SENTENCES:
-        assert "not measured" in sentence(chapter)
-    assert "not measured" in ddp_words.against_words(chapter, "flat", ("naive",))
-    assert ddp_words.skipped_words(chapter) == ""
-    assert "435 tensors" in ddp_predictions.size_words(chapter)
-    for table, column in (
-        (page.step_table, "step"),
-        (page.summary_table, "step, ms"),
-        (page.trace_table, "step"),
-    ):
-        assert set(table(chapter)[column]) == {"–"}
-    assert page.fit_table(chapter).empty and ddp_pace.pace_table(chapter).empty
-    assert (
-        ddp_pace.exposed_table(chapter).empty
-        and page.bucket_table(chapter).empty
-        and len(page.prediction_table(chapter)) == 12
     )
-    assert ddp_figures.phase_figure(chapter, "").axes and ddp_figures.bucket_figure(chapter, "").axes
-    assert ddp_figures.overlap_figure(chapter, "", True).axes
+    chapter = Chapter("ddp", measure="no", machine="x", preset="full")
+    assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
+    for wrapper in ("naive", "overlapped"):
+        path = ddp.overlap_path(Case("xl", 512, wrapper, kind="trace"), "x", results_root)
+        path.parent.mkdir(exist_ok=True)
+        trace_overlap.to_json([TRACED] * 2, path)
+    drawn = page.trace_figure(chapter, ("naive", "overlapped")).axes
+    assert [ax.get_title(loc="left") for ax in drawn] == ["naive", "overlapped"] and drawn[1].get_xlim() == (
+        0,
+        10,
+    )
+    assert len(drawn[0].collections) == 2 * 3, "two phases and the communication of each rank"
+    assert len(page.schematic().axes) == 1
 
 
-def test_published_numbers_have_their_source(project_root, monkeypatch):
+# ------------------------------------------------------------------------------------------------ notebook
+@pytest.fixture
+def book(project_root):
+    return project_root / "book" / "ddp.ipynb"
+
+
+def test_the_notebook_on_the_reference_rows(book, project_root, monkeypatch):
     monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    said = ddp_words.published_words(Chapter("ddp", measure="no", preset="full"))
-    assert "85.9 %" in said and said.count("https://") == len(said.splitlines())
+    sentences, _ = execute(book)
+    assert [s.text for s in sentences if s.outcome is None] == []
+    ours = ("naive_ddp", "minimal_ddp", "ddp_")
+    assert [s.part for s in sentences if s.part] == [part for part in parts(2025) if part.startswith(ours)]
 
 
-def test_all_problems_of_data_parallelism_are_covered(project_root):
-    found = [p for p in coverage.PROBLEMS if p.chapter == "ddp"]
-    assert len(found) == 7
-    for problem in found:
-        assert (project_root / "cs336_systems" / problem.code).is_file()
-        assert (project_root / "tests" / problem.tests).is_file()
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"machine": "h100-x1,h200-x1"}, {"machine": "h200-x4,h200-x2"}, {"context_length": "512"}, {"world_size": "1"},
+        {"wrapper": "none,bucketed"}, {"kind": "trace"},
+    ],
+)  # fmt: skip
+def test_the_notebook_on_other_rows(book, project_root, monkeypatch, parameters):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    assert execute(book, **parameters)[0]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_notebook_on_a_laptop(book, results_root, measured):
+    made = [dataclasses.asdict(c) | timed(c.wrapper, 10.0) | dataclasses.asdict(c) for c in ddp.grid("smoke")]
+    if measured:
+        (results_root / "reference.json").write_text(json.dumps({"ddp": ["cpu-2"]}))
+        (results_root / "cpu-2").mkdir()
+        pd.DataFrame(made)[list(rows.columns(ddp))].to_csv(results_root / "cpu-2" / "ddp.csv", index=False)
+    sentences, shown = execute(book)
+    derived = {s.part for s in sentences if s.outcome}
+    assert derived == {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed",
+                       "ddp_bucketed_benchmarking (b)"}  # fmt: skip
+    assert all(s.outcome is None for s in sentences if s.part not in derived)
+    assert measured == any("bucketed, 0.1 MB" in str(thing) for thing in shown)

@@ -1,10 +1,14 @@
 """Chapter hardware: its grid, what its rows hold, and that it runs on any CPU."""
 
+import json
+
 import pytest
 
-from cs336_systems import experiments
+from cs336_systems import experiments, report
 from cs336_systems.experiments import hardware
 from cs336_systems.measure import rows
+from cs336_systems.report.claims import execute
+from cs336_systems.report.pages import hardware as page
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -134,3 +138,35 @@ def test_on_a_gpu():
     ):
         [metrics] = hardware.run_group([case])
         assert metrics["ms_p50"] > 0
+
+
+# ----------------------------------------------------------------------------------------------- the page
+def test_frames_of_measured_rows(smoke, results_root):
+    machine = "cpu-9"
+    rows.write(hardware, machine, smoke.assign(env="e").to_dict("records"), results_root)
+    (results_root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
+    chapter = report.Chapter("hardware", measure="no")
+    table = page.roof_table(chapter).set_index("roof")
+    best = smoke[(smoke["kind"] == "matmul") & (smoke["dtype"] == "fp32")]["tflops"].max()
+    assert table.loc["GEMM, fp32", "measured"] == pytest.approx(best, rel=1e-4)
+    copy = table.loc["copy", "measured"]
+    assert table.loc["GEMM, fp32", "FLOP/byte to be compute-bound"] == pytest.approx(best / copy, rel=1e-3)
+    assert table["data sheet"].isna().all()  # of an unknown CPU
+    assert page.launch_table(chapter)["one by one, µs each"].gt(0).all()
+    assert page.links_table(chapter).empty
+    points = page.roofline_points(chapter)
+    assert set(points["kernel"]) == {"GEMM"} and (points["intensity"] == points["size"] / 3).all()
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"machine": "h100-x1,h200-x1"}, {"preset": "smoke"}, {"dtype": "bf16"}]
+)
+def test_the_notebook_on_the_rows_there_are(monkeypatch, project_root, parameters):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    sentences, _ = execute(project_root / "book" / "hardware.ipynb", **parameters)
+    assert parameters or all(s.outcome is not None for s in sentences)
+
+
+def test_the_notebook_without_rows(project_root, results_root):
+    sentences, _ = execute(project_root / "book" / "hardware.ipynb")
+    assert sentences and {s.outcome for s in sentences} == {None}

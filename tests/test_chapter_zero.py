@@ -1,32 +1,30 @@
-"""Chapter zero: its grid, what is measured on several processes against the closed forms, and its page."""
+"""Chapter zero: its grid, what is measured on several processes against the closed forms, and what its page shows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
+import pandas as pd
 import pytest
-import zero_rows
 
 from cs336_systems import experiments
+from cs336_systems.accounting import Peaks
 from cs336_systems.accounting.zero import STEP_MOMENTS, tensor_sizes
 from cs336_systems.experiments import zero
 from cs336_systems.experiments.zero import Case
 from cs336_systems.measure import rows
 from cs336_systems.measure.machine import machine_name
 from cs336_systems.parallel.launch import LaunchError
-from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import zero as page
-from cs336_systems.report.pages import zero_kernel_words as kernel_words
-from cs336_systems.report.pages import zero_speed as speed
-from cs336_systems.report.pages import zero_speed_words as times
-from cs336_systems.report.pages import zero_words as words
+from cs336_systems.report.roofs import Roofs
 from cs336_systems.sizes import size
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
-MACHINE = "h200-x2"
 TINY = {"size": "tiny", "bucket_mb": 0.25}
 
 
@@ -58,16 +56,6 @@ def test_full_has_every_variant_and_fits_the_time():
     assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl"}
     two = [c for c in cases if c.world_size <= 2]
     assert sum(map(zero.estimate_s, rows.groups(zero, two))) < 330
-
-
-def test_wrong_choices_are_named():
-    for field, wrong, allowed in (
-        ("variant", "fsdp", "alone, plain, sharded, overlapped, torch, torch_zero"),
-        ("moment", "late", "initialized, first_before"),
-        ("size", "huge", "tiny, small"),
-    ):
-        with pytest.raises(ValueError, match=rf"'{wrong}'; allowed: {allowed}"):
-            zero.refuse(dataclasses.replace(Case("plain", 64, "initialized", **TINY), **{field: wrong}))
 
 
 # --------------------------------------------------------------------------------------------- measured
@@ -131,12 +119,11 @@ def test_smoke_counts_what_is_sent(smoke):
 
 
 @pytest.mark.slow
-def test_page_of_measured_rows(smoke):
-    _, root = smoke
-    chapter = Chapter("zero", measure="no", machine="this", preset="smoke", root=root)
-    assert page.unit(chapter)[0] == "MiB"
-    assert "saved" in words.saved(chapter) and "4Ψ bytes" in words.counted(chapter)
-    assert len(speed.traffic_table(chapter)) == 4
+def test_the_notebook_on_smoke_rows(smoke, project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(smoke[1]))
+    sentences, _ = execute(project_root / "book" / "zero.ipynb", machine="this", preset="smoke")
+    sharded = next(s for s in sentences if s.part == "optimizer_state_sharding")
+    assert sharded.outcome is True  # on any model and machine a half is a half
 
 
 @without_gpu
@@ -202,265 +189,147 @@ def test_a_context_that_does_not_fit_does_not_take_the_others_with_it(monkeypatc
     assert [row.get("status") for row in found] == [None, "oom", None, "oom"]
 
 
-def test_an_error_is_a_row_with_its_first_line(monkeypatch, capsys):
-    def fail(contexts):
-        raise LaunchError("rank 0 of 2: ValueError: no such thing\nTraceback ...", 0)
-
-    made_up_launch(monkeypatch, fail)
-    [found] = zero.run_group([Case("plain", 128, "initialized")])
-    assert found["status"] == "error: LaunchError: rank 0 of 2: ValueError: no such thing"
-    assert "Traceback" in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------------------------- page
-@pytest.fixture
-def made_up(results_root):
-    """A chapter whose rows are made up, on two H200."""
-    zero_rows.write(zero.grid("full"), results_root)
-    environment = {"gpu": "NVIDIA H200", "gpus": 2}
-    (results_root / MACHINE / "machine.json").write_text(json.dumps({"00000000": environment}))
-    return Chapter("zero", measure="no", machine=MACHINE, preset="full")
+GIB = 2**30
+WHOLE = 4 * sum(tensor_sizes(size("xl")))
+SHEET = Roofs(sheet=Peaks(4.8, 900, {}))
 
 
-def test_tables_of_made_up_rows(made_up):
-    moments = page.moments_table(made_up, 128)
-    assert len(moments) == 15 and set(moments["apart"]) == {"1.0 %"}
-    assert list(moments["variant"][:3]) == 3 * ["one rank"] and list(moments["ranks"][:4]) == [
-        1,
-        1,
-        1,
-        2,
+def frame(*given):
+    """Rows of XL on two GPUs, without a number but for those given."""
+    lacking = dict.fromkeys(zero.METRICS, math.nan) | {"status": "ok", "run": "r", "machine": "x"}
+    return pd.DataFrame([lacking | dataclasses.asdict(Case("", 512, zero.TIMED)) | row for row in given])
+
+
+def held(variant, moment, gib, **more):
+    return {"variant": variant, "moment": moment, "live_bytes": gib * GIB, "peak_bytes": gib * GIB} | more
+
+
+def test_memory_stands_beside_its_closed_form():
+    found = page.memory(frame(
+        held("sharded", "first_after", 23.0, gradients_bytes=WHOLE),
+        held("plain", "first_after", 30.0),
+        held("plain", "initialized", 7.5),
+        held("plain", "initialized", 9.9, repeat=1),
+        held("plain", "later_before", math.nan, status="oom"),
+    ))  # fmt: skip
+    assert found["allocated, GiB"][:3].tolist() == [7.5, 30.0, 23.0] and math.isnan(
+        found["allocated, GiB"][3]
+    )
+    assert found.attrs["words"]["peak, GiB"].tolist()[-1] == "OOM"
+    psi = WHOLE / 4 / GIB
+    assert found["closed form, GiB"].tolist() == pytest.approx(
+        [4 * psi, 16 * psi, 12 * psi, 16 * psi], rel=1e-5
+    )
+    assert found["gradients, GiB"][2] == 4 * psi
+    assert "buckets, GiB" not in found and "context" not in found
+
+
+def test_the_peak_of_a_later_step_is_that_of_all_its_moments():
+    three = ("later_forward", "later_before", "later_after")
+    found = page.peaks(frame(
+        *(held("plain", m, x) for m, x in zip(three, (33.0, 31.0, 30.0), strict=True)),
+        *(held("sharded", m, x) for m, x in zip(three, (25.0, math.nan, 22.0), strict=True)),
+    ))  # fmt: skip
+    assert found["peak, GiB"][0] == 33.0 and math.isnan(found["peak, GiB"][1])
+    assert found["closed form, GiB"][0] == pytest.approx(32.52, abs=0.01)
+
+
+def timed(variant, optimizer_ms, context=1024, **more):
+    return {
+        "variant": variant,
+        "context_length": context,
+        "optimizer_ms_p50": optimizer_ms,
+        "step_ms_p50": 250.0,
+    } | more
+
+
+PROFILED = [
+    timed(
+        "plain",
+        20.0,
+        128,
+        update_ms=16.0,
+        communication_ms=0.0,
+        link_sent_bytes=1.0 * GIB,
+        all_reduce_calls=99,
+    ),
+    timed(
+        "sharded",
+        24.0,
+        128,
+        update_ms=9.0,
+        communication_ms=18.0,
+        link_sent_bytes=2.0 * GIB,
+        all_reduce_calls=99,
+    ),
+    timed("torch_zero", 38.0, 128, update_ms=8.0, communication_ms=26.0),
+]
+
+
+def test_times_have_the_data_sheets_beside_them():
+    # 28 bytes a parameter at 4.8 TB/s take 11.66 ms; 4 bytes of half of them at 450 GB/s 8.88
+    found = page.times(
+        frame(timed("overlapped", 11.0), timed("plain", 19.0), timed("torch_zero", 38.0)), SHEET
+    )
+    assert found["optimizer, ms"].tolist() == [19.0, 11.0, 38.0]
+    assert found["expected, ms"].tolist() == pytest.approx([11.66, 5.83, 5.83 + 8.88], abs=0.01)
+    assert page.times(frame(timed("plain", 19.0)), Roofs())["expected, ms"].isna().all()
+
+
+def test_kernels_make_a_schedule():
+    rows = frame(
+        *PROFILED,
+        *(timed(v, 20.0) for v in ("alone", "plain", "sharded", "overlapped", "torch", "torch_zero")),
+    )
+    found = page.kernels(rows).set_index("variant")
+    assert list(found.index) == ["plain", "sharded", "overlapped", "torch_zero"]
+    # an update of 16 ms; in 4 rounds a quarter of 8 and all of 18; half of 16; one after the other
+    assert found["schedule_ms"].tolist() == pytest.approx([16, 20, 8, 34])
+    assert found.loc["sharded", "link_gb_per_s"] == pytest.approx(WHOLE / 2 / 18e6)
+    ax = page.schedule_figure(rows).axes[0]
+    ends = [
+        max(b.get_x() + b.get_width() for b in ax.patches if abs(b.get_y() + 0.17 - y) < 0.3)
+        for y in range(4)
     ]
-    after = moments[moments["moment"] == "after it"].set_index("variant")["closed form"]
-    assert after["plain"] == "29.8" and after["sharded"] == "22.3"
-    assert after["torch"] == "37.2"
-    components = page.components_table(made_up, 128).set_index("variant")
-    assert components.loc["sharded", "optimizer state"] == "7.44 / 7.44"
-    assert components.loc["sharded", "buckets"] == "–"
-    assert components.loc["torch", "buckets"] == "7.44 / 7.44"
-    peaks = page.peak_table(made_up)
-    assert len(peaks) == 10 and set(peaks["apart"]) == {"1.0 %"} and set(peaks["in phase"]) == {"backward"}
-    assert len(page.difference_table(made_up)) == 5
-    steps = speed.times_table(made_up)
-    assert len(steps) == 18 and list(steps["over torch's sharded"][:6]) == [
-        "0.798 ×", "0.851 ×", "0.904 ×", "0.830 ×", "0.915 ×", "1.00 ×",
-    ]  # fmt: skip
-    assert steps["step"][0] == "150 (149 – 152)" and steps["variant"][0] == "no communication"
-    kernels = speed.optimizer_table(made_up).set_index("variant")
-    # 28 and 4 bytes of 1,998,235,200 parameters, at 4.8 TB/s and 450 GB/s
-    assert kernels.loc["plain", "least updating"] == "11.7"
-    assert kernels.loc["sharded", "least sending"] == "8.88"
-    assert kernels.loc["sharded", "phase, not recorded"] == "22.0"
-    traffic = speed.traffic_table(made_up).set_index("variant")
-    assert traffic.loc["sharded", "sent, formula"] == "11.2"
-    assert traffic.loc["plain", "sent, counted"] == "7.44"
-
-
-def test_the_phase_of_the_optimizer_in_parts(made_up):
-    phases = speed.phases_table(made_up).set_index("variant")
-    assert list(phases.index) == ["plain", "sharded", "overlapped", "torch", "torch, sharded"]
-    assert list(phases["measured"]) == ["14.0", "22.0", "7.00", "14.0", "32.0"]
-    assert list(phases["closed form, least"]) == ["11.7", "10.3", "5.83", "11.7", "14.7"]
-    # an update of 14 ms, broadcasts of 18: 14; 7/4 and 18; 7; 14; one after the other
-    assert list(phases["closed form, rates of the kernels"]) == ["14.0", "19.8", "7.00", "14.0", "25.0"]
-    assert phases.loc["torch, sharded", "rest"] == "7.00"
-
-
-def test_sentences_of_made_up_rows(made_up):
-    assert "7.44 GiB)" in words.saved(made_up) and "25.0 % less" in words.saved(made_up)
-    assert "after it 30.1 GiB and 22.6 GiB" in words.first_step(made_up)
-    assert "nowhere above that" in words.first_step(made_up)
-    accuracy = words.accuracy(made_up)
-    assert "parameters, gradients, optimizer state, buckets and activations are exactly" in accuracy
-    assert "at most 0.50 % from it, and what is alive 1.0 %" in accuracy
-    assert "Peaks are at most 1.0 % apart" in accuracy
-    assert "differ by 12.5 KiB" in words.spread(made_up) and "rounding" not in words.spread(made_up)
-    assert "frees 8.93 GiB of the device, and 7.52 GiB of what is alive." in words.on_device(made_up)
-    assert words.crossover(made_up).count("the last bucket has 61.0 MiB") == 1
-    assert "at context 512 at its beginning" in words.crossover(made_up)
-    assert words.rounding(made_up) == ""
-    assert "686 GB/s, so without overlap the optimizer's step is longer" in words.break_even_words(made_up)
-    assert words.counted(made_up).count("and 435 more of gradients") == 3
-    assert "counter 1.515 · 4Ψ" in words.counted(made_up)  # the made-up counter sees 1 % more
+    assert ends == pytest.approx(
+        [16, 20, 20, 34]
+    )  # the broadcasts of `overlapped` end beside the forward pass
     assert (
-        words.skipped(made_up)
-        == "60 of these were left out on `h200-x2`: what needs 4 GPUs, what needs 8 GPUs."
-    )
-    assert "allocator" in words.source(made_up)
-
-
-def test_sentences_about_times_of_made_up_rows(made_up):
-    assert "on 2 ranks of `h200-x2` by 1.0, 1.0 and 1.0 % at contexts 128, 512 and 1024." in times.noise(
-        made_up
-    )
-    assert "+10.0 ms, 1.06 ×)" in times.cost(made_up) and "156 ms (−4.00 ms" in times.cost(made_up)
-    assert "71 % of it lies beside broadcasts (all rounds but the first: 75 %)" in kernel_words.kernels(
-        made_up
-    )
-    assert "0.500 of that" in kernel_words.kernels(made_up)
-    assert kernel_words.recorded(made_up) == ""
-    assert "sharding in 4 rounds shortens the phase; in fact it lengthens it" in kernel_words.parts(made_up)
-    assert "leaves 0.0 to 7.0 ms" in kernel_words.parts(made_up)
-    assert "optimizer −15.0 ms" in times.hidden(made_up)
-    peer = times.peer(made_up)
-    assert "no higher, is met in time (context 1024) and in memory (contexts 128 and 512)." in peer
-    assert peer.count("over one of torch's is 0.904 ×, measured again 0.913 ×, overlapped 0.830 ×") == 3
-    assert peer.count("0.750 × (7.44 GiB are copies") == 1
-    assert "0.930 × at context 128" in times.containers(made_up)
-    assert "adds 6.25 ms" in times.averaging(made_up) and "sharding +8.00 ms" in times.averaging(made_up)
-
-
-def chapter_of_steps(root, monkeypatch, scale=None, **step_ms):
-    """A chapter whose steps take these ms; at the contexts of `scale` that many times as long as at 128."""
-    for variant, ms in step_ms.items():
-        monkeypatch.setitem(zero_rows.STEP_MS, variant, ms)
-    of_a_case = zero_rows.times
-
-    def stretched(case):
-        found, factor = of_a_case(case), (scale or {}).get(case.context_length, 1.0)
-        return {k: v * factor if k.startswith("step_ms") else v for k, v in found.items()}
-
-    monkeypatch.setattr(zero_rows, "times", stretched)
-    zero_rows.write(zero.grid("full"), root)
-    return Chapter("zero", measure="no", machine=MACHINE, preset="full")
-
-
-def test_more_ranks_on_another_machine(made_up, results_root):
-    assert times.more_ranks(made_up) == ""
-    zero_rows.write([c for c in zero.grid("full") if c.world_size == 4], results_root, "h200-x4", gpus=4)
-    about = json.dumps({"00000000": {"gpu": "NVIDIA H200", "gpus": 4}})
-    (results_root / "h200-x4" / "machine.json").write_text(about)
-    both = Chapter("zero", measure="no", machine=f"{MACHINE},h200-x4", preset="full")
-    [said] = times.more_ranks(both).splitlines()
-    assert said.startswith(
-        "- `h200-x4`, 4 ranks: after a step sharding has saved 11.3 GiB (closed form: 11.2 GiB)"
-    )
-    assert (
-        "takes 200 ms without and 212 ms with sharding (+12.5 ms, 1.06 ×), 0.904 × that of *torch, shar"
-        in said
-    )
-    assert "optimizer −15.0 ms" in said and "the step by −17.5 ms, 0.918 ×." in said
-    assert speed.teams(both) == [(MACHINE, 2), ("h200-x4", 4)]
-    assert ", on 4 ranks of `h200-x4` by 1.0, 1.0 and 1.0 %" in times.noise(both)
-    phases = speed.phases_table(both).set_index(["ranks", "variant"])
-    assert len(phases) == 9 and phases.loc[(4, "sharded"), "closed form, least"] == "14.1"
-    # an update of 3.5 ms and broadcasts of 18, one after the other
-    assert phases.loc[(4, "torch, sharded"), "closed form, rates of the kernels"] == "21.5"
-    assert (
-        "On 4 ranks of `h200-x4` *sharded* updates in 0.500 of the time of *plain*"
-        in kernel_words.kernels(both)
-    )
-    parts = kernel_words.parts(both)
-    assert (
-        "On 4 ranks of `h200-x4` the closed form leaves 0.0 to 3.5 ms, but 10.5 ms of *torch, sharded*"
-        in parts
-    )
-    assert parts.endswith("By the rates of the machine sharding in 4 rounds lengthens the phase; so it does.")
-    assert "12.5 KiB on 2 ranks and 4.30 MiB on 4 ranks" in words.spread(both)
-    assert (
-        "has sent 1.515 · 4Ψ bytes by the counter, where a ring sends 1.50 · 4Ψ: nothing was"
-        in words.counted(both)
-    )
-
-    frame = both.rows()
-    four = (frame["world_size"] == 4) & (frame["moment"] == zero.TIMED)
-    frame.loc[four & (frame["variant"] == "plain"), "link_sent_bytes"] *= 0.7
-    frame.loc[four & (frame["variant"] == "overlapped"), "step_ms_p80"] = 230.0
-    both._frame = frame
-    assert "NCCL has reduced inside the switch" in words.counted(both)
-    assert "0.918 × (ranges overlap), so these rows show no gain from it." in times.more_ranks(both)
-
-
-def test_a_slower_step_is_called_slower(results_root, monkeypatch):
-    chapter = chapter_of_steps(results_root, monkeypatch, sharded=200.0)
-    assert "is met in memory (contexts 128 and 512) and missed in time (context 1024)." in times.peer(chapter)
-
-
-def test_a_difference_within_noise_is_told(results_root, monkeypatch):
-    chapter = chapter_of_steps(results_root, monkeypatch, sharded=161.0, overlapped=162.5)
-    assert times.cost(chapter).count("1.01 ×; no more than A/A)") == 3
-    assert times.cost(chapter).count("1.02 ×; ranges overlap)") == 3
-
-
-def test_the_host_sets_the_pace_where_steps_do_not_grow(results_root, monkeypatch):
-    # made up at 512 and 1024: 1.25 times the step at 128
-    chapter = chapter_of_steps(results_root, monkeypatch, {512: 0.8, 1024: 1.6}, sharded=200.0)
-    assert speed.host_paced(chapter) == [128, 512]
-    said = times.pace(chapter)
-    assert "128, 512 and 1024 a step without communication takes 150, 150 and 300 ms" in said
-    assert "4.00 times the tokens of context 128, and the step takes 1.00 times as long" in said
-    assert "rest on context 1024" in said
-    assert times.cost(chapter).count("(paced by the host)") == 2
-    assert "At contexts 128 and 512, paced by the host, *sharded* was slower both times" in times.peer(
-        chapter
+        page.kernels(frame(timed("plain", 20.0))).empty
+        and page.schedule_figure(frame(timed("plain", 20.0))).axes
     )
 
 
-def test_nothing_is_said_of_the_host_where_steps_grow_or_none_do(made_up, results_root, monkeypatch):
-    assert times.pace(made_up) == ""
-    chapter = chapter_of_steps(results_root, monkeypatch, {512: 0.8, 1024: 0.8})
-    assert "No context here is long enough" in times.pace(chapter)
+def test_traffic_is_counted_and_predicted():
+    found = page.traffic(frame(*PROFILED))
+    assert found["together, GiB"].tolist() == pytest.approx([WHOLE / GIB, 1.5 * WHOLE / GIB, WHOLE / GIB])
+    assert found["measured, GiB"].tolist()[:2] == [1.0, 2.0] and math.isnan(found["measured, GiB"][2])
 
 
-def test_what_the_profiler_stretches_is_told(made_up):
-    rows = made_up.rows()
-    rows.loc[(rows["variant"] == "sharded") & (rows["context_length"] == 128), "whole_ms"] = 38.5
-    made_up._frame = rows
-    assert "*sharded* spans 38.5 ms" in kernel_words.recorded(made_up)
-    assert "torch" not in kernel_words.recorded(made_up)
+# --------------------------------------------------------------------------------------------- notebook
+ANSWERED = {"optimizer_state_sharding", *(f"optimizer_state_sharding_accounting ({x})" for x in "abc")}
 
 
-def test_figure(made_up):
-    figure = page.memory_figure(made_up, 128)
-    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == list(
-        page.FIRST_STEP.values()
-    )
-    heights = sum(bar.get_height() for bar in figure.axes[2].patches)
-    expected = sum(
-        (1.01 + 1) * sum(zero.predicted(c).values())
-        for c in zero.grid("full")
-        if c.moment == "first_after" and c.context_length == 128 and c.world_size <= 2
-    )
-    assert heights == pytest.approx(expected / 2**30, rel=1e-3)
+def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    sentences, _ = execute(project_root / "book" / "zero.ipynb")
+    assert {s.part for s in sentences if s.part} == ANSWERED
+    assert [s for s in sentences if s.outcome is None] == []
 
 
-def test_figure_of_times(made_up):
-    ax = speed.times_figure(made_up, 512).axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        "no communication", "plain", "sharded", "overlapped", "torch", "torch, sharded",
-    ]  # fmt: skip
-    assert len(ax.patches) == 6 * 3
-    assert ax.patches[9].get_width() == 7.0  # the update alone, where the broadcasts are hidden
+@pytest.mark.parametrize(
+    "parameters",
+    [{"machine": "h200-x4,h200-x2"}, {"machine": "h100-x1"}, {"variant": "plain"}, {"moment": "timed"}],
+)
+def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    assert execute(project_root / "book" / "zero.ipynb", **parameters)[0]
 
 
-def test_page_without_rows():
-    chapter = Chapter("zero", measure="no", preset="full")
-    assert speed.times_figure(chapter, 128).axes
-    for sentence in (
-        words.first_step, words.saved, words.accuracy, words.spread, words.counted, words.source,
-        times.noise, times.cost, kernel_words.kernels, kernel_words.parts, times.hidden, times.peer, times.containers,
-        times.averaging,
-    ):  # fmt: skip
-        assert "not measured" in sentence(chapter), sentence
-    for sentence in (words.rounding, words.crossover, words.on_device, times.pace, kernel_words.recorded):
-        assert sentence(chapter) == "", sentence
-    assert "neither is known" in words.break_even_words(chapter) and words.skipped(chapter) == ""
-    assert set(page.moments_table(chapter, 128)["alive, GiB"]) == {"not measured"}
-    assert page.components_table(chapter, 128)["parameters"].str.startswith("not measured / ").all()
-    assert set(speed.times_table(chapter)["step"]) == {"not measured"}
-    assert page.memory_figure(chapter, 128).axes
-    assert speed.optimizer_table(chapter).empty and speed.traffic_table(chapter).empty
-    assert speed.phases_table(chapter).empty
-
-
-def test_tables_that_need_no_rows():
-    table = page.prediction_table()
-    assert list(table["together, GiB"][:2]) == ["29.8", "22.3"] and list(table["ranks"]) == [1, 2, 4, 8, 64]
-    assert "1,998,235,200 in 435 tensors" in words.model_words()
-    stages = speed.stages_table()
-    assert list(stages["together, fp32"]) == ["29.8", "22.3", "18.6", "14.9"]
-    sent = speed.traffic_formula_table().set_index("")
-    assert list(sent["2 ranks"]) == ["7.44", "11.2", "7.44"]
+def test_the_notebook_without_rows(project_root):
+    sentences, _ = execute(project_root / "book" / "zero.ipynb")
+    assert {s.outcome for s in sentences} == {None}
 
 
 # --------------------------------------------------------------------------------------------- GPUs

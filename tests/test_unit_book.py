@@ -72,3 +72,59 @@ def test_labels_are_unique():
     text = "".join("".join(c["source"]) for path in NOTEBOOKS for c in cells(path))
     labels = re.findall(r'"(tab-[\w-]+)"', text)
     assert len(labels) == len(set(labels))
+
+
+# -------------------------------------------------------------------------------------------- three kinds of text
+UNITS = r"(?:ms|µs|tokens/s|TFLOP/s|GB/s|×|%)"
+TYPED = re.compile(rf"\d[\d,.]*[ \u00a0]?{UNITS}(?!\w)")
+SHOWS = {"say", "claim", "answer", "brief"}
+
+
+def literals(source):
+    """The texts that a code cell types: strings, and of f-strings the parts between values."""
+    nodes = list(ast.walk(ast.parse(source)))
+    specs = [node.format_spec for node in nodes if isinstance(node, ast.FormattedValue) and node.format_spec]
+    formats = {id(part) for spec in specs for part in ast.walk(spec)}
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in formats]
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+def of_prose(cell):
+    return "remove-input" in cell["metadata"].get("tags", []) and cell["metadata"].get("jupyter", {}).get(
+        "source_hidden"
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_no_measured_number_is_typed(path):
+    """A number with a unit is a value; constants of the handout or a data sheet stand in cells tagged so."""
+    for cell in json.loads(path.read_text())["cells"]:
+        if "constants" in cell["metadata"].get("tags", []):
+            continue
+        source = "".join(cell["source"])
+        texts = [source] if cell["cell_type"] == "markdown" else literals(source)
+        assert [m[0] for text in texts for m in TYPED.finditer(text)] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_prose_cells_only_assign_and_show(path):
+    for cell in filter(of_prose, cells(path)):
+        for statement in ast.parse("".join(cell["source"])).body:
+            shown = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+            assert isinstance(statement, ast.Assign) or (shown and ast.unparse(statement.value.func) in SHOWS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_no_measured_value_stands_in_math(path):
+    for cell in filter(of_prose, cells(path)):
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                assert not any("\0" in part for part in text.split("$")[1::2]), ast.unparse(node)
+
+
+def test_what_counts_as_typed():
+    for text in ("3.62 ms", "1.2×", "12 %", "1,024 tokens/s", "12\u00a0ms"):
+        assert TYPED.search(text), text
+    for text in ("fp32", "16 heads", "4 msgs", "2 GiB"):
+        assert not TYPED.search(text), text

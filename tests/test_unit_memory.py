@@ -1,6 +1,8 @@
 """Memory over time: snapshots made up here, with known answers; no GPU, and nothing of torch but its names."""
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import pickle
 import random
@@ -664,52 +666,59 @@ def drawn():
     pyplot.close("all")
 
 
-@pytest.mark.parametrize("over", ["events", "time"])
-def test_the_figure_shows_stages_and_peak(tmp_path, drawn, over):
+def test_the_figure_shows_stages_bands_and_peak(tmp_path, drawn):
     gpu = training_step(weight=100 * MIB, activation=70 * MIB)
     gpu.event("oom", size=3 * GIB, device_free=77)
     found = timeline(read_snapshot(gpu.write(tmp_path / "s.pickle")))
-    figure = drawn.timeline_figure(found, title="a step", over=over)
-    texts = [text.get_text().strip() for text in figure.axes[0].texts]
-    assert {"model", "forward", "backward", "optimizer", "forward 2"} <= set(texts)
-    assert "peak 1.24 GiB" in texts and "out of memory, 3.00 GiB asked for" in texts
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["weights", "optimizer state", "gradients", "activations", "temporaries"]
-    for suffix in ("png", "svg"):
-        figure.savefig(tmp_path / f"f.{suffix}")
-    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "f.png").stat().st_size > 5000
+    for without, shown in (((), "1.24 GiB"), (("weights",), "0.947 GiB")):
+        figure, axes = drawn.figures.panels()
+        drawn.draw(axes[0, 0], found, without)
+        texts = [text.get_text().strip() for text in axes[0, 0].texts]
+        assert {"model", "forward", "backward", "optimizer", "activations", shown} <= set(texts)
+        assert texts.count("forward") == 2 and ("weights" in texts) == (not without)
+        assert "out of memory, 3.00 GiB asked for" in texts
+        figure.savefig(tmp_path / "f.png")
+    counted = dataclasses.replace(found, allocator={"peak_allocated_bytes": 2 * GIB})
+    drawn.draw(axes[0, 0], counted)
+    assert "2.00 GiB" in [text.get_text() for text in axes[0, 0].texts]  # the allocator's own
 
 
-def test_the_figure_refuses_what_it_cannot_show(tmp_path, drawn):
+def test_a_recording_in_which_nothing_is_active_can_be_drawn(tmp_path, drawn):
     gpu = FakeAllocator()
     gpu.free(gpu.alloc(0))
-    for event in gpu.trace:
-        del event["time_us"]
     found = timeline(read_snapshot(gpu.write(tmp_path / "s.pickle")))
-    drawn.timeline_figure(found).savefig(tmp_path / "f.png")  # nothing is active, and that can be drawn
-    with pytest.raises(ValueError, match="no times"):
-        drawn.timeline_figure(found, over="time")
-    with pytest.raises(ValueError, match="'bytes'; allowed: events, time"):
-        drawn.timeline_figure(found, over="bytes")
+    figure, axes = drawn.figures.panels()
+    drawn.draw(axes[0, 0], found)
+    figure.savefig(tmp_path / "f.png")
 
 
 def test_names_of_short_stages_do_not_overlap(drawn):
+    from matplotlib.text import Text
+
     figure, axes = drawn.figures.panels()
-    drawn._stages(
-        axes[0, 0], [("forward", 0.0), ("backward", 0.02), ("optimizer", 0.03), ("end", 0.5), ("rest", 1.0)]
-    )
-    rows = [text.xyann[1] for text in axes[0, 0].texts]
-    assert rows == [3, 13, 23, 3, 3] and figure is axes[0, 0].figure
+    stages = [("forward", 0.0, 0.5), ("loss", 0.5, 0.51), ("backward", 0.51, 0.52), ("optimizer", 0.52, 1.0)]
+    drawn.label_stages(axes[0, 0], stages)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes[0, 0].texts]  # without the lines that lead to them
+    assert [text.xyann[1] for text in axes[0, 0].texts] == [3, 14, 25, 3]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_a_timeline_is_cropped_to_its_later_stages(tmp_path, drawn):
+    whole = timeline(read_snapshot(training_step().write(tmp_path / "s.pickle")))
+    part = drawn.cropped(whole, "forward 2")
+    assert [s.name for s in part.stages] == ["forward 2", "backward 2", "optimizer 2"]
+    assert part.events[0] == part.stages[0].begin and part.peak == whole.peak
+    assert drawn.cropped(whole, "optimizer 2").peak.bytes < whole.peak.bytes
+    with pytest.raises(ValueError, match="unknown stage 'loss'; allowed: model, forward, backward"):
+        drawn.cropped(whole, "loss")
 
 
 def test_the_table_of_largest_allocations(tmp_path, drawn):
     found = timeline(read_snapshot(training_step(activation=70 * MIB).write(tmp_path / "s.pickle")))
-    table = drawn.largest_allocations(found, "forward", top=2)
-    assert list(table["MiB each"]) == pytest.approx([70, 5 / MIB]) and list(table["count"]) == [3, 3]
-    assert table["MiB"][0] == 210 and table["line"][0] == "`cs336_systems/model.py:81 forward`"
-    assert list(table["calls"]) == ["`nn.functional.softmax`"] * 2
-    at_peak = drawn.largest_allocations(found)
-    assert set(at_peak["category"]) >= {"weights", "activations"} and set(at_peak["line"]) >= {"–"}
-    assert drawn.largest_allocations(found, "model", top=0).empty
+    table = drawn.largest_allocations(found, "forward")
+    assert list(table["MiB"]) == pytest.approx([70, 5 / MIB]) and list(table["count"]) == [3, 3]
+    assert table["code"][0] == "cs336_systems/model.py:81 forward" and table["category"][0] == "activations"
     with pytest.raises(ValueError, match="unknown stage 'x'; allowed: model, forward"):
         drawn.largest_allocations(found, "x")

@@ -10,7 +10,7 @@ import step_rows
 from sphinx.errors import ExtensionError
 
 from cs336_systems import experiments
-from cs336_systems.experiments import flash_bench, leaderboard, leaderboard_kernels
+from cs336_systems.experiments import ddp, leaderboard
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digest
 from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext, tables
@@ -122,9 +122,10 @@ def test_a_folded_table_is_html_that_latex_leaves_out(monkeypatch):
     assert bundle["text/markdown"] == f"```{{raw}} html\n{bundle['text/html']}\n```"
 
 
-def test_readme_is_rewritten_between_its_markers_only(tmp_path):
+def test_readme_is_rewritten_between_its_markers_only(tmp_path, project_root):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "reference.json").write_text("{}")
+    (tmp_path / "book").symlink_to(project_root / "book")
     text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
     new = readme.rewritten(text, tmp_path)
     assert new.startswith("before\n")
@@ -135,75 +136,46 @@ def test_readme_is_rewritten_between_its_markers_only(tmp_path):
         readme.rewritten("nothing", tmp_path)
 
 
-def test_headline_without_rows(results_root):
-    assert headline.table().empty
-    assert "not been measured" in headline.sentence()
+# -------------------------------------------------------------------------------------------- first page, README
+def write_headline(root, faster=1.0):
+    """Ours takes 6 ms (9 with the official parameters), others twice that, cuDNN ran out of memory; a step takes 100 ms
+    and 10 more for each bucket's 100 MB."""
+
+    def attention(case):
+        if case.impl == "sdpa_cudnn":
+            return {"status": "oom"}
+        ms = (9.0 if case.rep_ms == 10_000 else 6.0) * (1 if case.impl == "flash_triton" else 2 * faster)
+        return {"ms_p50": ms, "ms_mean": ms}
+
+    def step(case):
+        return {"step_ms_p50": 100.0 + case.bucket_mb / 10} | (
+            {} if case.wrapper != "alone" else {"status": "oom"}
+        )
+
+    step_rows.write(leaderboard, leaderboard.grid("full"), root, "x", attention)
+    step_rows.write(ddp, ddp.grid("full"), root, "x", step)
+    (root / "reference.json").write_text(json.dumps({"leaderboard": ["x"], "ddp": ["x"]}))
 
 
-def leaderboard_row(case):
-    """Ours takes 2 ms forward, 3 backward and 6 under the harness (9 with the official parameters), others twice that;
-    cuDNN ran out of memory."""
-    if case.impl == "sdpa_cudnn":
-        return {"status": "oom"}
-    if isinstance(case, leaderboard.Case):
-        ms = 9.0 if case.rep_ms == 10_000 else 6.0
-    else:
-        ms = {"forward": 2.0, "backward": 3.0}[case.part]
-    ms *= 1 if case.impl == "flash_triton" else 2
-    return {"ms_p50": ms, "tflops": 1000 / ms}
+def test_the_headlines_frames(results_root):
+    write_headline(results_root)
+    attention = headline.attention().set_index(["impl", "repeat"])
+    assert (
+        attention.loc[("flash_triton", 0), "over_ours"] == 1 and attention.loc[("fa4", 0), "over_ours"] == 2
+    )
+    assert attention.loc[("sdpa_cudnn", 0), "status"] == "oom" and "reference" not in attention.index
+    overlap = headline.overlap().set_index("label")
+    assert overlap.loc["100 MB buckets", "exposed_ms"] == 10 and overlap.loc["naive", "exposed_ms"] == 0
+    assert list(headline.training()["label"]) == list(headline.STEPS.values())
+    assert headline.training()["tokens_per_s"].isna().all()
+    titles = [ax.get_title(loc="right") for ax in headline.figure().axes]
+    assert [title[:1] for title in titles] == ["1", "2", "3"]
 
 
-def test_headline_is_the_leaderboards_work(results_root):
-    step_rows.write(leaderboard, leaderboard.grid("full"), results_root, "h200-x1", leaderboard_row)
-    kernels = [case for case in leaderboard_kernels.grid("full") if case.impl != "fa4"]
-    step_rows.write(leaderboard_kernels, kernels, results_root, "h200-x1", leaderboard_row)
-    (results_root / "reference.json").write_text(json.dumps({"leaderboard": ["h200-x1"]}))
-    frame = headline.table().set_index("implementation")
-    assert list(frame.columns) == ["forward, ms", "backward, ms", "both, ms", "TFLOP/s", "time over ours"]
-    assert frame.index[0] == "ours, Triton" and frame.index.is_unique
-    assert list(frame.loc["ours, Triton"]) == ["2.00", "3.00", "6.00", "167", "1.00 ×"]
-    assert list(frame.loc["SDPA (flash)"]) == ["4.00", "6.00", "12.0", "83.3", "2.00 ×"]
-    assert list(frame.loc["FlashAttention-4"]) == [
-        "",
-        "",
-        "12.0",
-        "83.3",
-        "2.00 ×",
-    ]  # kernels alone: not measured
-    assert "SDPA (cuDNN)" not in frame.index
-    assert headline.sentence().startswith("Measured on `h200-x1`")
-    assert "79 of 88 cases" in headline.sentence()
-    assert "even" not in headline.sentence()
-
-
-def test_who_is_even_with_ours_is_said(results_root):
-    def row(case):
-        ms = {"flash_triton": 6.0 + 0.1 * case.repeat, "fa4": 5.95, "sdpa_cudnn": 6.15}.get(case.impl, 9.0)
-        return {"ms_p50": ms, "tflops": 1000 / ms}
-
-    step_rows.write(leaderboard, leaderboard.grid("full"), results_root, "h200-x1", row)
-    (results_root / "reference.json").write_text(json.dumps({"leaderboard": ["h200-x1"]}))
-    said = "Measured again in the same run, ours takes 6.10 ms: FlashAttention-4 and ours are even."
-    assert headline.sentence().endswith(said)
-
-
-def test_the_figure_shows_nothing_of_earlier_code(results_root):
-    heads = [case for case in flash_bench.grid("full") if case.heads == headline.CASE["heads"]]
-    step_rows.write(flash_bench, heads, results_root, "h200-x1", lambda case: {"end_to_end_tflops": 300.0})
-    (results_root / "reference.json").write_text(json.dumps({"flash_bench": ["h200-x1"]}))
-    now = headline.figure_digest()
-    assert now
-    path = store.csv_path("flash_bench", "h200-x1")
-    rows = pd.read_csv(path)
-    first = rows["run"] == rows["run"].iloc[0]
-    rows.assign(code=rows["code"].mask(first, "00000000")).to_csv(path, index=False)
-    assert headline.figure_digest() not in ("", now)
-    rows.assign(code="00000000").to_csv(path, index=False)
-    assert headline.figure_digest() == ""
-
-
-def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(headline, "_drawn", lambda root=None: (some_rows(), 600.0))
+def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, results_root, monkeypatch):
+    (tmp_path / "results").symlink_to(results_root)
+    assert readme.figure_is_current(tmp_path)  # nothing to draw, and no figure
+    write_headline(results_root)
     assert not readme.figure_is_current(tmp_path)
     readme.draw(tmp_path)
     path = tmp_path / readme.FIGURE
@@ -212,47 +184,32 @@ def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, monke
         path.read_text().replace("<path", "<path ")
     )  # what another version of matplotlib might do
     assert readme.figure_is_current(tmp_path)
-    monkeypatch.setattr(headline, "_drawn", lambda root=None: (some_rows(faster=1.1), 600.0))
+    write_headline(results_root, faster=1.1)
     assert not readme.figure_is_current(tmp_path)
+    for csv in results_root.glob("*/*.csv"):
+        csv.unlink()
     readme.draw(tmp_path)
-    assert readme.figure_is_current(tmp_path)
-    monkeypatch.setattr(headline, "_drawn", lambda root=None: (pd.DataFrame(), None))
-    assert not readme.figure_is_current(tmp_path)  # a figure of rows that are no longer there
-    readme.draw(tmp_path)
-    assert not path.exists()
-    assert readme.figure_is_current(tmp_path)
-
-
-def some_rows(faster=1.0):
-    return pd.DataFrame(
-        [
-            {
-                "machine": "h100-x1",
-                "head_dim": d,
-                "seq_len": n,
-                "impl": impl,
-                "end_to_end_tflops": faster * n / 100,
-            }
-            for d in (64, 128)
-            for n in (1024, 2048)
-            for impl in ("flash_triton", "sdpa_flash")
-        ]
-    )
+    assert not path.exists() and readme.figure_is_current(tmp_path)
 
 
 def test_what_the_gpu_tests_said(results_root):
-    assert gpu_tests.sentence() == "Tests of the kernels on a GPU: not measured."
+    assert gpu_tests.totals("x").empty
     experiment = experiments.load("gpu_tests")
     now = {"status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e"}
     now["code"] = code_digest(experiment)
     first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0} | now
-    second = {"file": "test_b.py", "passed": 4, "failed": 0, "skipped": 0, "seconds": 1.0} | now
-    store.write(experiment, "h100-x1", [first, second], results_root)
-    (results_root / "reference.json").write_text(json.dumps({"flash_bench": ["h100-x1"]}))
-    said = gpu_tests.sentence()
-    assert "on `h100-x1` 84 tests passed, none failed, 2 were skipped" in said
-    assert "of the code as it stands" in said
-    assert "earlier" not in said
-    later = now | {"time_utc": "2025-03-05T05:06:07Z"}
-    store.write(experiment, "h100-x1", [second | later | {"failed": 1, "code": "00000000"}], results_root)
-    assert "**1 failed** (2025-03-05, **of earlier code**)" in gpu_tests.sentence()
+    second = (
+        {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "seconds": 1.0}
+        | now
+        | {"code": "00000000"}
+    )
+    store.write(experiment, "x", [first, second], results_root)
+    (found,) = gpu_tests.totals("x").to_dict("records")
+    assert found == {
+        "machine": "x",
+        "passed": 84,
+        "failed": 1,
+        "skipped": 2,
+        "day": "2025-03-04",
+        "earlier": 1,
+    }

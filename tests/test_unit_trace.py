@@ -3,6 +3,7 @@ profiler for real, on the CPU. No GPU, and no Nsight Systems."""
 
 import ast
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -1244,15 +1245,13 @@ def drawn():
 
 def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
     step = condense(long_trace(), "step")
-    figure = drawn.step_figure(step, "A step")
-    texts = {text.get_text() for text in figure.axes[0].texts}
-    assert {"step", "forward", "backward"} <= texts and figure.axes[0].get_title(loc="left") == "A step"
-    ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert ticks == ["host", "", "attention …", "stream 7", "stream 23"]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert (
-        legend[0].startswith(step.kinds[0].kind) and len(legend) == 6 and all("%" in text for text in legend)
-    )
+    short = condense(Trace("nsys", (), (Range("step", 0, 10, 1, 1),)), "step")
+    figure = drawn.steps_figure({"A step": step, "another": short})
+    above, below = figure.axes
+    assert {"forward", "backward"} <= {text.get_text() for text in above.texts} and not below.texts
+    assert above.get_title(loc="left") == "A step" and above.get_xlim() == below.get_xlim() == (0, step.length_ns / 1e6)
+    groups = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "GEMMs" in groups and set(groups) <= set(drawn.GROUPS)
     assert figure.get_size_inches()[0] == 7
     for suffix in ("png", "svg", "pdf"):
         figure.savefig(tmp_path / f"f.{suffix}")
@@ -1264,12 +1263,13 @@ def test_areas_are_time(drawn):
     step = condense(long_trace(steps=1), "step")
     edges = np.linspace(0, step.length_ns / 1e6, 101)
     for stream in step.streams:
+        alone = dataclasses.replace(step, streams=(stream,))
         pieces = list(zip(stream.starts_ns, stream.lengths_ns, stream.kinds, strict=True))
-        filled = drawn._fill(stream, edges) * (edges[1] - edges[0])
-        assert filled.shape == (len(CLASSES), 100)
-        for place, kind in enumerate(CLASSES):
-            ns = sum(length for _, length, k in pieces if k == place)
-            assert filled[place].sum() == pytest.approx(ns / 1e6, abs=1e-9), kind
+        filled = drawn._fill(alone, edges) * (edges[1] - edges[0])
+        assert filled.shape == (len(drawn.GROUPS), 100)
+        for place, (_, classes) in enumerate(drawn.GROUPS.values()):
+            ns = sum(length for _, length, kind in pieces if CLASSES[kind] in classes)
+            assert filled[place].sum() == pytest.approx(ns / 1e6, abs=1e-9), classes
         for column in (0, 37, 99):
             low, high = edges[column] * 1e6, edges[column + 1] * 1e6
             inside = sum(max(0, min(high, s + n) - max(low, s)) for s, n, _ in pieces)
@@ -1277,8 +1277,9 @@ def test_areas_are_time(drawn):
 
 
 def test_overlapping_kernels_fill_a_column_once(drawn):
-    stream = trace_step.Stream("stream 7", 2, 1.0, (0, 0), (10**6, 10**6), (0, 3))
-    filled = drawn._fill(stream, np.array([0.0, 0.5, 1.0, 2.0]))
+    streams = [trace_step.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
+    step = dataclasses.replace(condense(long_trace(steps=1), "step"), streams=tuple(streams))
+    filled = drawn._fill(step, np.array([0.0, 0.5, 1.0, 2.0]))
     assert filled[0] == pytest.approx([0.5, 0.5, 0]) and filled.sum(axis=0) == pytest.approx([1, 1, 0])
 
 
@@ -1299,22 +1300,11 @@ def test_outlines_hold_the_area_of_their_columns(drawn):
 
 def test_figures_of_odd_steps(tmp_path, drawn):
     empty = condense(Trace("nsys", (), (Range("step", 0, 0, 1, 1),)), "step")
-    figure = drawn.step_figure(empty)
-    assert "no kernels" in [text.get_text() for text in figure.axes[0].texts] and not figure.legends
-    figure.savefig(tmp_path / "f.png")
-    many = [Kernel(MUL, 10 * i, 10 * i + 5, 0, i, 0, 1, 1) for i in range(9)]
-    step = condense(Trace("nsys", tuple(many), (Range("step", 0, 100, 1, 1),)), "step")
-    ticks = [label.get_text() for label in drawn.step_figure(step).axes[0].get_yticklabels()]
-    assert ticks == ["host", "stream 0", "stream 1", "stream 2", "stream 3", "5 more"]
+    for figure in (drawn.steps_figure({"empty": empty}), drawn.steps_figure({})):
+        assert not figure.legends
+        figure.savefig(tmp_path / "f.png")
 
 
-def test_every_class_has_a_color_of_its_own(drawn):
-    assert set(drawn.COLORS) == set(CLASSES) and len(set(drawn.COLORS.values())) == len(CLASSES)
-
-
-def test_long_names_are_cut_to_their_bars(drawn):
-    assert drawn._fitting("optimizer", 200) == "optimizer" and drawn._fitting("optimizer", 5) == ""
-    cut = drawn._fitting("optimizer", 30)
-    assert cut.endswith("…") and "optimizer".startswith(cut[:-1]) and len(cut) >= 5
-    assert drawn._common(["attention scores", "attention softmax"]) == "attention …"
-    assert drawn._common(["a b", "c"]) == "…" and drawn._common(["x", "x"]) == "x"
+def test_every_class_is_of_one_group(drawn):
+    grouped = [name for _, classes in drawn.GROUPS.values() for name in classes]
+    assert sorted(grouped) == sorted(CLASSES) and len({color for color, _ in drawn.GROUPS.values()}) == len(drawn.GROUPS)

@@ -18,28 +18,32 @@ from cs336_systems.report.chapter import BUILD_VARIABLE
 from cs336_systems.report.coverage import chapters_in_toc, parts
 
 
-def execute(notebook: Path, **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
+def execute(notebook: Path, shown_by: str = "", **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
     """Runs a notebook's code cells in this process, reading rows only; returns its sentences, and all that it
-    displayed.
+    displayed, or what its cells with the tag `shown_by` did.
 
     `parameters` replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
     names the notebook and the cell.
     """
     displayed: list[Any] = []
+    chosen: list[Any] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     before = len(prose.made)
     with _quiet(displayed):
         for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"], 1):
             if cell["cell_type"] != "code":
                 continue
+            tags, already = cell["metadata"].get("tags", []), len(displayed)
             try:
                 exec(compile("".join(cell["source"]), f"{notebook.name}[{number}]", "exec"), names)
             except Exception as error:
                 error.add_note(f"in cell {number} of {notebook}")
                 raise
-            if "parameters" in cell["metadata"].get("tags", []):
+            if "parameters" in tags:
                 names.update(parameters)
-    return prose.made[before:], displayed
+            if not shown_by or shown_by in tags:
+                chosen += displayed[already:]
+    return prose.made[before:], chosen
 
 
 @contextmanager

@@ -1,141 +1,114 @@
-"""The table that the README and the book's first page open with, computed from the reference rows."""
+"""The three results that the book's first page and the README open with: their rows, and one figure of them."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import Chapter, reference_machines
-from cs336_systems.report.figures import label
-from cs336_systems.report.roofs import roofs
-from cs336_systems.report.tables import distance, fmt, listed
+from cs336_systems.report.chapter import Chapter
 
-CASE = {"heads": 16, "seq_len": 16384, "head_dim": 64, "dtype": "bf16", "repeat": 0}  # the leaderboard's work
-CAPTION = (
-    "Causal attention, batch 1, 16 heads, 16,384 tokens, head dimension 64, bf16: GPU time of the kernels of either "
-    "pass, and of both as the course's leaderboard times them (medians)"
-)
-
-
-def _leaderboard(root: Path | None) -> Chapter:
-    return Chapter("leaderboard", measure="no", preset="full", root=root)
-
-
-def table(root: Path | None = None) -> pd.DataFrame:
-    """One row for each machine and implementation, fastest first: milliseconds of each pass and of both, TFLOP/s of
-    both, and the time over ours. The column of machines is left out where there is one machine.
-
-    Times over ours compare rows of one run only. Empty where the reference machines have no such row.
-    """
-    if not reference_machines("leaderboard", root):
-        return pd.DataFrame()
-    chapter = _leaderboard(root)
-    shape = {**CASE, "is_causal": True, "machine": chapter.machines}
-    both = chapter.measured(**shape, leaves="stacked")
-    # only ours have the leaderboard's own, long run: the short one is everybody's
-    both = both[both["rep_ms"] != OFFICIAL_MS].sort_values(["machine", "ms_p50"], kind="stable")
-    alone = chapter.table("kernels").measured(**shape, grad_o="matrix")
-    out = []
-    for row in both.to_dict("records"):
-        same = alone[(alone["machine"] == row["machine"]) & (alone["impl"] == row["impl"])]
-        passes = [same.loc[same["part"] == part, "ms_p50"] for part in ("forward", "backward")]
-        ours = both[(both["run"] == row["run"]) & (both["impl"] == "flash_triton")]
-        ratio = "" if ours.empty else f"{fmt(row['ms_p50'] / ours.iloc[0]['ms_p50'])} ×"
-        out.append([
-            row["machine"], label(row["impl"]), *(fmt(found.iloc[0]) if len(found) else "" for found in passes),
-            fmt(row["ms_p50"]), fmt(row["tflops"]), ratio,
-        ])  # fmt: skip
-    heads = [
-        "machine",
-        "implementation",
-        "forward, ms",
-        "backward, ms",
-        "both, ms",
-        "TFLOP/s",
-        "time over ours",
-    ]
-    frame = pd.DataFrame(out, columns=heads)
-    return frame.drop(columns="machine") if frame["machine"].nunique() == 1 else frame
+SMALL = {"size": "small", "context_length": 1024, "mode": "train_step", "dtype": "bf16", "repeat": 0}
+STEPS = {  # attention, compile, batch → label
+    ("reference", "off", 4): "plain, eager",
+    ("flash_triton", "off", 4): "+ FlashAttention",
+    ("flash_triton", "default", 4): "+ torch.compile",
+    ("flash_triton", "reduce-overhead", 4): "+ CUDA graphs",
+    ("flash_triton", "default", 64): "compiled, batch 64",
+}
+WRAPPERS = {  # wrapper, bucket_mb → label
+    ("none", 0): "no communication",
+    ("in_place", 100): "100 MB buckets",
+    ("overlapped", 0): "one by one, overlapped",
+    ("flat", 0): "one flat tensor",
+    ("naive", 0): "naive",
+}
 
 
-def sentence(root: Path | None = None) -> str:
-    """The provenance of the table, as Markdown, and who is even with ours."""
-    if table(root).empty:
-        return "The leaderboard's work has not been measured on a GPU yet."
-    chapter = _leaderboard(root)
-    return f"{chapter.provenance(chapter.table('kernels'))}{_even(chapter)}"
+def _chapter(name: str, root: Path | None) -> Chapter:
+    return Chapter(name, measure="no", preset="full", root=root)
 
 
-def _even(chapter: Chapter) -> str:
-    """Who is as far from ours as ours measured again in the same run, or less; nothing where nobody is."""
-    said = []
-    both = chapter.measured(**{**CASE, "repeat": [0, 1]}, is_causal=True, leaves="stacked")
-    for _, rows in both[both["rep_ms"] != OFFICIAL_MS].groupby("run", sort=False):
-        ms = {(row.impl, row.repeat): row.ms_p50 for row in rows.itertuples()}
-        first, again = ms.get(("flash_triton", 0)), ms.get(("flash_triton", 1))
-        if first is None or again is None:
-            continue
-        apart = distance(again / first)
-        even = [
-            label(i) for i, n in ms if n == 0 and i != "flash_triton" and distance(ms[i, n] / first) <= apart
-        ]
-        if even:
-            said.append(
-                f" Measured again in the same run, ours takes {fmt(again)} ms: {listed(even)} and ours are even."
-            )
-    return "".join(said)
+def attention(root: Path | None = None) -> pd.DataFrame:
+    """The leaderboard's harness by implementation, without the slow baselines: the chapter's rows, fastest first, and
+    `over_ours`, the time over that of ours."""
+    rows = _chapter("leaderboard", root).rows(leaves="stacked")
+    rows = rows[(rows["rep_ms"] < OFFICIAL_MS) & ~rows["impl"].isin(["reference", "sdpa_efficient"])]
+    ours = rows.loc[(rows["impl"] == "flash_triton") & (rows["repeat"] == 0), "ms_p50"]
+    rows = rows.assign(over_ours=rows["ms_p50"] / (ours.iloc[0] if len(ours) else math.nan))
+    return rows.sort_values("ms_p50", ignore_index=True)
 
 
-FIGURE_CAPTION = (
-    "Causal attention, 16 heads, bf16, forward and backward: TFLOP/s by sequence length, for head dimensions "
-    "64 and 128, below the best matrix product of the same machine"
-)
+def training(root: Path | None = None) -> pd.DataFrame:
+    """A training step of the small model, optimization by optimization: the chapter's rows in that order."""
+    rows = _chapter("torch_compile", root).rows(**SMALL)
+    return _labeled(rows, ["attention", "compile", "batch"], STEPS)
 
 
-def figure_sentence(root: Path | None = None) -> str:
-    """The provenance of the README's figure, as Markdown."""
-    return Chapter("flash_bench", measure="no", preset="full", root=root).provenance()
+def overlap(root: Path | None = None) -> pd.DataFrame:
+    """Steps of data parallel training at context 1,024 on two GPUs: the chapter's rows, fastest first, and
+    `exposed_ms`, what a step takes beyond one without communication."""
+    rows = _chapter("ddp", root).rows(kind="time", context_length=1024, world_size=2, dtype="tf32", repeat=0)
+    rows = _labeled(rows, ["wrapper", "bucket_mb"], WRAPPERS)
+    none = rows.loc[rows["wrapper"] == "none", "step_ms_p50"]
+    return rows.assign(exposed_ms=rows["step_ms_p50"] - (none.iloc[0] if len(none) else math.nan))
 
 
-def _drawn(root: Path | None = None) -> tuple[pd.DataFrame, float | None]:
-    """The rows of the README's figure and its roof: those of the first reference machine. Rows of earlier code are left
-    out: what a picture shows is taken for how things are, whatever stands below it."""
-    machines = reference_machines("flash_bench", root)
-    if not machines:
-        return pd.DataFrame(), None
-    chapter = Chapter("flash_bench", measure="no", preset="full", root=root)
-    rows = chapter.measured(machine=machines[0], heads=CASE["heads"], dtype=CASE["dtype"], repeat=0)
-    rows = rows[~rows["run"].isin(chapter.stale()["run"])]
-    return rows, roofs(machines[0], root).tflops.get(CASE["dtype"])
-
-
-def figure_digest(root: Path | None = None) -> str:
-    """Eight hexadecimal digits of what the figure shows; empty where there is nothing to draw."""
-    rows, roof = _drawn(root)
-    if rows.empty:
-        return ""
-    shown = rows[["machine", "head_dim", "seq_len", "impl", "end_to_end_tflops"]]
-    lines = [f"{roof}", *(" ".join(str(value) for value in row) for row in shown.itertuples(index=False))]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+def _labeled(rows: pd.DataFrame, fields: list[str], labels: dict[tuple, str]) -> pd.DataFrame:
+    """The rows whose fields have a label, in the labels' order, with a column `label`."""
+    rows = rows.assign(label=[labels.get(tuple(row)) for row in rows[fields].itertuples(index=False)])
+    order = {label: place for place, label in enumerate(labels.values())}
+    return rows.dropna(subset="label").sort_values("label", key=lambda c: c.map(order), ignore_index=True)
 
 
 def figure(root: Path | None = None) -> Figure:
-    """The README's figure: a panel for each head dimension, a line for each implementation, the roof above."""
-    rows, roof = _drawn(root)
-    with figures.styled():
-        dims = sorted(rows["head_dim"].unique())
-        drawn, axes = figures.panels(columns=len(dims), height=3.0, sharey=True)
-        for ax, d in zip(axes[0], dims, strict=True):
-            figures.lines(ax, rows[rows["head_dim"] == d], "seq_len", "end_to_end_tflops", "impl")
-            figures.roof(ax, roof, "best matrix product of this machine")
-            ax.set_title(f"head dimension {d}")
-            ax.set_xlabel("sequence length")
-        axes[0, 0].set_ylabel("TFLOP/s, forward + backward")
-        handles, names = axes[0, 0].get_legend_handles_labels()
-        drawn.legend(handles, names, loc="outside lower center", ncols=len(names))
+    """Three panels, one for each result."""
+    harness, steps, ddp = attention(root), training(root), overlap(root)
+    drawn, axes = figures.panels(columns=3, height=2.1)
+    harness, ddp = harness[harness["repeat"] == 0], ddp[ddp["wrapper"] != "none"]
+    ours = harness["impl"].isin(["flash_triton", "plain_triton"])
+    thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, eager"
+    beside = ~ddp["label"].isin(["naive", "one flat tensor"])
+    _bars(
+        axes[0, 0],
+        "1  Attention, time over ours",
+        harness["impl"].map(figures.label),
+        harness["over_ours"],
+        ours,
+    )
+    _bars(axes[0, 1], "2  Training, 1,000 tokens/s", steps["label"], thousands, tuned)
+    _bars(axes[0, 2], "3  Exposed communication, ms", ddp["label"], ddp["exposed_ms"], beside)
     return drawn
+
+
+def _bars(ax: Axes, title: str, names: pd.Series, values: pd.Series, strong: pd.Series) -> None:
+    """Horizontal bars with their numbers; `strong` ones are dark."""
+    ax.set_title(title, fontsize=9, loc="right")
+    if values.isna().all():
+        figures.nothing(ax)
+        return
+    colors = ["#0072B2" if s else "#b9c4cc" for s in strong]
+    bars = ax.barh(range(len(values)), values.fillna(0), color=colors, height=0.7, zorder=3)
+    digits = 2 if values.max() < 10 else 0
+    ax.bar_label(bars, [f"{v:.{digits}f}" if v == v else "–" for v in values], padding=2, fontsize=8)
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    ax.grid(visible=False)
+    ax.margins(x=0.16)
+    ax.invert_yaxis()
+
+
+def digest(root: Path | None = None) -> str:
+    """Eight hexadecimal digits of what the figure shows; empty where there is nothing to draw."""
+    columns = {"attention": "over_ours", "training": "tokens_per_s", "overlap": "exposed_ms"}
+    shown = [globals()[name](root)[column] for name, column in columns.items()]
+    if all(numbers.isna().all() for numbers in shown):
+        return ""
+    return hashlib.sha256("\n".join(numbers.to_csv() for numbers in shown).encode()).hexdigest()[:8]

@@ -82,10 +82,11 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
 
 
 def _label_bands(ax: Axes, events: np.ndarray, names: Sequence[str], stack: np.ndarray, least: float) -> None:
-    """The name of each category in its band, where it is thick: at least `least` GiB."""
+    """The name of each category in its band, in the longest stretch where it is thick: at least `least` GiB."""
     for name, band, upper in zip(names, stack, stack.cumsum(axis=0), strict=True):
-        thick = events[band >= 0.5 * band.max()]
-        at = int(np.searchsorted(events, (thick[0] + thick[-1]) / 2))
+        thick = np.flatnonzero(band >= 0.4 * band.max())
+        stretch = max(np.split(thick, np.flatnonzero(np.diff(thick) > 1) + 1), key=len)
+        at = int(np.searchsorted(events, (events[stretch[0]] + events[stretch[-1]]) / 2))
         if band[at] >= least and len(names) > 1:
             dark = name in ("weights", "gradients", "before recording")
             ax.annotate(

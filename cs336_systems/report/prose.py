@@ -161,9 +161,9 @@ def answer(part: str, text: str, *conditions: bool | None) -> None:
     _show(text, f":::{{admonition}} {part}\n:class: tip\n:name: {anchor(part)}\n\n{text}\n:::\n", html)
 
 
-def brief(part: str, text: str, *conditions: bool | None) -> str:
-    """An answer in one line for the first page's table: returned, not shown."""
-    return _held(part, text, conditions)
+def brief(part: str, text: str, *conditions: bool | None) -> tuple[str, str]:
+    """An answer in one line for the first page's table: its part and its text, not shown yet."""
+    return part, _held(part, text, conditions)
 
 
 def anchor(part: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m cs336_systems.report.readme [--check]
 
-Only what stands between the two markers is written, and `book/_static/attention.svg`. With `--check` nothing is
+Only what stands between the two markers is written, and `book/_static/results.svg`. With `--check` nothing is
 written, and the exit status is 1 when the README or its figure is not what the rows say. The figure carries a
 digest of the rows it was drawn from: that is what is compared, since its bytes depend on matplotlib's version."""
 
@@ -11,29 +11,27 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.pyplot as plt
 
 from cs336_systems.report import headline
+from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import project_root
+from cs336_systems.report.figures import styled
 
 BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
-FIGURE = Path("book") / "_static" / "attention.svg"
+FIGURE = Path("book") / "_static" / "results.svg"
+TAG = "readme"  # of the cells of the first page whose sentences stand in the README too
 
 
 def block(root: Path) -> str:
-    """The Markdown that belongs between the markers."""
-    results = root / "results"
-    frame = headline.table(results)
-    if frame.empty:
-        return f"*{headline.sentence(results)}*"
-    numeric = [name.endswith(("ms", "TFLOP/s", "ours")) for name in frame.columns]
-    align = ["right" if n else "left" for n in numeric]
-    table = frame.to_markdown(index=False, disable_numparse=True, colalign=align)  # numbers are texts already
-    parts = [f"{headline.CAPTION}:", table, headline.sentence(results)]
-    if headline.figure_digest(results):
-        parts += [f"![{headline.FIGURE_CAPTION}.]({FIGURE.as_posix()})", headline.figure_sentence(results)]
-    return "\n\n".join(parts)
+    """The Markdown that belongs between the markers: the first page's results, below their figure."""
+    with mock.patch.dict("os.environ", {"CS336_RESULTS": str(root / "results")}):
+        _, shown = execute(root / "book" / "index.ipynb", shown_by=TAG)
+    parts = [re.sub(r"\]\((\w+\.ipynb)", r"](book/\1", thing.data) for thing in shown]
+    picture = [f"![Three results: attention, training, data parallelism.]({FIGURE.as_posix()})"]
+    return "\n\n".join(picture * bool(headline.digest(root / "results")) + parts)
 
 
 def rewritten(text: str, root: Path) -> str:
@@ -46,7 +44,7 @@ def rewritten(text: str, root: Path) -> str:
 
 def figure_is_current(root: Path) -> bool:
     """Whether the figure was drawn from the rows as they are; with nothing to draw there must be no figure."""
-    path, digest = root / FIGURE, headline.figure_digest(root / "results")
+    path, digest = root / FIGURE, headline.digest(root / "results")
     if not path.is_file() or not digest:
         return not path.is_file() and not digest
     found = re.search(r"drawn from rows ([0-9a-f]{8})", path.read_text(encoding="utf-8"))
@@ -55,7 +53,7 @@ def figure_is_current(root: Path) -> bool:
 
 def draw(root: Path) -> None:
     """Writes the figure, or removes it where there is nothing to draw; a current one is left as it is."""
-    path, digest = root / FIGURE, headline.figure_digest(root / "results")
+    path, digest = root / FIGURE, headline.digest(root / "results")
     if figure_is_current(root):
         return
     if not digest:
@@ -63,12 +61,9 @@ def draw(root: Path) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"svg.hashsalt": digest}):  # the same rows give the same file
-        figure = headline.figure(root / "results")
-        metadata = {
-            "Date": None,
-            "Title": headline.FIGURE_CAPTION,
-            "Description": f"drawn from rows {digest}",
-        }
+        with styled():
+            figure = headline.figure(root / "results")
+        metadata = {"Date": None, "Description": f"drawn from rows {digest}"}
         figure.savefig(path, metadata=metadata)
     plt.close(figure)
 

@@ -96,13 +96,16 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     keys = [*index, columns]
     if rows.duplicated(keys).any():
         raise ValueError(f"several rows for one cell of {', '.join(keys)}; choose among them first")
+    if rows.empty:
+        return pd.DataFrame(columns=list(index))
     wide = rows.assign(_word=rows["status"].map(_word)).set_index(keys)[[value, "_word"]].unstack(columns)
     lines = rows[list(index)].drop_duplicates()
     order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
     heads = list(dict.fromkeys(rows[columns]))
     table = wide[value].reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
     out = table.reset_index()
-    out.attrs["words"] = wide["_word"].reindex(index=order, columns=heads).reset_index(drop=True)
+    words = wide["_word"].reindex(index=order, columns=heads).fillna(EMPTY)
+    out.attrs["words"] = words.reset_index(drop=True)
     return out
 
 

@@ -1,186 +1,106 @@
-"""One step of a trace as a timeline: the host's named ranges above, what ran on the streams of the device below."""
+"""Steps of traces as timelines on one scale of time: the host's phases above, what ran on the device below."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.textpath import TextPath
 
 from cs336_systems.measure import kernels
 from cs336_systems.measure.kernels import CLASSES
-from cs336_systems.measure.trace_step import HostRange, Step, Stream
+from cs336_systems.measure.trace_step import Step
 from cs336_systems.report import figures
-from cs336_systems.report.tables import fmt
 
-# Okabe and Ito's colors, as in `figures`, a wine red of Tol's, and grays
-COLORS = {
-    kernels.PRODUCT: "#0072B2",
-    kernels.ATTENTION: "#009E73",
-    kernels.SOFTMAX: "#E69F00",
-    kernels.ELEMENTWISE: "#D55E00",
-    kernels.REDUCTION: "#CC79A7",
-    kernels.CAST: "#56B4E9",
-    kernels.FUSED: "#882255",
-    kernels.OPTIMIZER: "#8c6d31",
-    kernels.INDEX: "#F0E442",
-    kernels.MEMORY: "#6b6b6b",
-    kernels.COMMUNICATION: figures.ROOF,
-    kernels.OTHER: "#bdbdbd",
-}
-COLUMNS = 640  # of a stream's row: finer than the eye, coarse enough for a small file
-MAX_STREAMS, MAX_LEVELS = 5, 4
-HOST_INCHES, STREAM_INCHES = 0.24, 0.5
-NAME_POINTS, PLOT_POINTS = 7.5, 430  # the size of a range's name, and about the width of the plot
+# group of classes → its color and classes; neighbors differ in lightness, for readers in gray
+GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "GEMMs": ("#0072B2", (kernels.PRODUCT,)),
+    "elementwise, softmax, reductions": (
+        "#E69F00", (kernels.ELEMENTWISE, kernels.SOFTMAX, kernels.REDUCTION, kernels.INDEX)
+    ),
+    "copies, casts": ("#bfe3f7", (kernels.CAST, kernels.MEMORY)),
+    "optimizer": ("#222222", (kernels.OPTIMIZER,)),
+    "other": ("#9a9a9a", (kernels.ATTENTION, kernels.FUSED, kernels.COMMUNICATION, kernels.OTHER)),
+}  # fmt: skip
+COLUMNS = 640  # of the device's row: finer than the eye, coarse enough for a small file
+PLOT_POINTS, LETTER_POINTS = 430, 5.5  # about the width of the plot, and of a letter in a bar
+_HOST, _DEVICE = (0.0, 0.28), (0.4, 1.0)  # the rows, from top to bottom
 _BAR, _EDGE = "#eef1f4", "#9aa5b1"
 
 
-def step_figure(step: Step, title: str | None = None) -> Figure:
-    """The timeline of one step over its time in ms, at the width of the text.
+def steps_figure(steps: Mapping[str, Step]) -> Figure:
+    """The timelines of some steps, title → step, below one another over the same time in ms.
 
-    The host's ranges are bars, those inside others one row down; a bar that is too short for its name has none. Each
-    stream is a row. It is cut into columns, and each column is filled, from below, in proportion to the time that each
-    class of kernels took of it: full height is a busy stream, white is idle time, and areas are time, also where
-    thousands of kernels are shorter than a column. The legend gives each class's share of all kernel time.
+    The host's phases are bars. The device's row is cut into columns, and each column is filled, from below, in
+    proportion to the time that each group of kernels took of it: full height is a busy device, white is idle time, and
+    areas are time, also where thousands of kernels are shorter than a column.
     """
-    hosts = _host_rows(step.ranges)
-    streams = _stream_rows(step.streams)
-    inches = 1.25 + HOST_INCHES * len(hosts) + STREAM_INCHES * max(1, len(streams)) + (0.2 if title else 0)
-    with figures.styled():
-        figure, ax = plt.subplots(figsize=(figures.WIDTH, inches), layout="constrained")
-        length = max(step.length_ns / 1e6, 1e-6)
-        ticks: list[tuple[float, str]] = []
-        y = 0.0
-        for label, ranges in hosts:
-            unnamed = [_bar(ax, found, y, length) for found in ranges]
-            ticks.append((y + HOST_INCHES / 2, _common(unnamed) if all(unnamed) else label))
-            y += HOST_INCHES
-        y += 0.08
-        for stream in streams:
-            _draw_stream(ax, stream, y, length)
-            ticks.append((y + STREAM_INCHES / 2, stream.label))
-            y += STREAM_INCHES
-        if not streams:
-            ax.text(
-                length / 2, y + STREAM_INCHES / 2, "no kernels", ha="center", va="center", color="#6b6b6b"
-            )
-            y += STREAM_INCHES
-        ax.set_xlim(0, length)
-        ax.set_ylim(y, 0)
-        ax.set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=NAME_POINTS)
+    figure, axes = figures.panels(rows=max(1, len(steps)), height=1.15, sharex=True)
+    if not steps:
+        figures.nothing(axes[0, 0])
+        axes[0, 0].set_axis_off()
+        return figure
+    length = max(max(step.length_ns for step in steps.values()) / 1e6, 1e-6)
+    drawn: set[str] = set()
+    for ax, (title, step) in zip(axes[:, 0], steps.items(), strict=True):
+        ax.set_title(title)
+        _draw_phases(ax, step, length)
+        drawn |= _draw_device(ax, step, length)
+        ax.set(xlim=(0, length), ylim=(_DEVICE[1] + 0.02, 0))
+        ax.set_yticks([sum(_HOST) / 2, sum(_DEVICE) / 2], ["host", "GPU"])
         ax.tick_params(axis="y", length=0)
         ax.grid(axis="y", visible=False)
         ax.spines["left"].set_visible(False)
-        ax.set_xlabel("time since the start of the step, ms")
-        if title:
-            ax.set_title(title)
-        if step.kinds:
-            _legend(figure, step)
+    axes[-1, 0].set_xlabel("time since the start of the step, ms")
+    patches = [Patch(color=color, label=name) for name, (color, _) in GROUPS.items() if name in drawn]
+    if patches:
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 
 
-def _legend(figure: Figure, step: Step) -> None:
-    total = sum(use.ms for use in step.kinds)
-    patches = [Patch(color=COLORS[u.kind], label=f"{u.kind} {_percent(u.ms, total)}") for u in step.kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, handlelength=1.2, columnspacing=1.4)
+def _draw_phases(ax: Axes, step: Step, length: float) -> None:
+    """The ranges right inside the step; those with room for their name have it."""
+    top, bottom = _HOST
+    for found in step.ranges:
+        if found.level != 1 or found.thread != 0:
+            continue
+        start, width = found.start_ns / 1e6, found.length_ns / 1e6
+        ax.broken_barh([(start, width)], (top, bottom - top), facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2)
+        if PLOT_POINTS * width / length > LETTER_POINTS * len(found.name):
+            ax.text(start + width / 2, (top + bottom) / 2, found.name, ha="center", va="center", fontsize=8.5, zorder=3)
 
 
-def _percent(part: float, whole: float) -> str:
-    share = 100 * part / whole if whole else 0.0
-    return "< 0.1 %" if share < 0.1 else f"{fmt(share, 2)} %"
-
-
-# -------------------------------------------------------------------------------------------------------- the host
-def _host_rows(ranges: Sequence[HostRange]) -> list[tuple[str, list[HostRange]]]:
-    """The rows of bars: a thread's levels from the outermost on, the step's own thread first."""
-    rows: dict[tuple[int, int], list[HostRange]] = {}
-    for found in ranges:
-        if found.level < MAX_LEVELS:
-            rows.setdefault((found.thread, found.level), []).append(found)
-    return [
-        (("host" if thread == 0 else f"thread {thread + 1}") if level == 0 else "", row)
-        for (thread, level), row in sorted(rows.items())
-    ]
-
-
-def _bar(ax: Axes, found: HostRange, y: float, length: float) -> str:
-    """Draws a range; returns its name if there was no room for at least its beginning, else nothing."""
-    start, width = found.start_ns / 1e6, found.length_ns / 1e6
-    ax.broken_barh(
-        [(start, width)], (y + 0.02, HOST_INCHES - 0.04), facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2
-    )
-    left, right = max(0.0, start), min(length, start + width)
-    if not (text := _fitting(found.name, PLOT_POINTS * (right - left) / length - 5)):
-        return found.name
-    ax.text(
-        (left + right) / 2, y + HOST_INCHES / 2, text, ha="center", va="center", fontsize=NAME_POINTS,
-        color=figures.ROOF, zorder=3,
-    )  # fmt: skip
-    return ""
-
-
-def _fitting(name: str, points: float) -> str:
-    """The name, or its beginning and `…`, as long as it fits; nothing where not even four letters do."""
-    for text in (name, *(f"{name[:count]}…" for count in range(min(len(name) - 1, 40), 3, -1))):
-        if points > 0 and TextPath((0, 0), text, size=NAME_POINTS).get_extents().width <= points:
-            return text
-    return ""
-
-
-def _common(names: Sequence[str]) -> str:
-    """What names have in common at their beginning: `attention …`; for a single name the name."""
-    names = sorted(set(names))
-    if len(names) == 1:
-        return names[0] if len(names[0]) <= 20 else f"{names[0][:19]}…"
-    columns = zip(*(name.split(" ") for name in names), strict=False)
-    words = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
-    return " ".join([*words, "…"])
-
-
-# ------------------------------------------------------------------------------------------------------ the device
-def _stream_rows(streams: Sequence[Stream]) -> list[Stream]:
-    """The busiest streams; where there are too many, the rest of them in one row."""
-    if len(streams) <= MAX_STREAMS:
-        return list(streams)
-    rest = streams[MAX_STREAMS - 1 :]
-
-    def joined(name: str) -> tuple[int, ...]:
-        return tuple(itertools.chain.from_iterable(getattr(stream, name) for stream in rest))
-
-    pieces = [joined(name) for name in ("starts_ns", "lengths_ns", "kinds")]
-    number, busy = sum(stream.kernels for stream in rest), sum(stream.busy_ms for stream in rest)
-    return [*streams[: MAX_STREAMS - 1], Stream(f"{len(rest)} more", number, busy, *pieces)]
-
-
-def _draw_stream(ax: Axes, stream: Stream, y: float, length: float) -> None:
+def _draw_device(ax: Axes, step: Step, length: float) -> set[str]:
+    """Fills the device's row; returns the groups that it holds."""
     edges = np.linspace(0, length, COLUMNS + 1)
-    heights = _fill(stream, edges)
-    bottom, room = y + STREAM_INCHES - 0.03, STREAM_INCHES - 0.06
+    heights = _fill(step, edges)
+    top, bottom = _DEVICE
     ax.axhline(bottom, color="#d5d5d5", lw=0.5, zorder=1)
     tops = np.cumsum(heights, axis=0)
-    for kind, lower, upper in zip(CLASSES, tops - heights, tops, strict=True):
-        outlines = _outlines(edges, bottom - room * lower, bottom - room * upper)
+    drawn = set()
+    for (name, (color, _)), lower, upper in zip(GROUPS.items(), tops - heights, tops, strict=True):
+        outlines = _outlines(edges, bottom - (bottom - top) * lower, bottom - (bottom - top) * upper)
         if outlines:
-            ax.add_collection(
-                PolyCollection(outlines, facecolors=COLORS[kind], linewidths=0, zorder=2), autolim=False
-            )
+            drawn.add(name)
+            ax.add_collection(PolyCollection(outlines, facecolors=color, linewidths=0, zorder=2), autolim=False)
+    return drawn
 
 
-def _fill(stream: Stream, edges: np.ndarray) -> np.ndarray:
-    """(classes, columns): which part of each column each class takes; where kernels overlap, the parts add up to 1."""
-    starts, lengths = np.array(stream.starts_ns) / 1e6, np.array(stream.lengths_ns) / 1e6
-    kinds = np.array(stream.kinds, int)
-    out = np.zeros((len(CLASSES), len(edges) - 1))
-    for kind in np.unique(kinds):
-        mine = kinds == kind
-        until = _time_before(edges, starts[mine]) - _time_before(edges, starts[mine] + lengths[mine])
-        out[kind] = np.diff(until) / np.diff(edges)
+def _fill(step: Step, edges: np.ndarray) -> np.ndarray:
+    """(groups, columns): which part of each column each group takes; where kernels overlap, the parts add up to 1."""
+    starts, lengths, kinds = (
+        np.array(list(itertools.chain.from_iterable(getattr(stream, name) for stream in step.streams)), float)
+        for name in ("starts_ns", "lengths_ns", "kinds")
+    )
+    out = np.zeros((len(GROUPS), len(edges) - 1))
+    for place, (_, classes) in enumerate(GROUPS.values()):
+        mine = np.isin(kinds, [CLASSES.index(name) for name in classes])
+        begins, ends = starts[mine] / 1e6, (starts[mine] + lengths[mine]) / 1e6
+        out[place] = np.diff(_time_before(edges, begins) - _time_before(edges, ends)) / np.diff(edges)
     out = np.clip(out, 0, None)
     return out / np.maximum(out.sum(axis=0), 1)
 
@@ -200,9 +120,7 @@ def _outlines(edges: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> list[n
     out: list[np.ndarray] = []
     changes = np.flatnonzero(np.diff(np.concatenate([[0], there.astype(int), [0]])))
     for first, last in changes.reshape(-1, 2):
-        turn = (
-            np.flatnonzero((np.diff(lower[first:last]) != 0) | (np.diff(upper[first:last]) != 0)) + 1 + first
-        )
+        turn = np.flatnonzero((np.diff(lower[first:last]) != 0) | (np.diff(upper[first:last]) != 0)) + 1 + first
         begins = np.concatenate([[first], turn]).astype(int)
         x = np.repeat(edges[np.concatenate([begins, [last]])], 2)[1:-1]
         there_and_back = np.concatenate([np.repeat(upper[begins], 2), np.repeat(lower[begins], 2)[::-1]])

@@ -16,6 +16,7 @@ from cs336_systems.experiments.ddp import ALONE, PHASES, Case, overlap_path
 from cs336_systems.measure import trace_overlap
 from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report import Chapter, figures
+from cs336_systems.report.tables import pivot
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -25,6 +26,7 @@ NAMES = {
 TORCH = ("torch", "torch_view")  # wait for the last all-reduce inside their backward pass
 SHOWN_MB = (0, 0.1, 100)  # 0: without buckets, or torch's default; 0.1: of the tiny model
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
+_ORDER = {wrapper: place for place, wrapper in enumerate(NAMES)}
 _RUN = ["machine", "run", "size", "context_length", "batch", "dtype", "world_size"]
 
 
@@ -124,34 +126,35 @@ def variants(steps: pd.DataFrame) -> pd.DataFrame:
     """The step of each variant, and what is exposed of its communication: beside the backward pass, or after it."""
     rows = main(steps)
     rows = rows[rows["bucket_mb"].isin(SHOWN_MB) & (rows["wrapper"] != ALONE)]
-    rows = rows.sort_values("wrapper", key=lambda w: w.map(list(NAMES).index), kind="stable")
+    rows = rows.sort_values(["machine", "wrapper"], key=lambda c: c.map(_ORDER) if c.name == "wrapper" else c)
+    table = pivot(rows.assign(head="step, ms"), ["machine", "variant"], "head", "step_ms_p50")
+    table.insert(2, "all-reduces", rows["collectives"].astype("Float64").astype("Int64").array)
     heads = {
-        "machine": "machine", "variant": "variant", "collectives": "all-reduces", "step_ms_p50": "step, ms",
-        "exposed_ms": "exposed, ms", "longer_ms": "backward longer, ms", "wait_ms": "wait, ms",
-        "predicted_ms": "predicted, ms",
-    }  # fmt: skip
-    return (
-        rows[list(heads)]
-        .rename(columns=heads)
-        .astype({"all-reduces": "Float64"})
-        .astype({"all-reduces": "Int64"})
-    )
+        "exposed_ms": "exposed",
+        "longer_ms": "backward longer",
+        "wait_ms": "wait",
+        "predicted_ms": "predicted",
+    }
+    for column, head in heads.items():
+        table[f"{head}, ms"] = rows[column].to_numpy(float)
+    return table
 
 
 def sweep(steps: pd.DataFrame) -> pd.DataFrame:
     """The step by size of buckets, with a buffer and in place; how many there are, and the last message in MB."""
-    rows = main(steps)
-    rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])].sort_values("bucket_mb")
-    keys = ["machine", "size", "bucket_mb"]
-    wide = (
-        rows.set_index([*keys, "wrapper"])["step_ms_p50"].unstack().reindex(columns=["bucketed", "in_place"])
+    rows = main(steps).sort_values("bucket_mb")
+    rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
+    table = pivot(
+        rows.assign(head=rows["wrapper"].map(NAMES) + ": step, ms"),
+        ["machine", "bucket_mb"],
+        "head",
+        "step_ms_p50",
     )
-    sent = [messages(name, "bucketed", mb) for _, name, mb in wide.index]
-    return pd.DataFrame({
-        "machine": wide.index.get_level_values(0), "limit, MB": wide.index.get_level_values(2),
-        "all-reduces": [len(m) for m in sent], "last message, MB": [m[-1] / closed.MB for m in sent],
-        "bucketed: step, ms": wide["bucketed"].to_numpy(), "in place: step, ms": wide["in_place"].to_numpy(),
-    })  # fmt: skip
+    sent = [messages(name, "bucketed", mb) for name in rows["size"].unique() for mb in table["bucket_mb"]]
+    table.insert(2, "all-reduces", [len(m) for m in sent])
+    table.insert(3, "last message, MB", [m[-1] / closed.MB for m in sent])
+    table["bucket_mb"] = pd.to_numeric(table["bucket_mb"], downcast="integer")
+    return table.rename(columns={"bucket_mb": "limit, MB"})
 
 
 def scaling(steps: pd.DataFrame) -> pd.DataFrame:
@@ -159,12 +162,16 @@ def scaling(steps: pd.DataFrame) -> pd.DataFrame:
     rows = steps[(steps["world_size"] > 1) & (steps["repeat"] == 0) & (steps["status"] == "ok")]
     rows = rows[rows["dtype"].isin(first(rows)["dtype"]) & (rows["wrapper"] != ALONE)]
     rows = rows[rows["context_length"] == rows["context_length"].max()]
-    teams = [f"{n} GPUs of {m}" for n, m in zip(rows["world_size"], rows["machine"], strict=True)]
-    rows = rows.assign(team=teams, percent=100 * rows["scaling"])
+    if rows.empty:
+        return pd.DataFrame()
+    team = rows["world_size"].map("{} GPUs".format)
+    if rows.groupby(team)["machine"].nunique().max() > 1:
+        team += " of " + rows["machine"]
+    rows = rows.assign(team=team, percent=100 * rows["scaling"])
     heads = {"step_ms_p50": "step, ms", "exposed_ms": "exposed, ms", "percent": "scaling, %"}
     table = rows.set_index(["variant", "team"])[list(heads)].unstack("team").dropna(how="all", axis=1)
     table = table[table["step_ms_p50"].notna().all(axis=1)].sort_values(table.columns[:1].tolist())
-    table.columns = [f"{heads[metric]} ({team})" for metric, team in table.columns]
+    table.columns = [f"{team}: {heads[metric]}" for metric, team in table.columns]
     return table.reset_index()
 
 
@@ -187,7 +194,7 @@ def schematic() -> Figure:
         "overlapped": [(i + 1, width, str(n)) for i, n in enumerate(layers)],
         "bucketed": [(i + 2, 2 * width - 0.1, f"{n}, {n - 1}") for i, n in enumerate(layers) if i % 2 == 0],
     }
-    figure, axes = figures.panels(height=2.2)
+    figure, axes = figures.panels(height=1.65)
     ax = axes[0, 0]
     for place, blocks in enumerate(sent.values()):
         y, end = 2.4 * place, sum(blocks[-1][:2])
@@ -202,7 +209,7 @@ def schematic() -> Figure:
         for j in (0, 1)
     ]
     ax.set_yticks(*map(list, zip(*lanes, strict=True)))
-    ax.set(ylim=(6.4, -0.6), xticks=[], xlabel="time (gray: exposed communication)")
+    ax.set(ylim=(6.4, -0.6), xticks=[])
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
     return figure
@@ -222,7 +229,7 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
         ours.assign(series="the last message", wait_ms=ours["predicted_ms"]),
     )
     titles = {"exposed_ms": "exposed communication, ms", "wait_ms": "wait after the backward pass, ms"}
-    figure, axes = figures.panels(columns=2, height=2.4)
+    figure, axes = figures.panels(columns=2, height=2.15)
     for ax, (column, title), more in zip(axes[0], titles.items(), expected, strict=True):
         figures.lines(ax, pd.concat([rows, more]), "bucket_mb", column, "series")
         ax.set(title=title, xlabel="limit of a bucket, MB")
@@ -239,7 +246,7 @@ def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
         path = overlap_path(case, row["machine"], chapter.root)
         if path.is_file():
             found.setdefault(row["wrapper"], trace_overlap.from_json(path))
-    figure, axes = figures.panels(rows=max(1, len(found)), height=1.35, sharex=True)
+    figure, axes = figures.panels(rows=max(1, len(found)), height=1.25, sharex=True)
     if not found:
         figures.nothing(axes[0, 0])
     for ax, (wrapper, ranks) in zip(axes[:, 0], found.items(), strict=False):
@@ -247,9 +254,9 @@ def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
         lanes = [
             (2.3 * n + j, f"rank {n}: {what}")
             for n in range(len(ranks))
-            for j, what in enumerate(("compute", "NCCL"))
+            for j, what in enumerate(("kernels", "NCCL"))
         ]
-        ax.set_yticks(*map(list, zip(*lanes, strict=True)))
+        ax.set_yticks(*map(list, zip(*lanes, strict=True)), fontsize=8)
         for n, step in enumerate(ranks):
             bars = [("communication", 2.3 * n + 1, step.communication)]
             for name, begin, length in step.phases:
@@ -258,9 +265,12 @@ def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
             for name, lane, spans in bars:
                 spans = [(s / 1e6, w / 1e6) for s, w in spans] if name in COLORS else []
                 ax.broken_barh(spans, (lane - 0.45, 0.9), facecolor=COLORS.get(name), lw=0, zorder=3)
-        ax.set(ylim=(2.3 * len(ranks) - 0.7, -0.7), xlim=(0, None))
+        ax.set_ylim(2.3 * len(ranks) - 0.7, -0.7)
         ax.grid(axis="y", visible=False)
-    axes[-1, 0].set_xlabel("time since the start of the step, ms")
+    axes[-1, 0].set(
+        xlabel="time since the start of the step, ms",
+        xlim=(0, max((step.length_ms for ranks in found.values() for step in ranks), default=1)),
+    )
     patches = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure

@@ -62,18 +62,26 @@ def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
             flops = accounting.attention_flops(heads, n, n, d, True, part)
             moved = accounting.attention_bytes(heads, n, n, d, BYTES[row.dtype], part)
             exps = accounting.attention_exps(heads, n, n, True, part)
-            known = roof.sms and row.sm_mhz > 0
+            clocked = roof.sms and row.sm_mhz > 0
             least = {
                 "GEMMs, µs": flops / (roof.tflops.get(row.dtype, math.nan) * 1e6),
-                "exponentials, µs": 1e3 * accounting.exps_ms(exps, roof.sms, row.sm_mhz)
-                if known
-                else math.nan,
+                "exponentials, µs": 1e3 * accounting.exps_ms(exps, roof.sms, row.sm_mhz) if clocked else math.nan,
                 "memory, µs": moved / ((roof.tb_per_s or math.nan) * 1e6),
-            }
+            }  # fmt: skip
             kernel = 1e3 * getattr(row, f"{part}_gpu_ms")
             line = {"pass": part, "heads": heads, "n": n} | least | {"kernel time, µs": kernel}
             out.append(line | {"floor, %": 100 * max(least.values()) / kernel})
-    return pd.DataFrame(out)
+    columns = [
+        "pass",
+        "heads",
+        "n",
+        "GEMMs, µs",
+        "exponentials, µs",
+        "memory, µs",
+        "kernel time, µs",
+        "floor, %",
+    ]
+    return pd.DataFrame(out, columns=columns)
 
 
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
@@ -91,13 +99,13 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
     """The largest error against fp64 of the output (O) and the gradients (grads) over all shapes, a line for each
     dtype, a column for each implementation."""
     rows = rows[(rows["repeat"] == 0) & (rows["status"] == "ok")]
-    worst = rows.groupby(["machine", "dtype", "impl"], sort=False)[["error_out", "error_grads"]].max()
-    wide = worst.astype(float).unstack("impl").sort_index(level="machine", sort_remaining=False)
-    wide = wide.reindex(columns=list(dict.fromkeys(rows["impl"])), level="impl")
-    wide.columns = [
-        f"{ {'error_out': 'O', 'error_grads': 'grads'}[m] } {SHORT.get(i, i)}" for m, i in wide.columns
-    ]
-    return wide.reset_index()
+    keys = ["machine", "dtype"]
+    out = rows[keys].drop_duplicates(ignore_index=True)
+    for metric, head in (("error_out", "O"), ("error_grads", "grads")):
+        for impl, of_impl in rows.groupby("impl", sort=False):
+            worst = of_impl.groupby(keys, sort=False)[metric].max().rename(f"{head} {SHORT.get(impl, impl)}")
+            out = out.merge(worst.astype(float), on=keys, how="left")
+    return out.assign(dtype=out["dtype"].map(figures.label))
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -138,7 +146,7 @@ def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
         r"registers, fp32:  $S_{ij}$, $\tilde P_{ij}$;  $m$, $\ell$, $\tilde O_i$",
         _SEEN,
     )
-    _box(right, (0.4, 3.6), 9.2, 1.8, "shared memory:  $K_j, V_j$ and the next tiles", _SEEN)
+    _box(right, (0.4, 3.6), 9.2, 1.8, "shared memory:  $K_j, V_j$", _SEEN)
     _box(right, (0, 0), 10, 1.7, "GPU memory:  $Q, K, V, O$ and $L$; no scores", "#f4f4f4", ec="#777777")
     for x, start, end, y, text in (
         (1.0, 1.7, 6.6, 2.5, "$Q_i$\nonce"), (3.9, 1.7, 3.6, 2.5, "$K_j, V_j$\neach step"),

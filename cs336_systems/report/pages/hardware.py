@@ -1,177 +1,131 @@
-"""What chapter `hardware` shows: the machine's roofs beside its data sheet."""
+"""What chapter `hardware` shows: the machine's roofs beside its data sheet, as numeric frames and figures."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cs336_systems import accounting
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter, status_words
-from cs336_systems.report.roofs import roofs
-from cs336_systems.report.tables import EMPTY, distance, fmt, si
-
-
-def _share(number: float | None, promised: float | None) -> str:
-    return EMPTY if number is None or not promised else f"{100 * number / promised:.0f} %"
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.roofs import Roofs, roofs
 
 
 def roof_table(chapter: Chapter) -> pd.DataFrame:
-    """One row for each roof: data sheet, best measured, the size it was reached at, and the share of the
-    data sheet.
-    """
+    """One row for each roof: data sheet, best measured, the size it was reached at, the share of the data sheet, and
+    above which intensity GEMMs in that dtype are compute-bound."""
     out = []
     for machine in chapter.machines or [""]:
-        rows = chapter.rows(machine=machine)
-        sheet = roofs(machine, chapter.root).sheet
+        rows, found = chapter.rows(machine=machine), roofs(machine, chapter.root)
+        sheet = found.sheet.tflops | {"bytes": found.sheet.tb_per_s} if found.sheet else {}
         for kind, metric, unit in (("matmul", "tflops", "TFLOP/s"), ("copy", "tb_per_s", "TB/s")):
-            for dtype in dict.fromkeys(rows[rows["kind"] == kind]["dtype"]):
-                part = rows[(rows["kind"] == kind) & (rows["dtype"] == dtype)]
-                fine = part[part["status"] == "ok"].dropna(subset=metric)
-                promised = (
-                    None
-                    if sheet is None
-                    else (sheet.tflops.get(dtype) if kind == "matmul" else sheet.tb_per_s)
-                )
+            for dtype, part in rows[rows["kind"] == kind].groupby("dtype", sort=False):
+                fine = part.dropna(subset=metric)
                 best = fine.loc[fine[metric].astype(float).idxmax()] if len(fine) else None
+                measured = math.nan if best is None else float(best[metric])
                 out.append({
-                    "machine": machine or EMPTY,
-                    "roof": f"product, {dtype}" if kind == "matmul" else "copy",
-                    "unit": unit,
-                    "data sheet": fmt(promised),
-                    "measured": status_words(part.iloc[0]["status"]) if best is None else fmt(best[metric]),
-                    "at size": EMPTY if best is None else figures.short(best["size"]),
-                    "share": EMPTY if best is None else _share(best[metric], promised),
-                    "error": EMPTY if best is None else fmt(best["error"], 2),
+                    "machine": machine, "roof": f"GEMM, {dtype}" if kind == "matmul" else "copy", "unit": unit,
+                    "data sheet": sheet.get(dtype, math.nan), "measured": measured,
+                    "share, %": 100 * measured / sheet.get(dtype, math.nan),
+                    "at size": math.nan if best is None else best["size"],
+                    "FLOP/byte to be compute-bound": measured / (found.tb_per_s or math.nan)
+                    if kind == "matmul" else math.nan,
                 })  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def ridge_table(chapter: Chapter) -> pd.DataFrame:
-    """For each dtype the FLOPs that one byte of memory traffic pays for: of the data sheet, and measured."""
-    out = []
-    for machine in chapter.machines:
-        found = roofs(machine, chapter.root)
-        for dtype, peak in found.tflops.items():
-            sheet = found.sheet.tflops.get(dtype) if found.sheet else None
-            out.append({
-                "machine": machine, "dtype": dtype,
-                "FLOP/byte, data sheet": fmt(sheet / found.sheet.tb_per_s if sheet else None),
-                "FLOP/byte, measured": fmt(peak / found.tb_per_s if found.tb_per_s else None),
-            })  # fmt: skip
-    return pd.DataFrame(out)
+    return pd.DataFrame(out).astype({"at size": "Int64"})
 
 
 def launch_table(chapter: Chapter) -> pd.DataFrame:
-    """Microseconds a launch costs the host: one at a time, many in a row, and inside a CUDA graph."""
+    """Microseconds that a launch costs the host: one by one, and inside a CUDA graph, by how many follow each other."""
     rows = chapter.rows(kind=["launch", "launch_graph"], repeat=0)
+    wide = rows.set_index(["machine", "size", "kind"])["us_per_launch"].unstack("kind").reset_index()
+    names = {
+        "size": "launches in a row",
+        "launch": "one by one, µs each",
+        "launch_graph": "CUDA graph, µs each",
+    }
+    return wide.rename(columns=names).rename_axis(columns=None)
+
+
+def links_table(chapter: Chapter) -> pd.DataFrame:
+    """The best bus bandwidth of NCCL's all-reduce by number of GPUs, of chapter `allreduce`'s machines, beside the data
+    sheet's NVLink in one direction."""
+    rows = Chapter("allreduce", measure="no", preset="full", root=chapter.root).measured(backend="nccl")
     out = []
-    for (machine, size), part in rows.groupby(["machine", "size"]):
-        line: dict[str, Any] = {"machine": machine or EMPTY, "launches in a row": int(size)}
-        for kind, head in (
-            ("launch", "launched one by one, µs each"),
-            ("launch_graph", "CUDA graph, µs each"),
-        ):
-            row = part[part["kind"] == kind]
-            if row.empty:
-                line[head] = EMPTY
-            else:
-                ok = row.iloc[0]["status"] == "ok"
-                line[head] = fmt(row.iloc[0]["us_per_launch"]) if ok else status_words(row.iloc[0]["status"])
-        out.append(line)
+    for (machine, size), part in rows.groupby(["machine", "world_size"], sort=False):
+        best = part.loc[part["bus_gb_per_s"].astype(float).idxmax()]
+        sheet = roofs(machine, chapter.root).sheet
+        link = sheet.nvlink_one_way_gb_per_s if sheet else None
+        out.append({
+            "machine": machine, "GPUs": size, "at bytes": best["num_bytes"], "bus, GB/s": best["bus_gb_per_s"],
+            "NVLink, GB/s": link or math.nan, "share, %": 100 * best["bus_gb_per_s"] / (link or math.nan),
+        })  # fmt: skip
     return pd.DataFrame(out)
 
 
-def collective_table(chapter: Chapter) -> pd.DataFrame:
-    """The best bus bandwidth of an all-reduce, by backend and number of processes, beside the data sheet's links.
-
-    The rows are chapter `allreduce`'s, of its reference machines: links are between GPUs, and the machine of this
-    chapter may have only one. Empty where nothing of that chapter has been measured.
-    """
-    from cs336_systems.report.pages.allreduce import bytes_words, measured
-
-    other = Chapter("allreduce", measure="no", preset="full", root=chapter.root)
-    out = []
-    for ranks in measured(other):
-        bus = pd.to_numeric(ranks.rows["bus_gb_per_s"], errors="coerce")
-        if bus.notna().any():
-            best, link = bus.idxmax(), ranks.link_gb_per_s(other)
-            out.append({
-                "machine": ranks.machine, "all-reduce": ranks.label, "best bus bandwidth, GB/s": fmt(bus[best]),
-                "at size": bytes_words(ranks.rows["num_bytes"][best]), "data sheet, GB/s": fmt(link),
-                "share": _share(bus[best], link),
-            })  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def spread_table(chapter: Chapter) -> pd.DataFrame:
-    """The A/A rows: the same case measured twice in one run, and how far the medians lie apart."""
-    rows = chapter.rows()
-    keys = ["machine", "kind", "dtype", "size"]
-    both = rows[rows["repeat"] == 0].merge(
-        rows[rows["repeat"] == 1], on=[*keys, "run"], suffixes=("", "_again")
-    )
-    out = [
-        {
-            "machine": r["machine"], "case": f"{r['kind']}, {r['dtype']}", "size": figures.short(r["size"]),
-            "first, ms": fmt(r["ms_p50"]), "again, ms": fmt(r["ms_p50_again"]),
-            "apart": f"{fmt(100 * distance(r['ms_p50_again'] / r['ms_p50']), 2)} %",
-        }
-        for _, r in both[both["status"] == "ok"].iterrows()
-    ]  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def roof_figure(chapter: Chapter, machine: str) -> Figure:
-    """Products on the left (TFLOP/s over the side of the matrices), copies on the right (TB/s over bytes)."""
-    rows = chapter.measured(machine=machine, repeat=0)
-    sheet = roofs(machine, chapter.root).sheet
-    figure, axes = figures.panels(columns=2, height=3.0)
+def roof_figure(rows: pd.DataFrame, roof: Roofs) -> Figure:
+    """GEMMs on the left (TFLOP/s by the side of the matrices), copies on the right (TB/s by bytes)."""
+    rows = rows[rows["repeat"] == 0]
+    figure, axes = figures.panels(columns=2, height=2.5)
     left, right = axes[0]
-    figures.lines(left, rows[rows["kind"] == "matmul"], "size", "tflops", "dtype", log_y=True)
-    left.set(title="square matrix product", xlabel="side of the matrices", ylabel="TFLOP/s")
+    gemms = rows[(rows["kind"] == "matmul") & rows["dtype"].isin(["bf16", "tf32", "fp32"])]
+    figures.lines(left, gemms, "size", "tflops", "dtype", log_y=True)
+    left.set(title="square GEMM", xlabel="side of the matrices", ylabel="TFLOP/s")
     if left.get_legend_handles_labels()[0]:
         left.legend()
     copies = rows[rows["kind"] == "copy"].assign(dtype="copy")
     figures.lines(right, copies, "size", "tb_per_s", "dtype")
-    if sheet is not None and len(copies):
-        figures.roof(right, sheet.tb_per_s, "data sheet")
+    figures.roof(right, roof.sheet.tb_per_s if roof.sheet and len(copies) else None, "data sheet")
     right.set(title="copy in device memory", xlabel="bytes copied", ylabel="TB/s read and written")
     return figure
 
 
-def summary(chapter: Chapter) -> str:
-    """What the chapter found, as Markdown sentences made of rows; `not measured` where there are none."""
-    if not chapter.machines:
-        return f"The roofs: {NOT_MEASURED}."
-    return "\n\n".join(_summary(chapter, machine) for machine in chapter.machines)
-
-
-def _summary(chapter: Chapter, machine: str) -> str:
-    found = roofs(machine, chapter.root)
-    if not found.tflops or found.tb_per_s is None:
-        return f"`{machine}`: {NOT_MEASURED}."
-    fastest = max(found.tflops, key=found.tflops.__getitem__)
-    words = [
-        f"`{machine}` multiplies matrices at up to **{fmt(found.tflops[fastest])} TFLOP/s** ({fastest})"
-        f" and copies at up to **{fmt(found.tb_per_s)} TB/s**"
+def roofline_points(chapter: Chapter) -> pd.DataFrame:
+    """bf16 kernels of this book by arithmetic intensity (FLOP/byte) and rate (TFLOP/s): square GEMMs, and causal
+    attention, forward, at head dimension 64 by sequence length: ours with 16 heads, plain PyTorch with one."""
+    gemms = chapter.measured(kind="matmul", dtype="bf16", repeat=0)
+    out = [
+        {"kernel": "GEMM", "size": r.size, "intensity": r.size / 3, "tflops": float(r.tflops)}
+        for r in gemms.itertuples(index=False)
     ]
-    if found.sheet and fastest in found.sheet.tflops:
-        words.append(
-            f": {_share(found.tflops[fastest], found.sheet.tflops[fastest])} and"
-            f" {_share(found.tb_per_s, found.sheet.tb_per_s)} of its data sheet"
-        )
-    ridge = found.tflops[fastest] / found.tb_per_s
-    words.append(
-        f". An operation in {fastest} needs about {fmt(ridge, 2)} FLOPs for each byte before computing takes"
-        " longer."
+    flash = Chapter("flash_bench", measure="no", preset="full", root=chapter.root)
+    case = {"head_dim": 64, "dtype": "bf16", "repeat": 0}
+    for impl, heads, name in (
+        ("flash_triton", 16, "attention, ours"),
+        ("reference", 1, "attention, plain PyTorch"),
+    ):
+        for r in flash.measured(impl=impl, heads=heads, **case).itertuples(index=False):
+            flops = accounting.attention_flops(heads, r.seq_len, r.seq_len, 64, True, "forward")
+            moved = accounting.attention_bytes(heads, r.seq_len, r.seq_len, 64, 2, "forward")
+            rate = flops / float(r.forward_gpu_ms) / 1e9
+            out.append({"kernel": name, "size": r.seq_len, "intensity": flops / moved, "tflops": rate})
+    return pd.DataFrame(out, columns=["kernel", "size", "intensity", "tflops"]).dropna()
+
+
+def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
+    """The roofline of the machine in bf16, and the kernels of `roofline_points` below it."""
+    figure, axes = figures.panels(height=2.6)
+    ax = axes[0, 0]
+    peak, memory = roof.tflops.get("bf16"), roof.tb_per_s
+    if points.empty or not peak or not memory:
+        figures.nothing(ax)
+        return figure
+    intensity = np.logspace(0, 4.2, 200)
+    ax.plot(
+        intensity,
+        np.minimum(peak, memory * intensity),
+        color=figures.ROOF,
+        lw=1.4,
+        label="roofline, measured",
     )
-    if found.launch_us is not None:
-        flops = found.launch_us * 1e-6 * found.tflops[fastest] * 1e12
-        words.append(
-            f" Launching a kernel costs the host {fmt(found.launch_us)} µs when launches follow each other"
-            + (f", and {fmt(found.graph_us)} µs inside a CUDA graph" if found.graph_us is not None else "")
-            + f"; in that time the machine could do {si(flops, 'FLOP')} of {fastest} products."
-        )
-    return "".join(words)
+    for place, (name, part) in enumerate(points.groupby("kernel", sort=False)):
+        color, marker = ("#0072B2", "#D55E00", "#6b6b6b")[place], "osD"[place]
+        ax.plot(part["intensity"], part["tflops"], marker, color=color, ms=5, label=name, ls=":", lw=0.8)
+        ends = part.iloc[[0, -1]]
+        for x, y, size in zip(ends["intensity"], ends["tflops"], ends["size"], strict=True):
+            ax.annotate(figures.short(size), (x, y), xytext=(4, -9), textcoords="offset points", fontsize=7.5)
+    ax.set(xscale="log", yscale="log", xlabel="FLOP/byte that must move", ylabel="TFLOP/s")
+    ax.legend(loc="lower right")
+    return figure

@@ -70,29 +70,24 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
     table = pivot(rows.assign(head=rows["dtype"] + ", GiB"), index, "head", "peak_gib")
-    expected = pivot(rows.assign(head=rows["dtype"] + " predicted, GiB"), index, "head", "predicted")
+    expected = pivot(rows.assign(head=rows["dtype"] + " predicted"), index, "head", "predicted")
     for place, dtype in enumerate(dict.fromkeys(rows["dtype"])):
-        head = f"{dtype} predicted, GiB"
+        head = f"{dtype} predicted"
         table.insert(len(index) + 2 * place, head, expected[head])
     return table
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each case, in percent of the closed form: how far the peak is above it, and how far what the tensors ask for
-    (cuBLAS's workspaces aside) is off; and what the allocator's rounding adds, in MiB."""
-    predicted = pd.Series(
-        [predicted_bytes(row) for row in rows.to_dict("records")], index=rows.index, dtype=float
-    )
-    number = {
-        name: pd.to_numeric(rows[name])
-        for name in ("peak_bytes", "requested_bytes", "before_recording_bytes")
-    }
-    tensors = number["requested_bytes"] - number["before_recording_bytes"]
+    """Of each case: how far, as a share of the closed form, the peak is above it, and how far what tensors request is
+    off (without cuBLAS's workspaces); and these workspaces and what the allocator's rounding adds, in MiB."""
+    predicted = [float(predicted_bytes(row)) for row in rows.to_dict("records")]
+    columns = ("peak_bytes", "requested_bytes", "before_recording_bytes")
+    peak, requested, workspaces = (pd.to_numeric(rows[name]) for name in columns)
     return pd.DataFrame({
-        "peak above, %": 100 * (number["peak_bytes"] / predicted - 1),
-        "tensors off, %": 100 * (tensors / predicted - 1).abs(),
-        "workspaces, MiB": number["before_recording_bytes"] / MIB,
-        "rounding, MiB": (number["peak_bytes"] - number["requested_bytes"]) / MIB,
+        "peak above": peak / predicted - 1,
+        "tensors off": ((requested - workspaces) / predicted - 1).abs(),
+        "workspaces, MiB": workspaces / MIB,
+        "rounding, MiB": (peak - requested) / MIB,
     })  # fmt: skip
 
 
@@ -106,10 +101,10 @@ def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
 
 def largest(chapter: Chapter, **case: Any) -> pd.DataFrame:
     """The largest allocations of a forward pass: MiB of one, how many, what tensor is as large, what became of it, and
-    the line of code. Empty without a recording."""
+    the line of code. No rows without a recording."""
     row, found = recording(chapter, **case)
     if found is None:
-        return pd.DataFrame()
+        return pd.DataFrame(columns=["MiB each", "count", "tensor", "afterwards", "allocated in"])
     table = largest_allocations(found, [s.name for s in found.stages if s.name.startswith("forward")][-1])
     names = tensors(size(row["size"]), int(row["batch"]), int(row["context_length"]))
     kept = table["category"].map({"activations": "saved", "temporaries": "freed"}).fillna(table["category"])
@@ -144,11 +139,11 @@ def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline |
         if not path.is_file():
             continue
         found = Timeline.from_json(path)
-        peak = memory.peak_stage(found).peak.bytes
-        if peak != row["requested_bytes"]:
+        peak, asked = memory.peak_stage(found).peak.bytes, row["requested_bytes"]
+        if peak != asked:
             raise ValueError(
-                f"{path} has a peak of {peak:,} bytes, its case's row {row['requested_bytes']:,.0f}: they are not of the"
-                " same run; take both from the same results, or measure the case again"
+                f"{path} has a peak of {peak:,} bytes, its case's row {asked:,.0f}: they are not of the same run;"
+                " take both from the same results, or measure the case again"
             )
         return row, found
     return {}, None
@@ -159,7 +154,7 @@ def timelines_figure(chapter: Chapter) -> Figure:
     two steps at the shortest and at the longest."""
     contexts = sorted(set(largest_model(chapter.rows())["context_length"])) or [0]
     short, long = contexts[0], contexts[-1]
-    figure, axes = figures.panels(columns=3, height=2.7, width_ratios=(1, 1.25, 1.25))
+    figure, axes = figures.panels(columns=3, height=3.1, width_ratios=(1, 1.25, 1.25))
     panels = (
         ("forward", long, "forward"),
         ("train_step", short, "forward 2"),
@@ -167,7 +162,7 @@ def timelines_figure(chapter: Chapter) -> Figure:
     )
     for ax, (mode, context, first) in zip(axes[0], panels, strict=True):
         step = mode == "train_step"
-        ax.set_title(f"{'step' if step else 'forward'}, context {context}", pad=22)
+        ax.set_title(f"{'step' if step else 'forward'}, context {context}", pad=26)
         _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
         if found is None:
             figures.nothing(ax)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cs336_systems import accounting
 from cs336_systems.accounting.formats import number_format, running_sums, stagnation
 from cs336_systems.experiments.mixed_precision import ADDEND, ADDITIONS, AUTOCAST, KEPT, NORM_WIDTH, SUMS
 from cs336_systems.measure.phases import each
@@ -28,13 +29,13 @@ TENSORS = {
 }
 PARTS = {
     "ends": "input and output only",
+    "fp32_inside": "the same, fp32 inside",
     "mean": "mean",
-    "variance": "variance, summed by halves",
-    "running": "variance, summed one by one",
+    "variance": "variance, by halves",
+    "running": "variance, one by one",
     "one_pass": "variance as E[x²] − E[x]²",
     "normalize": "(x − μ) / σ",
     "all": "everything",
-    "fp32_inside": "input and output, fp32 inside",
 }
 INPUTS = {"σ 1": (1.0, 0.0), "σ 10": (10.0, 0.0), "mean 100": (1.0, 100.0)}  # spread and mean
 PASSES = ("forward", "backward")
@@ -84,27 +85,35 @@ def accumulation(rows: pd.DataFrame) -> pd.DataFrame:
     order = {pair: place for place, pair in enumerate(HANDOUT_SUMS)}
     rows = rows.assign(order=[order.get(pair) for pair in zip(rows["dtype"], rows["what"], strict=True)])
     rows = rows[rows["order"].notna()].sort_values(["machine", "order"])
-    by_addend = [float(ADDITIONS * (_addend(what) - _HUNDREDTH)) for what in rows["what"]]
+    by_addend = np.array([float(ADDITIONS * (_addend(what) - _HUNDREDTH)) for what in rows["what"]])
+    error = (rows["result"].astype(float) - float(ADDITIONS * _HUNDREDTH)).to_numpy()
     return pd.DataFrame({
-        "machine": rows["machine"], "accumulator": rows["dtype"], "addend": rows["what"], "sum": rows["result"],
-        "error": rows["result_error"], "by rounding 0.01": by_addend,
-        "by the additions": (rows["result_error"] - by_addend).astype(float).round(12),
+        "machine": rows["machine"], "accumulator": rows["dtype"], "addend": rows["what"],
+        "sum": rows["result"].astype(float), "error": error,
+        "by rounding 0.01": by_addend, "by the additions": (error - by_addend).round(12),
     }).reset_index(drop=True)  # fmt: skip
 
 
 def sums_figure(rows: pd.DataFrame) -> Figure:
-    """16-bit sums of hundredths far beyond a thousand additions. Lines: exact arithmetic; marks: measured."""
-    figure, axes = figures.panels(height=2.3)
-    ax, counts = axes[0, 0], np.arange(_FAR + 1)
-    ax.plot(counts, counts / 100, color=figures.ROOF, lw=1, ls=(0, (5, 3)), label="exact")
-    for dtype in ("fp16", "bf16"):
+    """Left: the fp16 sum of hundredths less the exact one; right: 16-bit sums far beyond a thousand additions. Lines:
+    exact arithmetic; marks: measured."""
+    figure, axes = figures.panels(columns=2, height=1.95)
+    near, far = axes[0]
+    counts = np.arange(_FAR + 1)
+    far.plot(counts, counts / 100, color=figures.ROOF, lw=1, ls=(0, (5, 3)), label="exact")
+    for dtype, style in (("fp16", "-"), ("bf16", (0, (4, 1)))):
         name, color, marker = figures.look(dtype)
-        ax.plot(counts, predicted_sums(dtype, dtype, _FAR), color=color, label=name)
+        path = np.array(predicted_sums(dtype, dtype, _FAR))
         row = rows[(rows["dtype"] == dtype) & (rows["what"] == dtype) & (rows["status"] == "ok")]
-        seen = each(row["sums"].iloc[0]) if len(row) else []
-        ax.plot(KEPT * np.arange(1, len(seen) + 1), seen, marker, color=color, ms=3.5)
-    ax.set(xlabel="additions of 0.01", ylabel="sum", xlim=(0, _FAR), ylim=(0, None))
-    ax.legend(loc="upper left")
+        seen = np.array(each(row["sums"].iloc[0]) if len(row) else [])
+        at = KEPT * np.arange(1, len(seen) + 1)
+        far.plot(counts, path, color=color, ls=style, lw=2, label=name)
+        if dtype == "fp16":
+            near.plot(counts[: ADDITIONS + 1], (path - counts / 100)[: ADDITIONS + 1], color=color)
+            near.plot(at, seen - at / 100, marker, color=color)
+    near.set(xlabel="additions of 0.01", ylabel="fp16 sum − exact", xlim=(0, ADDITIONS * 1.02))
+    far.set(xlabel="additions of 0.01", ylabel="sum", xlim=(0, _FAR), ylim=(0, None))
+    far.legend(loc="upper left")
     return figure
 
 
@@ -134,26 +143,31 @@ def norm(rows: pd.DataFrame) -> pd.DataFrame:
         status=rows["status"].mask(infinite, "∞"),
     )
     heads = [f"{dtype}: {name}" for dtype in AUTOCAST for name in INPUTS]
-    rows = rows.sort_values("head", key=lambda c: c.map(heads.index), kind="stable")
+    rows = rows.sort_values(
+        ["machine", "what"], key=lambda c: c.map(list(PARTS).index) if c.name == "what" else c, kind="stable"
+    )
     found = tables.pivot(rows, ["machine", "part"], "head", "output_error")
-    return found.rename(columns={"part": "in 16 bits"})
+    heads = [head for head in heads if head in found]
+    return found[["machine", "part", *heads]].rename(columns={"part": "in 16 bits"})
 
 
 # ------------------------------------------------------------------------------------------ whole models
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward in fp32 and bf16, ms, and how many times faster bf16 is, also in a training step."""
-    rows = rows[rows["repeat"] == 0]
-    index = pd.MultiIndex.from_frame(rows[["machine", "size"]].drop_duplicates())
-
-    def times(mode: str, metric: str) -> pd.DataFrame:
-        wide = rows[rows["mode"] == mode].pivot(index=["machine", "size"], columns="dtype", values=metric)
-        return wide.reindex(index=index, columns=["fp32", "bf16"]).astype(float)
-
-    both = {name: times("forward_backward", f"{name}_ms_p50") for name in PASSES}
-    out = {f"{name} {dtype}, ms": frame[dtype] for name, frame in both.items() for dtype in frame}
-    ratios = both | {"step": times("train_step", "step_ms_p50")}
-    out |= {f"{name}, ×": frame["fp32"] / frame["bf16"] for name, frame in ratios.items()}
-    return pd.DataFrame(out, index=index).reset_index()
+    rows, keys = rows[(rows["repeat"] == 0) & rows["dtype"].isin(("fp32", "bf16"))], ["machine", "size"]
+    both = rows[rows["mode"] == "forward_backward"]
+    times = [
+        both.assign(head=f"{name} " + both["dtype"] + ", ms", ms=both[f"{name}_ms_p50"]) for name in PASSES
+    ]
+    found = tables.pivot(pd.concat(times, ignore_index=True), keys, "head", "ms")
+    for name in PASSES:
+        found[f"{name}, ×"] = found.get(f"{name} fp32, ms", math.nan) / found.get(
+            f"{name} bf16, ms", math.nan
+        )
+    whole = tables.pivot(rows[rows["mode"] == "train_step"], keys, "dtype", "step_ms_p50")
+    whole = found[keys].merge(whole, on=keys, how="left")
+    found["step, ×"] = whole.get("fp32", math.nan) / whole.get("bf16", math.nan)
+    return found
 
 
 def all_steps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -168,38 +182,48 @@ def all_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def blocks_figure(rows: pd.DataFrame) -> Figure:
     """Wall time of a training step for each block of the model, by size: flat where launches set the pace."""
-    figure, axes = figures.panels(height=2.5)
+    figure, axes = figures.panels(height=2.0)
     ax = axes[0, 0]
     rows = rows[(rows["mode"] == "train_step") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
-    rows = rows[rows["machine"] == (rows["machine"].iloc[0] if len(rows) else "")]
-    if rows.empty:
-        figures.nothing(ax)
-        return figure
+    rows = rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
     names = [name for name in SIZES if name in set(rows["size"])]
-    for place, (dtype, part) in enumerate(rows.groupby("dtype", sort=False)):
-        name, color, marker = figures.look(str(dtype), place)
-        at = [names.index(size) for size in part["size"]]
-        ms = part["step_ms_p50"].astype(float) / [SIZES[size].num_layers for size in part["size"]]
-        ax.plot(at, ms, color=color, marker=marker, label=name)
-    ax.set_xticks(range(len(names)), [f"{n}\nwidth {SIZES[n].d_model}" for n in names])
-    ax.set(ylabel="ms a block", ylim=(0, None))
-    ax.legend(loc="upper left")
+    frame = rows.assign(
+        at=rows["size"].map(names.index),
+        ms=rows["step_ms_p50"].astype(float) / rows["size"].map(lambda n: SIZES[n].num_layers).astype(float),
+    )
+    figures.lines(ax, frame, "at", "ms", "dtype", log_y=True, binary_x=False)
+    if names:
+        ax.set_xticks(range(len(names)), [f"{n}\nwidth {SIZES[n].d_model}" for n in names])
+        ax.set_ylabel("ms a block")
+        ax.legend(loc="upper left")
     return figure
 
 
 def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward by Nsight Systems, fp32 and bf16: kernels launched, kernel time of GEMMs, of casts and
-    copies, of all others, of all; and the same passes' wall time without a profiler, on the same machine."""
+    copies, of all others, of all; the GEMMs' rate; and the wall time of the same passes without a profiler, on the
+    same machine."""
     keys = ["machine", "size", "dtype"]
     found = profile[profile["range"].isin(PASSES) & profile["dtype"].isin(("fp32", "bf16"))]
     sums = ["kernels", "matrix_product_ms", "copy_cast_ms", "kernel_ms"]
-    found = found.astype(dict.fromkeys(sums, float)).groupby(keys, sort=False)[sums].sum(min_count=len(PASSES))
-    walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)].set_index(keys)["step_ms_p50"]
+    shape = ["batch", "context_length"]
+    found = found.astype(dict.fromkeys(sums, float)).groupby([*keys, *shape], sort=False)[sums]
+    found = found.sum(min_count=len(PASSES)).reset_index(shape)
+    flops = [
+        accounting.model_flops(SIZES[index[1]], batch, context, "forward_backward")
+        for index, batch, context in zip(found.index, found["batch"], found["context_length"], strict=True)
+    ]
+    walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)].set_index(keys)[
+        "step_ms_p50"
+    ]
     frame = pd.DataFrame({
         "launches": found["kernels"].astype("Int64"), "gemm_ms": found["matrix_product_ms"],
         "cast_ms": found["copy_cast_ms"],
         "other_ms": found["kernel_ms"] - found["matrix_product_ms"] - found["copy_cast_ms"],
         "kernel_ms": found["kernel_ms"], "wall_ms": walls.reindex(found.index).astype(float),
+        "gemm_tflops": np.array(flops, float) / found["matrix_product_ms"] / 1e9,
     }).reset_index()  # fmt: skip
-    order = lambda c: c.map({n: i for i, n in enumerate(SIZES)} if c.name == "size" else {"fp32": 0, "bf16": 1})
+    order = lambda c: c.map(
+        {n: i for i, n in enumerate(SIZES)} if c.name == "size" else {"fp32": 0, "bf16": 1}
+    )
     return frame.sort_values(["size", "dtype"], key=order, kind="stable", ignore_index=True)

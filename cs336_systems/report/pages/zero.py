@@ -21,20 +21,20 @@ from cs336_systems.sizes import size
 
 GIB = 2**30
 ROUNDS = 4  # of ShardedOptimizer
-OPTIMIZERS = {
+VARIANTS = {
     "alone": "no communication",
     "plain": "AdamW",
-    "sharded": "ShardedOptimizer",
-    "overlapped": "ShardedOptimizer, overlapped",
-    "torch": "torch DDP, AdamW",
-    "torch_zero": "torch DDP, ZeroRedundancyOptimizer",
+    "sharded": "sharded",
+    "overlapped": "sharded, overlapped",
+    "torch": "torch, AdamW",
+    "torch_zero": "torch, sharded",
 }
 MOMENTS = {
     "initialized": "model initialized",
-    "first_before": "before the first optimizer step",
+    "first_before": "before first step",
     "first_after": "after it",
-    "later_forward": "after a later forward pass",
-    "later_before": "before a later optimizer step",
+    "later_forward": "after a later forward",
+    "later_before": "before a later step",
     "later_after": "after that",
 }
 PARTS = {
@@ -48,7 +48,8 @@ PARTS = {
     "peak_bytes": "peak, GiB",
 }
 SHARDED = ("sharded", "overlapped", "torch_zero")
-_UPDATE, _BROADCAST = "#0072B2", "#E69F00"
+_UPDATE = {"color": "#0072B2", "edgecolor": "white", "zorder": 2}
+_BROADCAST = {"color": "#E69F00", "edgecolor": "white", "zorder": 2, "hatch": "////"}
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -65,7 +66,7 @@ def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     """No repetitions; in the order of context, GPUs, moment and variant."""
     moments = [*STEP_MOMENTS, experiment.TIMED]
     rows = rows[rows["repeat"] == 0].assign(
-        _moment=rows["moment"].map(moments.index), _variant=rows["variant"].map(list(OPTIMIZERS).index)
+        _moment=rows["moment"].map(moments.index), _variant=rows["variant"].map(list(VARIANTS).index)
     )
     return rows.sort_values(
         ["context_length", "world_size", "machine", "_moment", "_variant"], ignore_index=True
@@ -76,10 +77,12 @@ def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> p
     """A line for each row, which says what case it is of, and a column for each metric."""
     names = {"machine": "machine", "world_size": "GPUs", "context_length": "context", "moment": "moment"}
     keys = [k for k in names if k == "machine" or rows[k].nunique() > 1]
-    heads = [names[k] for k in keys] + ["optimizer"]
+    heads = [names[k] for k in keys] + ["variant"]
     frame = rows.rename(columns=names | metrics).assign(
-        moment=rows["moment"].map(MOMENTS), optimizer=rows["variant"].map(OPTIMIZERS)
+        moment=rows["moment"].map(MOMENTS), variant=rows["variant"].map(VARIANTS)
     )
+    if frame.empty:
+        return frame[[*heads, *metrics.values()]]
     long = frame.melt([*heads, "status"], list(metrics.values()), "metric", "value")
     long["value"] = long["value"].astype(float) * scale
     return tables.pivot(long, heads, "metric", "value")
@@ -117,9 +120,14 @@ def times(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
     rows = _sorted(rows[rows["moment"] == experiment.TIMED])
     metrics = {f"{phase}_ms_p50": f"{phase}, ms" for phase in (*experiment.PHASES, "step")}
     out = _table(rows, metrics)
-    least = [phase_ms(r.variant, _parameters(r.size), r.world_size, *sheet(roof)) for r in rows.itertuples()]
-    out.insert(list(out.columns).index("optimizer, ms"), "optimizer expected, ms", least)
+    expected = [expected_ms(r.variant, r.world_size, roof, r.size) for r in rows.itertuples()]
+    out.insert(list(out.columns).index("optimizer, ms"), "expected, ms", expected)
     return out
+
+
+def expected_ms(variant: str, ranks: int, roof: Roofs, name: str = "xl") -> float:
+    """The optimizer's phase by the closed form, at the data sheet's bandwidths."""
+    return _phase_ms(variant, _parameters(name), ranks, *sheet(roof))
 
 
 def _parameters(name: str) -> int:
@@ -132,7 +140,7 @@ def sheet(roof: Roofs) -> tuple[float, float]:
     return (roof.sheet.tb_per_s, roof.sheet.nvlink_gb_per_s / 2) if known else (np.nan, np.nan)
 
 
-def phase_ms(variant: str, parameters: int, ranks: int, tb_per_s: float, link_gb_per_s: float) -> float:
+def _phase_ms(variant: str, parameters: int, ranks: int, tb_per_s: float, link_gb_per_s: float) -> float:
     """The optimizer's phase by the closed form, at these bandwidths; overlapped, of the update alone."""
     if not (tb_per_s > 0 and link_gb_per_s > 0):
         return np.nan
@@ -166,7 +174,7 @@ def kernels(rows: pd.DataFrame) -> pd.DataFrame:
         lines.append({
             "machine": row.machine, "GPUs": row.world_size, "variant": row.variant, "update_ms": update,
             "broadcast_ms": broadcast, "tb_per_s": beta, "link_gb_per_s": link,
-            "schedule_ms": phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
+            "schedule_ms": _phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
             "phase_ms": row.optimizer_ms_p50,
         })  # fmt: skip
     heads = ["machine", "GPUs", "variant", "update_ms", "broadcast_ms", "tb_per_s", "link_gb_per_s"]
@@ -183,17 +191,16 @@ def schedule_figure(rows: pd.DataFrame) -> Figure:
     for ax, ((gpus, _), part) in zip(axes[0], teams, strict=False):
         for place, row in enumerate(part.to_dict("records")):
             _schedule(ax, place, row)
-        ax.set_yticks(
-            range(len(part)), [OPTIMIZERS[v].replace(", ", ",\n") for v in part["variant"]], fontsize=8
-        )
+        ax.set_yticks(range(len(part)), [VARIANTS[v] for v in part["variant"]], fontsize=8)
         ax.set_title(f"{gpus} GPUs")
         ax.set_xlabel("ms")
         ax.grid(axis="y", visible=False)
+        ax.margins(x=0.1)
     if teams:
         axes[0, 0].invert_yaxis()
         handles = [
-            axes[0, 0].barh(0, 0, color=_UPDATE),
-            axes[0, 0].barh(0, 0, color=_BROADCAST, hatch="////", edgecolor="white"),
+            axes[0, 0].barh(0, 0, **_UPDATE),
+            axes[0, 0].barh(0, 0, **_BROADCAST),
             axes[0, 0].plot([], [], color="#222222", lw=2)[0],
         ]
         drawn.legend(
@@ -206,18 +213,9 @@ def _schedule(ax: Axes, place: int, row: dict[str, Any]) -> None:
     rounds = ROUNDS if row["variant"] in ("sharded", "overlapped") else 1
     update, broadcast, sent = row["update_ms"] / rounds, row["broadcast_ms"] / rounds, 0.0
     for turn in range(rounds):
-        ax.barh(place - 0.18, update, 0.34, left=turn * update, color=_UPDATE, edgecolor="white", zorder=2)
+        ax.barh(place - 0.18, update, 0.34, left=turn * update, **_UPDATE)
         sent = max(sent, (turn + 1) * update)
-        ax.barh(
-            place + 0.18,
-            broadcast,
-            0.34,
-            left=sent,
-            color=_BROADCAST,
-            hatch="////",
-            edgecolor="white",
-            zorder=2,
-        )
+        ax.barh(place + 0.18, broadcast, 0.34, left=sent, **_BROADCAST)
         sent += broadcast
     ax.plot([row["phase_ms"]] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, zorder=3)
 
@@ -241,7 +239,8 @@ def traffic(rows: pd.DataFrame) -> pd.DataFrame:
                 "gradients, GiB": sent["gradients"] / GIB, "parameters, GiB": sent["parameters"] / GIB,
                 "together, GiB": sum(sent.values()) / GIB, "measured, GiB": measured / GIB,
             })  # fmt: skip
-    return pd.DataFrame(lines)
+    parts = ["gradients, GiB", "parameters, GiB", "together, GiB", "measured, GiB"]
+    return pd.DataFrame(lines, columns=["machine", "GPUs", "", *parts])
 
 
 def imbalance(ranks: Sequence[int], name: str = "xl") -> list[float]:
