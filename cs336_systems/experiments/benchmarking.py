@@ -21,7 +21,7 @@ __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "gri
 PER_CASE = peers.PER_CASE
 CHOICES = steps.CHOICES
 CONTEXTS = (128, 256, 512, 1024)
-COLD_SIZES = ("small", "medium", "large")  # each of their cases costs a process of its own
+COLD_SIZES = HANDOUT_SIZES
 PRIMARY = 512  # the context length where the handout names none
 
 

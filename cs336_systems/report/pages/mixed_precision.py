@@ -164,9 +164,9 @@ def speed(rows: pd.DataFrame) -> pd.DataFrame:
         found[f"{name}, ×"] = found.get(f"{name} fp32, ms", math.nan) / found.get(
             f"{name} bf16, ms", math.nan
         )
-    whole = tables.pivot(rows[rows["mode"] == "train_step"], keys, "dtype", "step_ms_p50")
-    whole = found[keys].merge(whole, on=keys, how="left")
-    found["step, ×"] = whole.get("fp32", math.nan) / whole.get("bf16", math.nan)
+    whole = rows[rows["mode"] == "train_step"].pivot(index=keys, columns="dtype", values="step_ms_p50")
+    whole = whole.reindex(index=pd.MultiIndex.from_frame(found[keys]), columns=["fp32", "bf16"]).astype(float)
+    found["step, ×"] = (whole["fp32"] / whole["bf16"]).to_numpy()
     return found
 
 
