@@ -13,7 +13,6 @@ import pytest
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import flash_bench
 from cs336_systems.measure import rows as store
-from cs336_systems.report import headline
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.roofs import Roofs
@@ -58,11 +57,9 @@ def test_how_many_cases_there_are():
     assert {len(group) for group in groups["full"] + groups["smoke"]} == {5}
 
 
-def test_the_leaderboard_shape_is_measured_against_the_library_kernels():
-    found = {
-        c.impl for c in flash_bench.grid("full") if headline.CASE.items() <= dataclasses.asdict(c).items()
-    }
-    assert found == {"flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled"}
+def test_many_heads_are_measured_against_the_library_kernels():
+    many = {c.impl for c in flash_bench.grid("full") if (c.heads, c.seq_len, c.head_dim) == (16, 16384, 64)}
+    assert many == {"flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled"}
 
 
 # --------------------------------------------------------------------------------- measuring, on a CPU
@@ -265,8 +262,6 @@ def test_the_notebook_on_other_rows(reference_rows, project_root, parameters):
 
 def test_the_notebook_on_a_laptops_rows(results_root, project_root):
     """The smoke grid's rows: ours is skipped there, nothing has kernel times."""
-    for name in ("flash_bench", "hardware"):
-        (results_root / "reference.json").write_text(f'{{"{name}": ["laptop"]}}')
     cpu = {"status": "ok", "forward_gpu_ms": "", "backward_gpu_ms": "", "sm_mhz": "", "peak_gib": ""}
     stamp = {"run": "r", "time_utc": "2025-03-04T05:06:07Z", "env": "abcd", "code": "00000000"}
     rows = []
@@ -276,19 +271,13 @@ def test_the_notebook_on_a_laptops_rows(results_root, project_root):
         if case.impl == "flash_triton":
             rows[-1] |= dict.fromkeys(flash_bench.METRICS, "") | {"status": "skipped: needs a CUDA device"}
     store.write(flash_bench, "laptop", rows, results_root)
-    sentences, displayed = execute(
-        project_root / "book" / "flash_bench.ipynb", preset="smoke", machine="laptop"
-    )
-    assert {s.outcome for s in sentences if "out of memory" in s.text} == {None}
+    notebook = project_root / "book" / "flash_bench.ipynb"
+    _, displayed = execute(notebook, preset="smoke", machine="laptop")
     tables = [d["text/plain"] for d in displayed if isinstance(d, dict) and "F+B plain" in d["text/plain"]]
     assert len(tables) == 3 and all("skipped" in text for text in tables)
 
 
 def test_the_notebook_without_rows(results_root, project_root):
     sentences, _ = execute(project_root / "book" / "flash_bench.ipynb")
-    outcomes = {
-        s.outcome
-        for s in sentences
-        if s.part not in ("flash_forward (a)", "flash_forward (c)", "flash_backward")
-    }
-    assert outcomes == {None}
+    of_code = {"flash_forward (a)", "flash_forward (c)", "flash_backward"}  # answers that rest on no rows
+    assert {s.outcome for s in sentences if s.part not in of_code} == {None}

@@ -323,7 +323,7 @@ def test_errors_tell_tensors_from_what_the_allocator_adds(reference, smoke):
 def test_the_largest_allocations_are_named_by_their_size(reference):
     found = page.largest(reference, mode="forward_graph", dtype="fp32", context_length=512)
     assert list(found["MiB each"]) == [128, 128, 128, 80, 78.125] and found["count"].sum() == 257
-    assert list(found["tensor"]) == [*["(B, H, S, S)"] * 3, "(B, S, F)", "(B, S, V), logits"]
+    assert list(found["tensor"]) == [*["(B, H, S, S)"] * 3, "(B, S, F)", "(B, S, V)"]
     assert list(found["afterwards"]) == ["freed", "freed", "saved", "saved", "saved"]
     assert found["allocated in"][0].startswith("`attention/reference.py:")
     assert page.largest(reference, mode="forward_graph", dtype="fp32", context_length=256).empty  # not drawn

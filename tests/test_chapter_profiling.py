@@ -1,22 +1,21 @@
-"""Chapter profiling: its grid, what a recording becomes, its page."""
+"""Chapter profiling: its grid, what a recording becomes, its frames, its notebook on whatever rows there are."""
 
-import dataclasses
 import json
+import math
 import types
 
+import pandas as pd
 import pytest
-from notebook_checks import shown_by
 
 from cs336_systems import experiments
 from cs336_systems.experiments import profiling
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, Case
 from cs336_systems.measure import kernels, nsys, rows
-from cs336_systems.measure.code import code_digest
 from cs336_systems.measure.machine import machine_name
 from cs336_systems.measure.trace import Kernel, Range, Trace
-from cs336_systems.report.chapter import Chapter
+from cs336_systems.report import tables
+from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import profiling as page
-from cs336_systems.report.pages import profiling_words as words
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -235,116 +234,138 @@ def test_operators_of_a_cpu(smoke):
     assert (profiling.report_folder(smoke) / "tiny_64_fp32_auto" / "trace.json.gz").is_file()
 
 
-# ------------------------------------------------------------------------------------------------ page
-@pytest.fixture
-def made_up(under_nsys, results_root, monkeypatch):
-    """Rows of the whole grid from the made-up trace; 2.7B has no optimizer step at context 1,024."""
-    for number, group in enumerate(rows.groups(profiling, profiling.grid("full"))):
-        case = group[0]
-        under_nsys.status = {"optimizer": "oom"} if (case.size, case.context_length) == ("2.7B", 1024) else {}
-        found = profiling.run_group([dataclasses.replace(c, tool="auto") for c in group])
-        if case.tool == "torch":
-            found = [m | {"source": "torch", "tool_version": "2.11"} for m in found]
-        provenance = {
-            "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "0",
-            "code": code_digest(profiling),
-        }  # fmt: skip
-        rows.write(
-            profiling, "h100-x1",
-            [dataclasses.asdict(c) | {"status": "ok"} | m | provenance for c, m in zip(group, found, strict=True)],
-            results_root,
-        )  # fmt: skip
-    return Chapter("profiling", measure="no", machine="h100-x1", preset="full")
+# ------------------------------------------------------------------------------------------------ frames
+SHAPE = {"machine": "x", "size": "small", "context_length": 512, "dtype": "fp32", "batch": 4}
+PASS = {
+    "kernel_ms": 10.0,
+    "matrix_product_ms": 8.0,
+    "python_ms": 12.0,
+    "host_ms": 15.0,
+    "busy_ms": 10.0,
+    "idle_ms": 2.5,
+}
+GEMM, COPY = (f"sm80_xmma_gemm_f32f32_f32f32_f32_tn_n {tile}x8" for tile in ("64x64", "128x128")), "copy"
 
 
-def test_page_of_made_up_rows(made_up):
-    assert len(page.timer_table(made_up)) == 25
-    top = page.top_table(made_up)
-    assert set(top["first in forward"]) == {"`sm90_xmma_gemm_f32f32`"} and set(top["with backward"]) == {
-        "the same"
-    }
-    share = page.share_table(made_up)
-    whole = share[(share["size"] == "small") & (share["context"] == 512) & (share["dtype"] == "fp32")].iloc[0]
-    assert whole["forward"] == "85.7 %"  # 0.6 of 0.7 ms
-    assert whole["step"] == f"{100 * 1.0 / (0.7 + 0.44 + 0.05):.1f} %"
-    cut = share[(share["size"] == "2.7B") & (share["context"] == 1024)].iloc[0]
-    assert cut["step"] == "OOM" and cut["forward + backward"] != "OOM"
-    attention = page.attention_table(made_up)
-    assert set(attention["time ÷"]) == {"0.150"}  # 0.03 of 0.2 ms
-    small = attention[attention["size"] == "small"].iloc[0]
-    assert small["FLOPs ÷"] == f"{5 / 256:.4f}"
-    assert (
-        "`2.7B` at context 1024 (fp32) on `h100-x1`: `optimizer`. By the closed form the whole step needs 87.8"
-        in words.out_of_memory(made_up)
-    )
-    assert words.sources_words(made_up) == "Recorded with `h100-x1`: Nsight Systems 2025.3.1."
-    assert len(page.tools_table(made_up)) == len(profiling.RANGES)
-    assert "take 1.00 to 1.00 times what they take by Nsight Systems" in words.tools_words(made_up)
-    assert (
-        "matrix products 85.7 % of the kernels' time; then softmax 8.6 %, elementwise 5.7 %"
-        in words.others_words(made_up)
-    )
-    for sentence in (
-        words.timer_words, words.share_words, words.attention_words, words.top_words, words.width_words,
-        words.change_words, words.adamw_words, words.softmax_words,
-    ):  # fmt: skip
-        assert "not measured" not in sentence(made_up)
-    assert not page.kernel_table(made_up, "xl", "forward").empty
-    assert page.class_figure(made_up, "h100-x1").axes[0].has_data()
-    assert "- fp32: the first kernel of forward is a matrix product in all 20 shapes" in words.top_words(
-        made_up
-    )
-    assert "the share does not grow with every size, and is more than half in all 5" in words.width_words(
-        made_up
-    )
-    assert words.timeline_words(made_up, "h100-x1").count("after ") == 3
-    assert page.drawn(made_up) == [("small", "fp32"), ("xl", "fp32"), ("small", "bf16")]
-    assert page.timeline_figure(made_up, "h100-x1", "small").axes[0].has_data()
+def row(name, longest=(), **more):
+    lacking = dict.fromkeys(profiling.METRICS, math.nan)
+    zeros = dict.fromkeys(("kernels", *CLASS_COLUMNS.values()), 0.0)
+    return lacking | SHAPE | zeros | {"range": name, "status": "ok", "longest": json.dumps(longest)} | more
 
 
-def test_forward_stands_beside_the_chapter_on_benchmarking(made_up, results_root):
-    from cs336_systems.experiments import benchmarking
+def test_ranges_add_up_and_one_that_is_missing_takes_the_sum_with_it():
+    frame = pd.DataFrame([
+        row("forward", **PASS), row("backward", **PASS), row("forward", size="xl", **PASS),
+        row("backward", size="xl", kernel_ms=math.nan, status="oom"), row("forward", size="large", **PASS),
+    ])  # fmt: skip
+    found = page.sums(frame, "forward", "backward").set_index("size")
+    assert found.loc["small", ["kernel_ms", "matrix_product_ms", "status"]].tolist() == [20.0, 16.0, "ok"]
+    assert math.isnan(found.loc["xl", "kernel_ms"]) and found.loc["xl", "status"] == "oom"
+    assert math.isnan(found.loc["large", "kernel_ms"])
+    timer = page.timer(frame, "forward").iloc[0]
+    assert timer["ratio"] == 1.25 and timer["idle_pct"] == 20
 
-    cases = [
-        c
-        for c in benchmarking.grid("full")
-        if c.mode == "train_step" and (c.size, c.context_length) == ("xl", 256)
+
+def test_the_top_kernel_is_that_of_the_ranges_together():
+    small, large = GEMM
+    frame = pd.DataFrame([
+        row("forward", [[small, "matrix product", 5.0, 4.0], [COPY, "copy/cast", 2.0, 3.0]], kernel_ms=8.0),
+        row("backward", [[large, "matrix product", 1.0, 6.0], [COPY, "copy/cast", 3.0, 5.0]], kernel_ms=12.0),
+        row("forward", [[COPY, "copy/cast", 1.0, 1.0]], kernel_ms=2.0, size="xl"),
+    ])  # fmt: skip
+    first, both = page.top(frame, "forward"), page.top(frame, "forward", "backward")
+    assert first[["kernel", "calls", "pct"]].values.tolist() == [[small, 5, 50.0], [COPY, 1, 50.0]]
+    assert both[["kernel", "kind", "calls", "pct"]].values.tolist() == [[COPY, "copy/cast", 5, 40.0]]
+    table = page.top_table(frame).set_index("size")
+    assert table["forward"].tolist() == ["xmma_gemm_tn 64x64x8", "copy"] and table[
+        "its calls"
+    ].isna().tolist() == [False, True]
+
+
+def test_shares_of_gemms_with_a_step_that_ran_out_of_memory():
+    frame = pd.DataFrame([
+        row("inference", **PASS), row("forward", **PASS), row("backward", kernel_ms=20.0, matrix_product_ms=18.0),
+        row("optimizer", kernel_ms=10.0), row("forward", size="xl", **PASS), row("inference", size="xl", **PASS),
+        row("backward", size="xl", **PASS), row("optimizer", size="xl", kernel_ms=math.nan, status="oom"),
+    ])  # fmt: skip
+    table = page.share_table(frame).set_index("size")
+    assert table.loc["small"].drop(["machine", "context", "dtype"]).tolist() == [
+        80,
+        80,
+        90,
+        pytest.approx(86.7, abs=0.1),
+        65,
+        25,
     ]
-    times = {"forward_ms_p50": 0.5, "status": "ok", "run": "r", "env": "0", "code": "c"}
-    rows.write(benchmarking, "h100-x1", [dataclasses.asdict(c) | times for c in cases], results_root)
-    chapter = Chapter("profiling", measure="no", machine="h100-x1", preset="full")
-    assert page.benchmarked(chapter)["h100-x1", "xl", 256, "fp32"] == 0.5
-    table = page.timer_table(chapter)
-    beside = table[table["benchmarking, ms"] != "–"]
-    assert set(zip(beside["size"], beside["context"], strict=True)) == {("xl", 256)}
-    text = words.benchmark_words(chapter)
-    assert "(1 shape)" in text and "the pass without recording 2.20 times" in text  # 1.1 of 0.5 ms
+    assert table.loc["xl", "forward + backward, %"] == 80 and math.isnan(table.loc["xl", "step, %"])
+    assert tables.printed(page.share_table(frame))["step, %"].tolist() == ["65.0", "OOM"]
+    kinds = page.kinds_table(frame).iloc[0]
+    assert kinds["GEMMs, %"] == 80 and kinds["softmax, %"] == 0
 
 
-def test_the_page_with_some_of_its_rows(made_up, results_root, project_root, monkeypatch):
-    """Two groups are still to be measured: no sentence may fail for that, or speak of what is not there."""
-    frame = rows.read(profiling, "h100-x1", results_root)
-    left_out = (frame["tool"] == "torch") | ((frame["size"] == "2.7B") & (frame["dtype"] == "bf16"))
-    path = rows.csv_path("profiling", "h100-x1", results_root)
-    frame[~left_out].to_csv(path, index=False)
-    (results_root / "reference.json").write_text(json.dumps({"profiling": ["h100-x1"]}))
-    text = shown_by("profiling", project_root, monkeypatch)
-    assert "Both tools on one shape: not measured." in text and "nan" not in text.lower()
-    assert "- bf16: the first kernel of forward is a matrix product in all 4 shapes" in text
+def test_softmax_stands_against_both_gemms():
+    frame = pd.DataFrame([
+        row("scores", kernel_ms=5.0, matrix_product_ms=1.0), row("softmax", kernel_ms=3.0, softmax_ms=1.0),
+        row("output", kernel_ms=2.0, matrix_product_ms=1.0), row("scores", size="xl", kernel_ms=5.0, matrix_product_ms=1.0),
+    ])  # fmt: skip
+    small, xl = page.attention(frame).to_dict("records")
+    scores = 12 * 4 * 12 * 512**2
+    assert small["gemm_ms"] == 2 and small["rest_ms"] == 7 and small["time_ratio"] == 0.5
+    assert small["flops_pct"] == pytest.approx(100 * 5 / (4 * 64))
+    assert small["gemm_tflops"] == pytest.approx(4 * 64 * scores / 2e9)
+    assert small["softmax_tb_s"] == pytest.approx(8 * scores / 1e9)
+    assert math.isnan(xl["time_ratio"])
 
 
-def test_page_without_rows():
-    chapter = Chapter("profiling", measure="no", preset="full")
-    for sentence in (
-        words.timer_words, words.others_words, words.share_words, words.attention_words, words.out_of_memory,
-        words.sources_words, words.tools_words, words.benchmark_words, words.top_words, words.width_words,
-        words.change_words, words.adamw_words, words.softmax_words,
-    ):  # fmt: skip
-        assert "not measured" in sentence(chapter)
-    for table in (page.timer_table, page.top_table, page.share_table, page.attention_table):
-        assert len(table(chapter)) == 25
-    assert page.tools_table(chapter).empty
-    assert page.class_figure(chapter, "").axes and page.timeline_figure(chapter, "", "small").axes
+def test_adamw_moves_28_bytes_a_parameter():
+    from cs336_systems import accounting
+    from cs336_systems.sizes import size
+
+    assert page.adamw_tb_s(28.0, "small") == pytest.approx(accounting.num_parameters(size("small")) / 1e9)
+
+
+# --------------------------------------------------------------------------------------------- notebook
+@pytest.fixture
+def published(monkeypatch, project_root):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+
+
+def test_the_notebook_on_the_reference_rows(published, project_root):
+    sentences, _ = execute(project_root / "book" / "profiling.ipynb")
+    assert [s for s in sentences if s.outcome is None] == []
+    assert {f"nsys_profile ({letter})" for letter in "abcde"} == {s.part for s in sentences if s.part}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"machine": "h100-x1,h200-x1"},
+        {"size": "xl"},
+        {"context_length": "128"},
+        {"dtype": "bf16"},
+        {"tool": "torch"},
+    ],
+)
+def test_the_notebook_on_other_rows(published, project_root, parameters):
+    sentences, _ = execute(project_root / "book" / "profiling.ipynb", **parameters)
+    assert sentences
+
+
+@without_gpu
+def test_the_notebook_on_a_laptops_rows(smoke, project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(smoke))
+    sentences, shown = execute(
+        project_root / "book" / "profiling.ipynb", machine=machine_name(), preset="smoke"
+    )
+    assert {s.outcome for s in sentences} == {None}
+    assert any("| tiny |" in str(thing) for thing in shown)
+
+
+def test_the_notebook_without_rows(project_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
+    (tmp_path / "reference.json").write_text("{}")
+    sentences, _ = execute(project_root / "book" / "profiling.ipynb")
+    assert {s.outcome for s in sentences} == {None}
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

@@ -1249,7 +1249,10 @@ def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
     figure = drawn.steps_figure({"A step": step, "another": short})
     above, below = figure.axes
     assert {"forward", "backward"} <= {text.get_text() for text in above.texts} and not below.texts
-    assert above.get_title(loc="left") == "A step" and above.get_xlim() == below.get_xlim() == (0, step.length_ns / 1e6)
+    assert above.get_title(loc="left") == "A step" and above.get_xlim() == below.get_xlim() == (
+        0,
+        step.length_ns / 1e6,
+    )
     groups = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "GEMMs" in groups and set(groups) <= set(drawn.GROUPS)
     assert figure.get_size_inches()[0] == 7
@@ -1277,7 +1280,9 @@ def test_areas_are_time(drawn):
 
 
 def test_overlapping_kernels_fill_a_column_once(drawn):
-    streams = [trace_step.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
+    streams = [
+        trace_step.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))
+    ]
     step = dataclasses.replace(condense(long_trace(steps=1), "step"), streams=tuple(streams))
     filled = drawn._fill(step, np.array([0.0, 0.5, 1.0, 2.0]))
     assert filled[0] == pytest.approx([0.5, 0.5, 0]) and filled.sum(axis=0) == pytest.approx([1, 1, 0])
@@ -1307,4 +1312,6 @@ def test_figures_of_odd_steps(tmp_path, drawn):
 
 def test_every_class_is_of_one_group(drawn):
     grouped = [name for _, classes in drawn.GROUPS.values() for name in classes]
-    assert sorted(grouped) == sorted(CLASSES) and len({color for color, _ in drawn.GROUPS.values()}) == len(drawn.GROUPS)
+    assert sorted(grouped) == sorted(CLASSES) and len({color for color, _ in drawn.GROUPS.values()}) == len(
+        drawn.GROUPS
+    )

@@ -70,9 +70,19 @@ def _draw_phases(ax: Axes, step: Step, length: float) -> None:
         if found.level != 1 or found.thread != 0:
             continue
         start, width = found.start_ns / 1e6, found.length_ns / 1e6
-        ax.broken_barh([(start, width)], (top, bottom - top), facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2)
+        ax.broken_barh(
+            [(start, width)], (top, bottom - top), facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2
+        )
         if PLOT_POINTS * width / length > LETTER_POINTS * len(found.name):
-            ax.text(start + width / 2, (top + bottom) / 2, found.name, ha="center", va="center", fontsize=8.5, zorder=3)
+            ax.text(
+                start + width / 2,
+                (top + bottom) / 2,
+                found.name,
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                zorder=3,
+            )
 
 
 def _draw_device(ax: Axes, step: Step, length: float) -> set[str]:
@@ -87,7 +97,9 @@ def _draw_device(ax: Axes, step: Step, length: float) -> set[str]:
         outlines = _outlines(edges, bottom - (bottom - top) * lower, bottom - (bottom - top) * upper)
         if outlines:
             drawn.add(name)
-            ax.add_collection(PolyCollection(outlines, facecolors=color, linewidths=0, zorder=2), autolim=False)
+            ax.add_collection(
+                PolyCollection(outlines, facecolors=color, linewidths=0, zorder=2), autolim=False
+            )
     return drawn
 
 
@@ -121,7 +133,9 @@ def _outlines(edges: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> list[n
     out: list[np.ndarray] = []
     changes = np.flatnonzero(np.diff(np.concatenate([[0], there.astype(int), [0]])))
     for first, last in changes.reshape(-1, 2):
-        turn = np.flatnonzero((np.diff(lower[first:last]) != 0) | (np.diff(upper[first:last]) != 0)) + 1 + first
+        turn = (
+            np.flatnonzero((np.diff(lower[first:last]) != 0) | (np.diff(upper[first:last]) != 0)) + 1 + first
+        )
         begins = np.concatenate([[first], turn]).astype(int)
         x = np.repeat(edges[np.concatenate([begins, [last]])], 2)[1:-1]
         there_and_back = np.concatenate([np.repeat(upper[begins], 2), np.repeat(lower[begins], 2)[::-1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -69,8 +70,9 @@ def longest(gib: float, head_dim: int, dtype: str, impl: str = PLAIN) -> int:
     return bisect.bisect_right(range(1, 2**22), gib * GIB, key=peak)
 
 
-def kernel_floors(row: Any, part: str, roof: Roofs) -> pd.Series:
-    """Kernel → the least ms that it takes by the machine's roofs; NaN without them."""
+def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
+    """Kernel → the least ms that it takes by its machine's roofs; NaN without them."""
+    roof = found.get(row.machine, Roofs())
     kernels = accounting.attention_kernels(
         *_shape(row.head_dim, row.seq_len, row.dtype),
         _form(row.impl, getattr(row, f"{part}_kernels")),
@@ -145,14 +147,14 @@ def misses(rows: pd.DataFrame) -> pd.Series:
     return (measured / forms - 1).abs().max(axis=1)
 
 
-def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
-    """Every pass on the whole GPU: least ms of its GEMMs and of what is between them by the machine's roofs, the sum,
+def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
+    """Every pass on the whole GPU: least ms of its GEMMs and of what is between them by its machine's roofs, the sum,
     the measured median, and that over the sum. (For ours, GEMMs are not told from the rest.)"""
     chosen = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
     out = []
     for row in chosen.itertuples():
         for part in PARTS:
-            least, ms = kernel_floors(row, part, roof), getattr(row, f"{part}_ms_p50")
+            least, ms = kernel_floors(row, part, found), getattr(row, f"{part}_ms_p50")
             gemms = least[[name.split(" = ")[0] in _GEMMS for name in least.index]].sum(skipna=False)
             total = least.sum(skipna=False)
             line = [row.machine, row.dtype, row.head_dim, row.seq_len, row.impl, part]

@@ -111,7 +111,7 @@ def largest(chapter: Chapter, **case: Any) -> pd.DataFrame:
     return pd.DataFrame({
         "MiB each": table["MiB"], "count": table["count"],
         "tensor": [names.get(round(mib * MIB)) for mib in table["MiB"]], "afterwards": kept,
-        "allocated in": [f"`{line.removeprefix('cs336_systems/')}`" for line in table["code"]],
+        "allocated in": [f"`{line.removeprefix('cs336_systems/').partition(' ')[0]}`" for line in table["code"]],
     })  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def tensors(config: ModelConfig, batch: int, sequence: int) -> dict[int, str]:
     tokens = 4 * batch * sequence
     return {
         tokens * config.d_model: "(B, S, D)",
-        tokens * config.vocab_size: "(B, S, V), logits",
+        tokens * config.vocab_size: "(B, S, V)",
         tokens * config.d_ff: "(B, S, F)",
         tokens * config.num_heads * sequence: "(B, H, S, S)",
     }

@@ -121,13 +121,19 @@ def top_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def short(name: object) -> str:
     """A kernel's name without its architecture and types: `xmma_gemm_tn 128x128x8`."""
-    return re.sub(r"^sm\d+_|_f32f32_f32f32_f32|_n(?= )|_80_simt|_align\d|_sm90_tst|_\dx\d_[hv]_bz(_coop[AB])?", "", str(name))
+    return re.sub(
+        r"^sm\d+_|_f32f32_f32f32_f32|_n(?= )|_80_simt|_align\d|_sm90_tst|_\dx\d_[hv]_bz(_coop[AB])?",
+        "",
+        str(name),
+    )
 
 
 def kinds_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Kernel time of the forward pass, and the share of each class in it, in percent."""
     found = sums(rows, "forward")
-    shares = {head: 100 * found[CLASS_COLUMNS[kind]] / found["kernel_ms"] for kind, head in KIND_HEADS.items()}
+    shares = {
+        head: 100 * found[CLASS_COLUMNS[kind]] / found["kernel_ms"] for kind, head in KIND_HEADS.items()
+    }
     return _headed(found[[*SHAPE, "kernel_ms"]].rename(columns={"kernel_ms": "kernels, ms"}).assign(**shares))
 
 

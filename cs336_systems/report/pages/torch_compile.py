@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -46,12 +47,12 @@ def attention_times(rows: pd.DataFrame, dtype: str) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def attention_speedups(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
+def attention_speedups(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
     """Eager over compiled time of attention: predicted by the least times of the kernels, and measured."""
     out = []
     for pair in attention_pairs(rows):
         for part in PARTS:
-            least = [kernel_floors(row, part, roof).sum(skipna=False) for row in pair]
+            least = [kernel_floors(row, part, found).sum(skipna=False) for row in pair]
             ms = [float(getattr(row, f"{part}_ms_p50")) for row in pair]
             out.append({
                 "machine": pair[0].machine, "dtype": pair[0].dtype, "d": pair[0].head_dim, "n": pair[0].seq_len,
