@@ -1,7 +1,7 @@
 """Chapter allreduce: its grid, what its rows hold, what is refused and skipped, its page; alone and under torchrun."""
 
 import functools
-import json
+import itertools
 import math
 import os
 import subprocess
@@ -15,17 +15,11 @@ from cs336_systems.experiments import allreduce
 from cs336_systems.experiments.allreduce import HANDOUT, MB, Case
 from cs336_systems.measure import machine, rows
 from cs336_systems.report import Chapter
+from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import allreduce as page
-from cs336_systems.report.pages import allreduce_words as words
-from cs336_systems.report.pages import hardware as hardware_page
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
-
-SENTENCES = (
-    words.size_words, words.backend_words, words.sheet_words, words.process_words, words.fit_words, words.noise_words,
-    words.host_words, words.ddp_words, words.bucket_words, words.correct_words,
-)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ grid
@@ -233,143 +227,122 @@ def metrics(case, gpus=2):
     rate = case.num_bytes / ms / 1e6
     return {
         "ms_p20": 0.9 * ms, "ms_p50": ms, "ms_p80": 1.1 * ms, "host_ms": max(ms, 0.03), "algorithm_gb_per_s": rate,
-        "bus_gb_per_s": rate * accounting.bus_factor(case.world_size), "error": 1e-8 if case.how == "bucket" else 0.0,
-        "warmups": 5, "calls": 100, "library": case.backend,
+        "bus_gb_per_s": rate * accounting.bus_factor(case.world_size), "error": 0.0, "warmups": 5, "calls": 100,
+        "library": case.backend,
     }  # fmt: skip
 
 
 @pytest.fixture
-def made_up(results_root, monkeypatch):
-    (results_root / "reference.json").write_text(json.dumps({"allreduce": ["h200-x2"]}))
-    step_rows.write(allreduce, allreduce.grid("full"), results_root, "h200-x2", metrics)
-    rows.write_environment("h200-x2", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": 2}})
-    return Chapter("allreduce", measure="no", preset="full")
-
-
-def test_page_of_made_up_rows(made_up):
-    table = page.time_table(made_up)
-    assert len(table) == 4 * 3 + 4 + 3  # four sizes where there are numbers, one line where all is skipped
-    assert list(table[table["backend"] == "NCCL"]["ms"])[4:] == [f"needs {n} GPUs" for n in (4, 6, 8)]
-    row = table[(table["backend"] == "NCCL") & (table["size"] == "1 GB")].iloc[0]
-    assert row["sheet, ms"] == "2.39" and row["over it"] == "1.29 ×" and row["bus"] == "349"
-    fits = page.fit_table(made_up).set_index(["backend", "ranks"])
-    assert list(fits["α, µs"]) == ["100", "100", "100", "6.00"]
-    assert list(fits["β, GB/s"]) == ["2.00", "2.00", "2.00", "350"]
-    assert fits.loc[("NCCL", 2), "half at"] == "4.01 MB"  # n·α·β
-    own = page.bucket_table(made_up)
-    assert set(own["bucket, over it"]) == {"+2.0 %"} and set(own["again, over it"]) == {"−1.0 %"}
-    assert len(own) == 3 * 2 + 4 and own.iloc[-1]["more, µs"] == "61.6"  # 2 % of 1 GB in 3.08 ms
-    sizes = page.bucket_size_table(made_up).set_index("bucket")
-    assert list(sizes.index) == ["1 MB", "10 MB", "25 MB", "100 MB", "256 MB", "1 GB"]
-    assert list(sizes["by the line, ms"]) == list(sizes["measured, ms"])  # these rows lie on their line
-    assert list(sizes.loc["1 GB", ["buckets", "of the best"]]) == [8, "100 %"]
-    hosts = page.host_table(made_up)
-    assert set(hosts["ranks"]) == {2} and hosts.iloc[0]["host, µs"] == "30.0"
-    for figure in (page.time_figure, page.residual_figure):
-        assert figure(made_up, "h200-x2").axes[0].has_data()
-    for sentence in SENTENCES:
-        assert "not measured" not in sentence(made_up) and "nan" not in sentence(made_up)
-    assert "in 4 of 4 pairs" in words.bucket_words(made_up) and "in 6 of 6 pairs" in words.bucket_words(
-        made_up
-    )
-    assert "the bytes through each link grow 1.67 times" in words.process_words(made_up)
-    assert "steps of the ring grow 5.00 times" in words.process_words(made_up)
-    assert "is 100 % and 100 % of that with 2: they hardly take" in words.process_words(made_up)
-    assert "would take for 1 GB 4.62 ms with 4, " in words.process_words(made_up)  # 3/2 of two GPUs' time
-    assert "leaves the quantiles of the calls at 0 of 13 sizes" in words.noise_words(made_up)
-    assert "no limit" not in words.fit_words(made_up)
-    assert words.correct_words(made_up).endswith(
-        "The sums are exact, the means deviate by at most 1.0e−8 of the largest element."
-    )
-
-
-def test_machines_with_the_same_gpu_are_one_series(made_up, results_root):
+def made_up(results_root):
+    """Rows of `h200-x2`, all of its grid, and of `h200-x4`, NCCL between four; neither is a reference machine."""
     four = [c for c in allreduce.grid("full") if (c.backend, c.world_size) == ("nccl", 4)]
-    step_rows.write(allreduce, four, results_root, "h200-x4", functools.partial(metrics, gpus=4))
-    rows.write_environment("h200-x4", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": 4}})
-    both = Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4")
-    said = words.process_words(both)
-    assert "- `h200-x2` and `h200-x4`, NCCL: the time grows from 2 to 4 processes, 1.51 times at 1 GB" in said
-    assert said.count("NCCL") == 1 and "rises" not in said and "belong to none" not in said
-    for figure in (page.time_figure, page.residual_figure):
-        labels = [text.get_text() for text in figure(both, "h200-x2").legends[0].get_texts()]
-        assert labels[3:] == ["NCCL, 2 processes", "NCCL, 4 processes (h200-x4)"]
-
-    def faster(case):  # a step of 1 µs and a start of 10 µs; more of the link is used
-        found = metrics(case, gpus=4)
-        ms = 0.016 + 1e3 * accounting.ring_all_reduce_s(case.num_bytes, 4, 400e9)
-        return found | {"ms_p20": ms, "ms_p50": ms, "ms_p80": ms}
-
-    step_rows.write(allreduce, four, results_root, "h200-x4", faster)
-    said = words.process_words(Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4"))
-    assert "is 114 % of that with 2: it should not depend on their number, and rises" in said
-    assert "less than the steps: were these rings, a step would take 1.00 µs, and 10.0 µs of a call" in said
+    for gpus, cases in ((2, allreduce.grid("full")), (4, four)):
+        step_rows.write(
+            allreduce, cases, results_root, f"h200-x{gpus}", functools.partial(metrics, gpus=gpus)
+        )
+        rows.write_environment(
+            f"h200-x{gpus}", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": gpus}}
+        )
+    return Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4").rows()
 
 
-def test_words_of_rows_that_are_not_as_predicted(results_root):
-    """Buckets cost what does not grow with the bytes, processes share a link, and the bandwidth keeps growing."""
-
-    def other(case):
-        found = metrics(case)
-        if "status" in found:
-            return found
-        factor = case.world_size / 2 if case.backend == "gloo" else 1 + 1 / (1 + case.num_bytes / 2**28)
-        ms = found["ms_p50"] * factor + 5 * (case.how == "bucket") * (case.backend == "gloo")
-        rate = case.num_bytes / ms / 1e6
-        return found | {
-            "ms_p20": ms, "ms_p50": ms, "ms_p80": ms, "error": 0.0, "algorithm_gb_per_s": rate,
-            "bus_gb_per_s": rate * accounting.bus_factor(case.world_size),
-        }  # fmt: skip
-
-    (results_root / "reference.json").write_text(json.dumps({"allreduce": ["h200-x2"]}))
-    step_rows.write(allreduce, allreduce.grid("full"), results_root, "h200-x2", other)
-    rows.write_environment("h200-x2", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": 2}})
-    chapter = Chapter("allreduce", measure="no", preset="full")
-    gloo, nccl = words.bucket_words(chapter).splitlines()
-    assert "in 0 of 6 pairs; it is furthest off at 1 MB with 2 processes, +69" in gloo
-    assert "so it is not the pass through memory" in gloo and "in 4 of 4 pairs. The same" in nccl
-    assert "33 % of that with 2: they take bandwidth" in words.process_words(chapter)
-    assert "So β is no limit here" in words.fit_words(chapter)
-    assert "the bandwidth rises" in words.size_words(chapter).splitlines()[-1]
-    assert words.correct_words(chapter).endswith("All sums and means are exact.")
+def test_the_handouts_table(made_up):
+    table = page.handout(made_up, "ms_p50", "ms").set_index(["machine", "backend", "processes"])
+    assert list(table.columns) == ["1 MB, ms", "10 MB, ms", "100 MB, ms", "1 GB, ms"] and len(table) == 6
+    expected = 1e3 * accounting.ring_all_reduce_s(2**30, 4, 350e9, 6e-6)
+    assert table.loc[("h200-x4", "NCCL", 4), "1 GB, ms"] == pytest.approx(expected, rel=1e-4)
+    assert table.loc[("h200-x2", "NCCL", 6)].isna().all()
+    words = page.handout(made_up, "ms_p50", "ms").attrs["words"]
+    assert list(words.iloc[-1][-4:]) == ["skipped"] * 4
+    smoke = page.handout(made_up[made_up["num_bytes"].isin((4096, MB, 16 * MB))], "bus_gb_per_s", "GB/s")
+    assert list(smoke.columns[3:]) == ["1 MB, GB/s", "16 MB, GB/s"]
 
 
-def test_page_without_rows(results_root):
-    chapter = Chapter("allreduce", measure="no", preset="full")
-    for sentence in SENTENCES:
-        assert "not measured" in sentence(chapter)
-    assert set(page.time_table(chapter)["ms"]) == {"–"}
-    assert all(table(chapter).empty for table in (
-        page.fit_table, page.bucket_table, page.host_table, page.bucket_size_table
-    ))  # fmt: skip
-    for figure in (page.time_figure, page.residual_figure):
-        assert figure(chapter, "").axes
-    assert hardware_page.collective_table(Chapter("hardware", measure="no")).empty
+def test_fits_and_growth_of_rows_that_lie_on_their_line(made_up):
+    fits = page.fits(made_up).set_index(["backend", "processes"])
+    assert list(fits.index) == [("Gloo", 2), ("Gloo", 4), ("Gloo", 6), ("NCCL", 2), ("NCCL", 4)]
+    assert list(fits["α, µs"]) == pytest.approx([100, 100, 100, 6, 6], rel=1e-3)
+    assert list(fits["β, GB/s"]) == pytest.approx([2, 2, 2, 350, 350], rel=1e-3)
+    assert fits.loc[("NCCL", 2), "half of β at, MB"] == pytest.approx(
+        2 * 6e-6 * 350e9 / MB, rel=1e-3
+    )  # n·α·β
+    assert fits["largest miss, %"].max() < 0.1
+    growth = page.growth(made_up).set_index(["backend", "processes"])
+    assert growth.loc[("Gloo", 6), "time at 1 GB, ×"] == pytest.approx(5 / 3, rel=1e-2)
+    assert growth.loc[("NCCL", 4), "time at 4 KB, ×"] == pytest.approx(
+        3, rel=1e-2
+    )  # over another machine's two
+    assert list(growth["steps, ×"]) == [3, 5, 3] and list(growth["bytes a link, ×"])[::2] == [1.5, 1.5]
 
 
-def test_a_page_of_a_few_cases(made_up):
-    """Filters leave one size, one backend, or one set of processes: nothing to fit or to compare, and no error."""
-    for filters in ({"num_bytes": str(MB)}, {"backend": "gloo", "world_size": 2}, {"how": "bucket"}):
-        chapter = Chapter("allreduce", measure="no", preset="full", **filters)
-        for sentence in SENTENCES:
-            assert sentence(chapter)
-        assert page.time_figure(chapter, "h200-x2").axes and page.residual_figure(chapter, "h200-x2").axes
-        for table in (page.time_table, page.fit_table, page.bucket_table, page.bucket_size_table):
-            table(chapter)
+def test_a_bucket_over_the_plain_call_of_its_run(made_up):
+    table = page.buckets(made_up).set_index(["backend", "processes"])
+    assert table.loc[("NCCL", 4), "1 GB, ×"] == pytest.approx(1.02, rel=1e-4)
+    assert math.isnan(table.loc[("Gloo", 2), "1 GB, ×"])  # not in the grid
+    other = made_up.assign(run=made_up["run"].where(made_up["how"] == "bucket", "another"))
+    assert page.buckets(other).empty
 
 
-def test_the_roof_on_the_page_of_the_hardware(made_up):
-    table = hardware_page.collective_table(Chapter("hardware", measure="no"))
-    row = table[table["all-reduce"] == "NCCL, 2 processes"].iloc[0]
-    assert row["best bus bandwidth, GB/s"] == "349" and row["at size"] == "1 GB"
-    assert row["data sheet, GB/s"] == "450" and row["share"] == "77 %"
-    assert set(table[table["all-reduce"] != "NCCL, 2 processes"]["share"]) == {"–"}
+def test_frames_and_figures_without_a_number(made_up, results_root):
+    nothing = made_up.assign(ms_p50=math.nan, bus_gb_per_s=math.nan, status="oom")
+    assert page.fits(nothing).empty and page.growth(nothing).empty and page.buckets(nothing).empty
+    assert set(page.handout(nothing, "ms_p50", "ms").attrs["words"]["1 MB, ms"]) == {"OOM"}
+    few = made_up[made_up["num_bytes"] == MB]  # one size: no line
+    assert page.fits(few).empty and len(page.growth(few)) == 3
+    for given, labels in ((nothing, 0), (few, 5), (made_up, 5)):
+        figure = page.time_figure(given)
+        assert len(figure.axes[0].get_legend_handles_labels()[1]) == labels
+    assert (
+        math.isnan(page.link_gb_per_s(made_up.assign(machine="cpu"))) and page.link_gb_per_s(made_up) == 450
+    )
+
+
+def test_the_ring_of_the_figure_adds_everything_up():
+    for n in (2, 3, 4, 6):
+        states = page.ring(n)
+        assert len(states) - 1 == accounting.all_reduce_steps(n)
+        assert (states[-1] == n).all() and (states[n - 1] == n).sum() == n  # each rank then has one sum
+        for before, after in itertools.pairwise(states):
+            assert ((before != after).sum(axis=1) == 1).all()  # every rank receives one piece
+    assert len(page.ring_figure(4).axes) == 8
 
 
 def test_sizes_are_named_as_in_the_handout():
-    assert [page.bytes_words(s) for s in (*HANDOUT, 4096, 64, 4.5 * MB)] == [
-        "1 MB", "10 MB", "100 MB", "1 GB", "4 KB", "64 bytes", "4.50 MB",
-    ]  # fmt: skip
+    assert [page.size_name(s) for s in (*HANDOUT, 4096, 64)] == [
+        "1 MB",
+        "10 MB",
+        "100 MB",
+        "1 GB",
+        "4 KB",
+        "64 B",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ notebook
+def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    sentences, _ = execute(project_root / "book" / "allreduce.ipynb")
+    assert [s for s in sentences if s.outcome is None] == []
+    assert [s.part for s in sentences if s.part] == ["distributed_communication_single_node"]
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"machine": "h200-x4,h200-x2"}, {"preset": "smoke"}, {"num_bytes": str(MB)}]
+)
+def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    assert len(execute(project_root / "book" / "allreduce.ipynb", **parameters)[0]) == 8
+
+
+def test_the_notebook_on_a_laptops_rows(project_root, results_root):
+    step_rows.write(allreduce, allreduce.grid("smoke"), results_root, "laptop", metrics)
+    sentences, _ = execute(project_root / "book" / "allreduce.ipynb", machine="laptop", preset="smoke")
+    assert [s.outcome for s in sentences] == [None] * 7 + [True]
+
+
+def test_the_notebook_without_rows(project_root, results_root):
+    (results_root / "reference.json").write_text("{}")
+    assert {s.outcome for s in execute(project_root / "book" / "allreduce.ipynb")[0]} == {None}
 
 
 # ------------------------------------------------------------------------------------------------ closed forms
@@ -423,12 +396,6 @@ def test_a_line_without_latency_or_without_slope():
             accounting.ring_all_reduce_s(
                 **{"num_bytes": 1, "world_size": 2, "link_bytes_per_s": 1, **options}
             )
-
-
-def test_links_of_known_gpus_one_way():
-    assert accounting.peaks("NVIDIA H200").nvlink_one_way_gb_per_s == 450
-    assert accounting.peaks("NVIDIA A100-SXM4-80GB").nvlink_one_way_gb_per_s == 300
-    assert accounting.peaks("NVIDIA L4").nvlink_one_way_gb_per_s is None
 
 
 # ------------------------------------------------------------------------------------------------ on GPUs

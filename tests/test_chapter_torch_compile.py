@@ -1,32 +1,29 @@
-"""Chapter torch_compile: its grids, that compiled code runs, and its page."""
+"""Chapter torch_compile: its grids, that compiled code runs, its frames, its notebook on whatever rows there are."""
+
+from __future__ import annotations
 
 import dataclasses
+import json
+import math
 
-import pandas
+import pandas as pd
 import pytest
-import step_rows
 
 from cs336_systems import experiments
+from cs336_systems.experiments import attention as attention_experiment
 from cs336_systems.experiments import torch_compile
 from cs336_systems.experiments.torch_compile import Case
-from cs336_systems.measure import rows
-from cs336_systems.measure.code import code_digest
+from cs336_systems.measure import rows as store
 from cs336_systems.measure.machine import cpp_compiler
-from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages import steps
+from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import torch_compile as page
-from cs336_systems.report.pages import torch_compile_speed as fastest
+from cs336_systems.report.roofs import Roofs
+from cs336_systems.report.tables import printed
 
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture
-def made_up(results_root):
-    """A chapter whose rows are made up, on `h100-x1`."""
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root)
-    return Chapter("torch_compile", measure="no", machine="h100-x1", preset="full")
-
-
+# ------------------------------------------------------------------------------------------ the experiment
 @pytest.mark.parametrize("preset", experiments.PRESETS)
 def test_grid_is_a_grid(preset):
     cases = torch_compile.grid(preset)
@@ -35,7 +32,7 @@ def test_grid_is_a_grid(preset):
         assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
         for field, allowed in torch_compile.CHOICES.items():
             assert getattr(c, field) in allowed
-    assert all(torch_compile.estimate_s(group) > 0 for group in rows.groups(torch_compile, cases))
+    assert all(torch_compile.estimate_s(group) > 0 for group in store.groups(torch_compile, cases))
 
 
 def test_full_grid_has_every_size_and_the_speed_cases():
@@ -44,23 +41,17 @@ def test_full_grid_has_every_size_and_the_speed_cases():
         for mode in ("forward", "train_step"):
             for compile in ("off", "default"):
                 assert Case(size, 512, mode, "bf16", compile=compile) in cases
+    graphed = {("flash_triton", "reduce-overhead"), ("sdpa", "reduce-overhead"), ("reference", "default")}
     for size in ("small", "medium"):
-        of_size = {
-            (c.attention, c.compile) for c in cases if (c.size, c.context_length, c.batch) == (size, 1024, 4)
-        }
-        assert {
-            ("flash_triton", "reduce-overhead"),
-            ("sdpa", "reduce-overhead"),
-            ("reference", "default"),
-        } <= of_size
-        assert max(c.batch for c in cases if c.size == size) >= 16
+        of_size = [c for c in cases if (c.size, c.context_length) == (size, 1024)]
+        assert graphed <= {(c.attention, c.compile) for c in of_size if c.batch == 4}
+        assert max(c.batch for c in of_size) >= 16
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
 def test_compiled_and_eager_in_turns():
-    small = {"batch": 2, "steps": 2}
-    cases = [Case("tiny", 16, "train_step", compile=c, **small) for c in ("off", "default")]
+    cases = [Case("tiny", 16, "train_step", compile=c, batch=2, steps=2) for c in ("off", "default")]
     eager, compiled = torch_compile.run_group(cases)
     assert "status" not in eager and "status" not in compiled
     assert compiled["graphs"] == 1 and "graphs" not in eager and compiled["compile_s"] > 0
@@ -74,284 +65,10 @@ def test_code_that_is_not_compiled_is_an_error(monkeypatch):
     assert found["status"].startswith("error: RuntimeError: torch.compile made no graph")
 
 
-def test_page_of_made_up_rows(made_up):
-    table = page.sizes_table(made_up)
-    gains = [float(text.split()[0]) for text in table["gain"].dropna()]
-    assert (
-        len(table) == 10 and len(gains) == 10 and all(1.2 < gain < 1.44 for gain in gains)
-    )  # made up: 1 / 0.7
-    speed = fastest.speed_table(made_up)
-    plain = speed[(speed["attention"] == "plain") & (speed["as"] == "compiled")]
-    assert set(plain["over plain compiled"].dropna()) == {"1.00 ×"}
-    assert "OOM" in set(speed[speed["attention"] == "plain"]["step, ms"])
-    assert "above the aim of 1.1" in fastest.target_words(made_up)
-    said = fastest.target_words(made_up)
-    assert said.count("ours compiled, CUDA graphs") == 2 and f"; {page.MERE_NOISE}" not in said
-    assert fastest.graph_gain_words(made_up).count("ms with CUDA graphs (1.") == 6
-    assert "Dynamo made 1 graph," in page.graphs_words(made_up)
-    assert "compiling gains between" in page.sizes_words(made_up)
-    for figure in (page.sizes_figure, fastest.speed_figure):
-        assert figure(made_up, "h100-x1").axes[0].has_data()
-
-
-def with_times(results_root, ms):
-    """A chapter whose step takes `ms(case)`, on `h200-x1`."""
-
-    def make(case):
-        found = step_rows.metrics(case)
-        factor = ms(case) / found["step_ms_p50"] if "step_ms_p50" in found else 1
-        return found | {
-            "status": "ok",
-            "step_ms_p50": ms(case),
-            "step_ms_each": " ".join([str(ms(case))] * case.steps),
-            "optimizer_ms_p50": 2.0,
-            "optimizer_ms_each": " ".join(["2.0"] * case.steps),
-            "peak_gib": 10 * factor,
-        }
-
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
-    return Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-
-
-def test_words_about_size_and_host(results_root):
-    """`small` has 12 layers of 768, `2.7B` 32 of 2,560: 2.7 times the launches, 8.9 times the activations."""
-    eager = {"small": 10, "medium": 20, "large": 21, "xl": 22, "2.7B": 30}
-    compiled = {"small": 2, "medium": 5, "large": 4, "xl": 8, "2.7B": 16}
-
-    def ms(case):
-        longer = 1 if case.mode == "forward" or case.compile == "off" else 0.9 if case.size == "xl" else 1.1
-        return longer * (eager if case.compile == "off" else compiled)[case.size]
-
-    chapter = with_times(results_root, ms)
-    text = page.sizes_words(chapter)
-    assert "forward: compiling gains between 1.88 × (`2.7B`) and 5.25 × (`large`)." in text
-    assert (
-        "From `small` to `2.7B` it falls, as predicted; on the way it falls from `small` to `medium`" in text
-    )
-    assert "rises from `medium` to `large`" in text and "twice" not in text  # pairs without noise
-    assert "at 4 of 5 sizes, less at `xl`." in text
-    assert "With the second measurement of the eager step: 4.55 (`small`)" in text
-    text = page.host_words(chapter)
-    assert "divided by its layers, the time is 0.833, 0.833, 0.583, 0.458 and 0.938 ms eager" in text
-    assert "times those of `small`" in text
-    assert "mostly what the host needs" not in text  # 0.833 against 0.458, before the FLOPs are many
-    text = page.optimizer_words(chapter)
-    assert text.startswith("AdamW, the same code in both, takes 1.00 × as long") and "as predicted" in text
-
-
-def test_what_is_smaller_than_the_pair_is_not_said(results_root):
-    """`large` lies above `medium` by less than its own pair, and forward beside the step as well."""
-    eager = {"small": 60, "medium": 50, "large": 55, "xl": 40, "2.7B": 30}
-
-    def ms(case):
-        if case.compile != "off":
-            return 20
-        return eager[case.size] * (0.7 if case.repeat and case.size == "large" else 1)
-
-    chapter = with_times(results_root, ms)
-    text = page.sizes_words(chapter)
-    falls = "falls from `small` to `medium` and `xl` to `2.7B`"
-    assert f"on the way it {falls} and changes by {page.MERE_NOISE} from `medium` to `large`" in text
-    assert "rises" not in text
-    assert "1.93 (`large`)" in text  # 55 · 0.7 / 20
-    of_steps = page.sizes_figure(chapter, "h200-x1").axes[0].get_lines()
-    [again] = [line for line in of_steps if line.get_linestyle() == "None" and len(line.get_xdata())]
-    assert again.get_ydata()[2] == pytest.approx(1.925)
-    assert "at 0 of 5 sizes; at `small`, `medium`, `large`, `xl` and `2.7B` they differ by" in text
-    assert "43 % (`large`), 0 % (`xl`)" in page.noise_words(chapter)
-
-
-def test_an_update_that_takes_longer_or_shorter_missed_its_prediction(results_root):
-    def make(case):
-        found = step_rows.metrics(case) | {"status": "ok", "peak_gib": 1.0, "step_ms_p50": 10.0}
-        found["optimizer_ms_each"] = " ".join(["2.0"] * case.steps)
-        return found | {"optimizer_ms_p50": (2.0 if case.compile == "off" else 1.6) * (1 + 0.3 * case.repeat)}
-
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
-    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-    assert "takes 0.800 ×" in page.optimizer_words(chapter) and "as predicted" in page.optimizer_words(
-        chapter
-    )
-
-    quiet = lambda case: make(case) | ({"optimizer_ms_p50": 2.0} if case.repeat else {})
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", quiet)
-    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-    assert "shorter at 5 of 5 sizes" in page.optimizer_words(chapter)
-    assert "that missed" in page.optimizer_words(chapter)
-
-
-@pytest.mark.parametrize(
-    ("of_ours", "said"),
-    [
-        (20, "compiled: neither SDPA nor ours is faster (as predicted)"),
-        (15, "compiled: both SDPA and ours are faster (predicted: neither)"),
-    ],
-)
-def test_whether_a_faster_attention_shows(results_root, of_ours, said):
-    def ms(case):
-        if case.attention == "reference":
-            return 20
-        return 15 if case.compile == "reduce-overhead" else of_ours
-
-    text = fastest.graph_gain_words(with_times(results_root, ms))
-    graphs = "compiled, CUDA graphs: both SDPA and ours are faster (as predicted)"
-    assert text.endswith(f"beyond the noise against plain attention; {said}; {graphs}.")
-    assert f"20.0 ms with CUDA graphs (1.00 ×; {page.MERE_NOISE})" in text
-
-
-def test_rows_of_earlier_code_are_named(results_root):
-    def make(case):
-        return step_rows.metrics(case) | (
-            {"code": "earlier"} if (case.size, case.attention) == ("medium", "sdpa") else {}
-        )
-
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
-    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-    said = fastest.stale_words(chapter)
-    assert "`h200-x1`, `medium`, batch 4, SDPA (3 rows); `h200-x1`, `medium`, batch 16, SDPA (1 row)." in said
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1")
-    fresh = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-    assert fastest.stale_words(fresh) == ""
-
-
-def test_where_arithmetic_sets_the_time_nothing_is_said_of_the_host(results_root):
-    ms = {"small": 1, "medium": 3, "large": 7, "xl": 13, "2.7B": 27}
-    chapter = with_times(results_root, lambda c: ms[c.size])
-    assert "ms eager" in page.host_words(chapter)
-    assert "what the host needs" not in page.host_words(chapter)
-
-
-def test_a_time_by_layers_is_the_hosts(results_root):
-    """`xl` has 48 layers of four times the FLOPs of one of `small`'s 12; `2.7B` no longer waits for the host."""
-    ms = {"small": 12, "medium": 30, "large": 36, "xl": 50, "2.7B": 60}
-    chapter = with_times(results_root, lambda c: ms[c.size] * (1 if c.compile == "off" else 0.4))
-    text = page.host_words(chapter)
-    assert "time is 1.00, 1.25, 1.00, 1.04 and 1.88 ms eager and 0.400, " in text
-    assert (
-        text.count("Up to `xl` the eager time of a layer stays within a factor of 1.2, while its FLOPs grow")
-        == 2
-    )
-
-
-def test_aims(results_root):
-    """An aim is met with 1.1 × plain and no more than the noise behind SDPA, and missed otherwise."""
-    ms = {
-        ("small", 4, "default"): (20, 19, 18), ("small", 4, "reduce-overhead"): (20, 15, 15.5),
-        ("small", 64, "default"): (20, 15, 15.1), ("medium", 4, "default"): (20, 15, 18.1),
-        ("medium", 4, "reduce-overhead"): (20, 17, 18.3), ("medium", 16, "default"): (20, 20, 10),
-    }  # fmt: skip
-
-    def of(case):
-        if case.repeat:
-            return 21 if (case.size, case.batch) == ("small", 4) else 20
-        times = ms.get((case.size, case.batch, case.compile), (20, 20, 20))
-        return times[("reference", "sdpa", "flash_triton").index(case.attention)]
-
-    text = fastest.aims_words(with_times(results_root, of))
-    met = "`small`, batch 4, compiled, CUDA graphs; `medium`, batch 16, compiled."
-    missed = (
-        "`small`, batch 64, compiled; `medium`, batch 4, compiled; `medium`, batch 4, compiled, CUDA graphs."
-    )
-    unclear = (
-        "- `h200-x1`, not decided, since the same case twice differs by as much: `small`, batch 4, compiled."
-    )
-    # graphs miss it too: not the host's doing
-    assert text == f"- `h200-x1`, met: {met}\n- `h200-x1`, missed: {missed}\n{unclear}"
-
-
-def test_what_the_turns_of_a_case_differ_by_is_noise(results_root):
-    def make(case):
-        ms = {"reference": 20.0, "sdpa": 14.0, "flash_triton": 15.0}[case.attention]
-        first = ms * (1.5 if (case.size, case.attention, case.compile) == ("small", "sdpa", "default") else 1)
-        times = [first] * 5 + [ms] * 5
-        one = {"status": "ok", "step_ms_p50": ms, "step_ms_each": " ".join(map(str, times)), "peak_gib": 1.0}
-        return step_rows.metrics(case) | one
-
-    step_rows.write(torch_compile, torch_compile.grid("full"), results_root, "h200-x1", make)
-    chapter = Chapter("torch_compile", measure="no", machine="h200-x1", preset="full")
-    assert "their medians lie apart by up to 50 %." in page.noise_words(chapter)
-    said = fastest.target_words(chapter).splitlines()
-    even = f"0.933 × SDPA alike ({page.MERE_NOISE})"
-    assert [line.count(even) for line in said] == [1, 0, 1, 0, 0, 0]  # `small` compiled, at both batches
-    assert "missed: `small`, batch 4, compiled, CUDA graphs; `medium`, batch 4" in fastest.aims_words(chapter)
-    assert "compiled: one of SDPA and ours is faster (predicted: neither)" in fastest.graph_gain_words(
-        chapter
-    )
-    assert steps.turns_apart({"step_ms_each": "2 2 3 3"}, {"step_ms_each": "4 5"}) == pytest.approx(0.5)
-    assert steps.turns_apart({"step_ms_each": "4"}) == 0
-
-
-def test_longer_with_fewer_tokens_is_said(results_root):
-    def ms(case):
-        return 50 if case.context_length < torch_compile.SPEED_CONTEXT and case.size == "small" else 60
-
-    text = fastest.across_words(with_times(results_root, ms))
-    assert text == ""
-    text = fastest.across_words(
-        with_times(results_root, lambda c: 70 if (ms(c), c.compile) == (50, "off") else 60)
-    )
-    assert text.startswith(
-        "With plain attention, eager `small` 60.0 ms at context 1,024 and 70.0 ms at 512: twice the tokens"
-    )
-
-
-def test_the_host_is_named_where_graphs_meet_what_launches_miss(results_root):
-    def of(case):
-        slow = case.compile == "default" and case.batch == 4
-        return 20 if case.attention != "flash_triton" or slow else 15
-
-    text = fastest.aims_words(with_times(results_root, of))
-    assert "missed: `small`, batch 4, compiled; `medium`, batch 4, compiled." in text
-    assert "The same steps meet it as CUDA graphs. So it is the host" in text
-    assert "SDPA does not reach 1.1 over plain attention there either." in text and "Python" not in text
-
-
-def test_behind_sdpa_without_graphs_is_named_and_its_reason_called_a_guess(results_root):
-    def of(case):
-        if case.compile == "default" and case.batch == 4:
-            return {"reference": 20, "sdpa": 15, "flash_triton": 19}[case.attention]
-        return 20 if case.attention == "reference" else 15
-
-    text = fastest.aims_words(with_times(results_root, of))
-    assert (
-        "Behind SDPA by more than the noise, where graphs are not: `small`, batch 4, compiled; `medium`"
-        in text
-    )
-    assert "is a guess" in text and "SDPA does not reach" not in text
-
-
-def test_ratios_stay_within_a_run(results_root):
-    cases = [c for c in torch_compile.grid("full") if (c.size, c.context_length) == ("small", 512)]
-    one, other = [c for c in cases if c.compile == "off"], [c for c in cases if c.compile != "off"]
-    for number, part in enumerate((one, other)):
-        provenance = {
-            "status": "ok", "run": f"run-{number}", "time_utc": "2026-01-01T00:00:00Z", "env": "0",
-        }  # fmt: skip
-        rows.write(
-            torch_compile, "h100-x1",
-            [
-                dataclasses.asdict(c) | step_rows.metrics(c) | provenance
-                | {"code": code_digest(torch_compile, c)} for c in part
-            ], results_root,
-        )  # fmt: skip
-    chapter = Chapter("torch_compile", measure="no", machine="h100-x1", preset="full")
-    assert page.sizes_table(chapter)["gain"].isna().all()
-
-
-def test_page_without_rows():
-    chapter = Chapter("torch_compile", measure="no", preset="full")
-    for sentence in (page.graphs_words, page.sizes_words, fastest.target_words, fastest.graph_gain_words):
-        assert "not measured" in sentence(chapter)
-    assert set(page.sizes_table(chapter)["eager, ms"]) == {"–"}
-    for figure in (page.sizes_figure, fastest.speed_figure):
-        assert figure(chapter, "").axes
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
-    small = {"batch": 2, "steps": 2}
     cases = [
-        Case("tiny", 64, "train_step", "bf16", attention, compile, **small)
+        Case("tiny", 64, "train_step", "bf16", attention, compile, batch=2, steps=2)
         for attention in ("reference", "flash_triton", "sdpa")
         for compile in ("off", "default", "reduce-overhead")
     ]
@@ -361,10 +78,111 @@ def test_on_a_gpu():
             assert found["cuda_graph_skips"] == 0
 
 
-def test_what_a_pair_says_of_noise():
-    rows = [
-        {"attention": a, "compile": "off", "repeat": r, "status": "ok", "run": "1", "step_ms_p50": ms}
-        for a, r, ms in (("reference", 0, 100.0), ("sdpa", 0, 50.0), ("reference", 1, 93.0))
-    ]
-    assert page.pairs_apart(pandas.DataFrame(rows)) == pytest.approx(100 / 93 - 1)
-    assert page.pairs_apart(pandas.DataFrame(rows[:2])) == 0.0
+# ---------------------------------------------------------------------------------------------- the frames
+def attention(*given):
+    common = dict.fromkeys(attention_experiment.METRICS, math.nan) | {
+        "machine": "x", "head_dim": 16, "seq_len": 16384, "dtype": "fp32", "cap_gib": 0, "repeat": 0, "status": "ok",
+        "run": "r",
+    }  # fmt: skip
+    frame = pd.DataFrame([common | row for row in given])
+    keys = ["machine", "head_dim", "seq_len", "dtype", "cap_gib", "impl", "repeat"]
+    return frame[[*keys, *(c for c in frame if c not in keys)]]
+
+
+def ms(impl, forward, backward=1.0, **more):
+    return {"impl": impl, "forward_ms_p50": forward, "backward_ms_p50": backward} | more
+
+
+def test_eager_and_compiled_attention_stand_side_by_side():
+    rows = attention(
+        ms("reference", 3.0, 6.0), ms("reference", 9.0, repeat=1), ms("reference_compiled", 2.0, 4.0),
+        ms("reference", 9.0, cap_gib=24), ms("reference_compiled", 9.0, dtype="bf16"), ms("reference", 1.0, head_dim=64),
+    )  # fmt: skip
+    [line] = page.attention_times(rows, "fp32").to_dict("records")
+    assert list(line.values()) == ["x", 16, 16384, 3.0, 2.0, 6.0, 4.0]
+    found = page.attention_speedups(rows, {"x": Roofs(tflops={"fp32": 1e6}, tb_per_s=1.0)}).set_index("pass")
+    assert list(found["measured, ×"]) == [1.5, 1.5]
+    # where nothing but matrices of scores counts
+    assert list(found["predicted, ×"]) == pytest.approx([6 / 4, 12 / 7], rel=0.01)
+    assert page.attention_speedups(rows, {})["predicted, ×"].isna().all()
+
+
+def test_only_what_lies_within_its_runs_noise_stands_in_parentheses():
+    given = [
+        [ms("reference", 1.0, head_dim=d), ms("reference", 1.1, head_dim=d, repeat=1), ms("reference_compiled", t, head_dim=d)]
+        for d, t in ((16, 1 / 0.59), (32, 1.05), (64, 0.8))
+    ]  # fmt: skip
+    rows = attention(*(row for group in given for row in group))
+    forward, backward = page.speedup_figure(rows).axes
+    assert [text.get_text() for text in forward.texts] == ["0.59", "(0.95)", "1.2"]
+    assert [text.get_text() for text in backward.texts] == ["(1.0)"] * 3
+    assert [t.get_text() for t in page.speedup_figure(rows[:0]).axes[0].texts] == ["not measured"]
+
+
+def steps(*given):
+    common = dict.fromkeys(torch_compile.METRICS, math.nan) | {
+        "machine": "x", "context_length": 512, "mode": "train_step", "dtype": "bf16", "attention": "reference",
+        "compile": "off", "batch": 4, "repeat": 0, "status": "ok", "run": "r",
+    }  # fmt: skip
+    return pd.DataFrame([common | row for row in given])
+
+
+def test_sizes_are_in_order_and_speedups_are_of_one_run():
+    found = page.sizes(steps(
+        {"size": "xl", "step_ms_p50": 90.0}, {"size": "xl", "step_ms_p50": 30.0, "compile": "default", "run": "other"},
+        {"size": "small", "step_ms_p50": 50.0}, {"size": "small", "step_ms_p50": 20.0, "compile": "default"},
+        {"size": "small", "step_ms_p50": 51.0, "repeat": 1}, {"size": "small", "step_ms_p50": 4.0, "mode": "forward"},
+        {"size": "small", "step_ms_p50": 1.0, "context_length": 1024},
+        {"size": "2.7B", "status": "oom"},
+    )).set_index("size")  # fmt: skip
+    assert list(found.index) == ["small", "xl", "2.7B"]
+    assert found.loc["small", "step, ×"] == 2.5 and found.loc["small", "again, ms"] == 51.0
+    assert found.loc["small", "F eager, ms"] == 4.0 and math.isnan(found.loc["small", "F, ×"])
+    assert found.loc["xl", "step compiled, ms"] == 30.0 and math.isnan(found.loc["xl", "step, ×"])
+    assert found.loc["2.7B"].drop("machine").isna().all()
+
+
+def test_tokens_of_a_step_are_pivoted_and_what_ran_out_says_so():
+    at = {"context_length": 1024, "size": "small"}
+    found = page.speed(steps(
+        at | {"batch": 64, "status": "oom"}, at | {"compile": "reduce-overhead", "tokens_per_s": 3e5},
+        at | {"tokens_per_s": 1e5}, at | {"tokens_per_s": 9e5, "repeat": 1}, {"size": "small", "tokens_per_s": 9e5},
+        at | {"tokens_per_s": 2e5, "attention": "flash_triton"},
+    ))  # fmt: skip
+    assert found[["mode", "attention"]].to_numpy().tolist() == [
+        ["eager", "plain PyTorch"], ["eager", "ours"], ["CUDA graphs", "plain PyTorch"],
+    ]  # fmt: skip
+    assert list(found["small, batch 4"]) == [100, 200, 300]
+    assert list(printed(found)["small, batch 64"])[0] == "OOM"
+
+
+# -------------------------------------------------------------------------------------------- the notebook
+@pytest.fixture
+def published(monkeypatch, project_root):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+
+
+def test_the_notebook_on_the_reference_rows(published, project_root):
+    sentences, _ = execute(project_root / "book" / "torch_compile.ipynb")
+    assert [s for s in sentences if s.outcome is None] == []
+    assert [s.part for s in sentences if s.part] == ["torch_compile (a)", "torch_compile (b)"]
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"machine": "h100-x1,h200-x1"}, {"size": "small"}, {"attention": "sdpa"}]
+)
+def test_the_notebook_on_other_rows(published, project_root, parameters):
+    assert execute(project_root / "book" / "torch_compile.ipynb", **parameters)[0]
+
+
+def test_the_notebook_on_a_laptops_rows_and_on_none(project_root, results_root):
+    notebook = project_root / "book" / "torch_compile.ipynb"
+    (results_root / "reference.json").write_text("{}")
+    assert {s.outcome for s in execute(notebook)[0]} == {None}
+    origin = {"status": "ok", "run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "0", "code": "0"}
+    rows = [dataclasses.asdict(c) | origin | {"step_ms_p50": 7.0} for c in torch_compile.grid("smoke")]
+    store.write(torch_compile, "cpu-2", rows, results_root)
+    (results_root / "reference.json").write_text(json.dumps({"torch_compile": ["cpu-2"]}))
+    sentences, shown = execute(notebook)
+    assert {s.outcome for s in sentences} <= {None, False}  # False: the rows name no graph
+    assert any("tiny" in str(thing) and "7.00" in str(thing) for thing in shown)

@@ -105,7 +105,7 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     table = wide[value].reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
     out = table.reset_index()
     words = wide["_word"].reindex(index=order, columns=heads).fillna(EMPTY)
-    out.attrs["words"] = words.reset_index(drop=True)
+    out.attrs["words"] = words.reset_index(drop=True).to_dict()  # plain values: pandas compares attrs
     return out
 
 
@@ -116,15 +116,13 @@ def _word(status: str) -> str:
 
 def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.DataFrame:
     """The frame as texts: numbers with three significant digits, or as many as `digits` says for their column."""
-    words = frame.attrs.get("words", pd.DataFrame())
+    words = frame.attrs.get("words", {})
     out = frame.astype(object)
     out.attrs = {}
     for column in frame:
         texts = [fmt(value, (digits or {}).get(column, 3)) for value in frame[column]]
-        if column in words:
-            texts = [
-                w if t == EMPTY else t for t, w in zip(texts, words[column].reindex(frame.index), strict=True)
-            ]
+        known = words.get(column, {})
+        texts = [known.get(line, t) if t == EMPTY else t for line, t in zip(frame.index, texts, strict=True)]
         out[column] = texts
     return out
 

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
-from cs336_systems.measure.kernels import CAST, ELEMENTWISE, MEMORY, PRODUCT, REDUCTION, SOFTMAX
+from cs336_systems.measure.kernels import CAST, ELEMENTWISE, PRODUCT, SOFTMAX
 from cs336_systems.measure.trace_step import Step
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.tables import pivot
 from cs336_systems.report.trace_figure import steps_figure
-from cs336_systems.sizes import SIZES, size
+from cs336_systems.sizes import SIZES
 
 PRIMARY = 512
 SHAPE = ["machine", "size", "context_length", "dtype"]
@@ -33,15 +33,14 @@ SOFTMAX_FLOPS = 5  # for each score: compare, subtract, exponentiate, add, divid
 SCORE_BYTES = 8  # read and written once, in fp32
 KIND_HEADS = {
     PRODUCT: "GEMMs, %", ELEMENTWISE: "elementwise, %", CAST: "copies, casts, %", SOFTMAX: "softmax, %",
-    MEMORY: "memcpy, memset, %", REDUCTION: "reductions, %",
 }  # fmt: skip
 TIMER_HEADS = {
     "python_ms": "timer, ms", "host_ms": "nsys, ms", "ratio": "nsys / timer", "kernel_ms": "kernels, ms",
     "idle_pct": "GPU idle, %", "kernels": "launches",
 }  # fmt: skip
 ATTENTION_HEADS = {
-    "gemm_ms": "GEMMs, ms", "softmax_ms": "softmax, ms", "rest_ms": "rest, ms", "time_ratio": "softmax / GEMMs: time, ×",
-    "flops_pct": "FLOPs, %", "gemm_tflops": "GEMMs, TFLOP/s", "softmax_tb_s": "softmax, TB/s",
+    "gemm_ms": "GEMMs, ms", "softmax_ms": "softmax, ms", "rest_ms": "rest, ms", "time_ratio": "time, ×",
+    "flops_pct": "FLOPs, %", "softmax_tb_s": "softmax, TB/s",
 }  # fmt: skip
 _SUMS = ["python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values()]
 
@@ -99,8 +98,7 @@ def longest(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
                 use[1] += ms
         total = found["kernel_ms"].sum()
         for (name, kind), (calls, ms) in sorted(uses.items(), key=lambda item: -item[1][1]):
-            lines.append(dict(zip(SHAPE, key, strict=True))
-                         | {"kernel": name, "kind": kind, "calls": round(calls), "ms": ms, "pct": 100 * ms / total})  # fmt: skip
+            lines.append((*key, name, kind, round(calls), ms, 100 * ms / total))
     return pd.DataFrame(lines, columns=[*SHAPE, "kernel", "kind", "calls", "ms", "pct"])
 
 
@@ -129,12 +127,13 @@ def short(name: object) -> str:
 
 
 def kinds_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Kernel time of the forward pass, and the share of each class in it, in percent."""
+    """Kernel time of the forward pass, and the share of its classes in percent; the rest: memcpy, reductions, ..."""
     found = sums(rows, "forward")
-    shares = {
-        head: 100 * found[CLASS_COLUMNS[kind]] / found["kernel_ms"] for kind, head in KIND_HEADS.items()
-    }
-    return _headed(found[[*SHAPE, "kernel_ms"]].rename(columns={"kernel_ms": "kernels, ms"}).assign(**shares))
+    share = lambda kind: 100 * found[CLASS_COLUMNS[kind]] / found["kernel_ms"]
+    table = found[SHAPE].assign(
+        **{"kernels, ms": found["kernel_ms"]} | {h: share(k) for k, h in KIND_HEADS.items()}
+    )
+    return _headed(table.assign(**{"rest, %": 100 - table[[*KIND_HEADS.values()]].sum(axis=1, skipna=False)}))
 
 
 def share_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -143,7 +142,7 @@ def share_table(rows: pd.DataFrame) -> pd.DataFrame:
     parts = pd.concat([p.assign(share=100 * p[CLASS_COLUMNS[PRODUCT]] / p["kernel_ms"]) for p in parts])
     table = pivot(parts, SHAPE, "part", "share")
     adamw, step = (sums(rows, *ranges)["kernel_ms"] for ranges in (("optimizer",), PHASES))
-    words = table.attrs["words"]
+    words = table.attrs.get("words", pd.DataFrame())
     table["AdamW in step, %"] = 100 * adamw / step
     table = _headed(table)
     table.attrs["words"] = words
@@ -153,13 +152,13 @@ def share_table(rows: pd.DataFrame) -> pd.DataFrame:
 def adamw_tb_s(row_ms: float, name: str) -> float:
     """TB/s of AdamW's least traffic, 28 bytes a parameter: weight, gradient and two moments read, all but the gradient
     written."""
-    return 28 * accounting.num_parameters(size(name)) * 1e-9 / row_ms
+    return 28 * accounting.num_parameters(SIZES[name]) * 1e-9 / row_ms
 
 
 # ------------------------------------------------------------------------------------------------ attention
 def attention(rows: pd.DataFrame) -> pd.DataFrame:
     """Attention in the forward pass, all blocks: kernel time of its two GEMMs, its softmax, and the rest; softmax over
-    GEMMs in time and in FLOPs (masked scores count); what rates these come to."""
+    GEMMs in time and in FLOPs (masked scores count); the rate at which softmax moves its scores."""
     of = lambda *ranges: sums(rows, *ranges).set_index(SHAPE)
     gemm = of("scores", "output")[CLASS_COLUMNS[PRODUCT]]
     softmax = of("softmax")[CLASS_COLUMNS[SOFTMAX]]
@@ -174,7 +173,7 @@ def attention(rows: pd.DataFrame) -> pd.DataFrame:
         "gemm_ms": gemm, "softmax_ms": softmax,
         "rest_ms": of("scores", "softmax", "output")["kernel_ms"] - gemm - softmax,
         "time_ratio": softmax / gemm, "flops_pct": 100 * SOFTMAX_FLOPS * scores / flops,
-        "gemm_tflops": flops / gemm / 1e9, "softmax_tb_s": SCORE_BYTES * scores / softmax / 1e9,
+        "softmax_tb_s": SCORE_BYTES * scores / softmax / 1e9,
     }).reset_index()  # fmt: skip
 
 
