@@ -96,7 +96,8 @@ def ms(impl, forward, backward=1.0, **more):
 def test_eager_and_compiled_attention_stand_side_by_side():
     rows = attention(
         ms("reference", 3.0, 6.0), ms("reference", 9.0, repeat=1), ms("reference_compiled", 2.0, 4.0),
-        ms("reference", 9.0, cap_gib=24), ms("reference_compiled", 9.0, dtype="bf16"), ms("reference", 1.0, head_dim=64),
+        ms("reference", 9.0, cap_gib=24), ms("reference_compiled", 9.0, dtype="bf16"),
+        ms("reference", 1.0, head_dim=64),
     )  # fmt: skip
     [line] = page.attention_times(rows, "fp32").to_dict("records")
     assert list(line.values()) == ["x", 16, 16384, 3.0, 2.0, 6.0, 4.0]
@@ -108,11 +109,10 @@ def test_eager_and_compiled_attention_stand_side_by_side():
 
 
 def test_only_what_lies_within_its_runs_noise_stands_in_parentheses():
-    given = [
-        [ms("reference", 1.0, head_dim=d), ms("reference", 1.1, head_dim=d, repeat=1), ms("reference_compiled", t, head_dim=d)]
-        for d, t in ((16, 1 / 0.59), (32, 1.05), (64, 0.8))
-    ]  # fmt: skip
-    rows = attention(*(row for group in given for row in group))
+    compiled = ((16, 1 / 0.59), (32, 1.05), (64, 0.8))
+    given = [ms("reference_compiled", t, head_dim=d) for d, t in compiled]
+    given += [ms("reference", 1.0 + 0.1 * r, head_dim=d, repeat=r) for d, _ in compiled for r in (0, 1)]
+    rows = attention(*given)
     forward, backward = page.speedup_figure(rows).axes
     assert [text.get_text() for text in forward.texts] == ["0.59", "(0.95)", "1.2"]
     assert [text.get_text() for text in backward.texts] == ["(1.0)"] * 3
@@ -153,7 +153,7 @@ def test_tokens_of_a_step_are_pivoted_and_what_ran_out_says_so():
         ["eager", "plain PyTorch"], ["eager", "ours"], ["CUDA graphs", "plain PyTorch"],
     ]  # fmt: skip
     assert list(found["small, batch 4"]) == [100, 200, 300]
-    assert list(printed(found)["small, batch 64"])[0] == "OOM"
+    assert printed(found)["small, batch 64"].iloc[0] == "OOM"
 
 
 # -------------------------------------------------------------------------------------------- the notebook

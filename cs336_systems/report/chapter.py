@@ -181,6 +181,11 @@ class Chapter:
                 table.__dict__.pop("_code", None)
         if failed:
             raise store.MeasurementError("; ".join(failed))
+        quoted = reference_machines(self.name, self.root)
+        if self.measuring and quoted and self.machines[0] not in quoted:
+            print(
+                f'Below are the rows of {self.machines[0]}; machine = "{quoted[0]}" shows those of the book.'
+            )
 
     def rows(self, **where: Any) -> pd.DataFrame:
         """One row for each machine and chosen case, with the chapter's columns, `machine` first.

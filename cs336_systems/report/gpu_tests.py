@@ -20,4 +20,6 @@ def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
         return pd.DataFrame(columns=["machine", "passed", "failed", "skipped", "day", "earlier"])
     counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
     earlier = int((frame["code"] != code_digest(experiment)).sum())
-    return pd.DataFrame([{"machine": machine} | counts | {"day": max(frame["time_utc"])[:10], "earlier": earlier}])
+    return pd.DataFrame(
+        [{"machine": machine} | counts | {"day": max(frame["time_utc"])[:10], "earlier": earlier}]
+    )

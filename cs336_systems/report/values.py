@@ -92,7 +92,7 @@ for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq"
 class Row:
     """One row, its columns as attributes: numbers as `Number`, texts as they are, missing ones as a missing Number.
 
-    `oom`, `ok`, `skipped` and `failed` are True, False, or None where there is no row.
+    `oom`, `ok`, `skipped` and `error` (where no column is named so) are True, False, or None where there is no row.
     """
 
     def __init__(self, values: dict[str, Any], where: str, absent: str = "") -> None:
@@ -101,9 +101,8 @@ class Row:
     def __getattr__(self, column: str) -> Any:
         if column.startswith("_"):
             raise AttributeError(column)
-        if column in ("oom", "ok", "skipped", "failed"):
-            kind = {"failed": "error"}.get(column, column)
-            return None if self._absent else self._values["status"].partition(":")[0] == kind
+        if column in ("oom", "ok", "skipped", "error") and column not in self._values:
+            return None if self._absent else str(self._values["status"]).partition(":")[0] == column
         if column not in self._values:
             raise AttributeError(f"unknown column {column!r}; allowed: {', '.join(self._values)}")
         value = self._values[column]

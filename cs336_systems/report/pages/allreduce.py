@@ -74,9 +74,9 @@ def growth(rows: pd.DataFrame) -> pd.DataFrame:
             out.append({
                 "machine": machine, "backend": backend, "processes": n,
                 "steps, ×": accounting.all_reduce_steps(n) / accounting.all_reduce_steps(2),
-                f"time at {size_name(small)}, ×": by[0],
-                "bytes a link, ×": accounting.bus_factor(n) / accounting.bus_factor(2),
-                f"time at {size_name(large)}, ×": by[1],
+                f"{size_name(small)}, ×": by[0],
+                "bytes, ×": accounting.bus_factor(n) / accounting.bus_factor(2),
+                f"{size_name(large)}, ×": by[1],
             })  # fmt: skip
     return pd.DataFrame(out)
 
@@ -92,7 +92,7 @@ def fits(rows: pd.DataFrame) -> pd.DataFrame:
                 line.bytes_per_s / 1e9 * accounting.bus_factor(n), line.half_bytes / MB,
                 100 * np.abs(line.residuals).max(),
             ])  # fmt: skip
-    heads = ["latency, µs", "α, µs", "β, GB/s", "half of β at, MB", "largest miss, %"]
+    heads = ["latency, µs", "α, µs", "β, GB/s", "half at, MB", "miss, %"]
     return pd.DataFrame(out, columns=["machine", "backend", "processes", *heads])
 
 

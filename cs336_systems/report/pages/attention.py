@@ -120,7 +120,7 @@ def peaks(rows: pd.DataFrame, head_dim: int, seq_len: int, dtype: str, cap_gib: 
     under a cap, or that it ran out of memory."""
     shape = (rows["head_dim"] == head_dim) & (rows["seq_len"] == seq_len) & (rows["dtype"] == dtype)
     chosen = rows[shape & rows["cap_gib"].isin([0, cap_gib]) & (rows["repeat"] == 0)]
-    names = {0: "peak", cap_gib: f"peak under {cap_gib} GiB"}
+    names = {0: "peak", cap_gib: f"peak, cap {cap_gib} GiB"}
     chosen = chosen.assign(
         implementation=chosen["impl"].map(label),
         cap=chosen["cap_gib"].map(names),
@@ -130,8 +130,8 @@ def peaks(rows: pd.DataFrame, head_dim: int, seq_len: int, dtype: str, cap_gib: 
     free = chosen[chosen["cap_gib"] == 0].set_index(["machine", "implementation"])
     free = free.reindex(pd.MultiIndex.from_frame(frame[["machine", "implementation"]]))
     known = [predicted_gib(row) if pd.notna(row.impl) else {} for row in free.itertuples()]
-    frame.insert(2, "before backward, predicted", [k.get("before", math.nan) for k in known])
-    frame.insert(3, "measured", free["before_backward_gib"].to_numpy(float))
+    frame.insert(2, "before, predicted", [k.get("before", math.nan) for k in known])
+    frame.insert(3, "before", free["before_backward_gib"].to_numpy(float))
     frame.insert(4, "peak, predicted", [k.get("peak", math.nan) for k in known])
     return frame
 

@@ -1,308 +1,224 @@
-"""What chapter `benchmarking` shows: times of the phases, how they spread, what warming up does."""
+"""What chapter `benchmarking` shows: numeric frames and figures from its rows."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import statistics
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
+from cs336_systems.experiments.benchmarking import PRIMARY
 from cs336_systems.experiments.steps import WARM
+from cs336_systems.measure.phases import each
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.pages import steps
-from cs336_systems.report.tables import EMPTY, fmt
-from cs336_systems.sizes import SIZES, size
+from cs336_systems.report.prose import Number, Row
+from cs336_systems.report.roofs import Roofs
+from cs336_systems.report.tables import pivot
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
 
-PRIMARY = 512
-
-
-def warm(chapter: Chapter, **where: Any) -> pd.DataFrame:
-    """The measured rows after a full warm-up, without the A/A repetitions."""
-    rows = chapter.measured(repeat=0, **where)
-    return rows[rows["warmup"] >= WARM]
-
-
-def primary(chapter: Chapter) -> int:
-    """The context length that single-context tables show: 512, or the longest there is."""
-    lengths = set(chapter.rows(repeat=0)["context_length"])
-    return PRIMARY if PRIMARY in lengths or not lengths else max(lengths)
-
-
-def prediction_table(batch: int = 4, context_length: int = PRIMARY) -> pd.DataFrame:
-    """Parameters, FLOPs by component, and what they come to for a step, for every size of the handout."""
-    out = []
-    for name, config in SIZES.items():
-        if name == "tiny":
-            continue
-        flops = accounting.forward_matmul_flops(config, batch, context_length)
-        attention = flops["attention_scores"] + flops["attention_output"]
-        out.append({
-            "size": name,
-            "parameters, M": fmt(accounting.num_parameters(config) / 1e6),
-            "forward, TFLOP": fmt(accounting.model_flops(config, batch, context_length, "forward") / 1e12),
-            "in attention's products": f"{100 * attention / 2 / (sum(flops.values()) - attention / 2):.1f} %",
-            "step, TFLOP": fmt(accounting.model_flops(config, batch, context_length, "train_step") / 1e12),
-            "AdamW, GB moved": fmt(28 * accounting.num_parameters(config) / 1e9),
-        })  # fmt: skip
-    return pd.DataFrame(out)
+BATCH = 4
+ADAMW_BYTES = 28  # a parameter: reads weight, gradient and two moments, writes weight and moments, all fp32
+PASSES = ("forward", "backward")
+TIME_HEADS = {
+    "forward_ms_mean": "forward, ms", "forward_ms_std": "forward std, ms", "backward_ms_mean": "backward, ms",
+    "backward_ms_std": "backward std, ms", "optimizer_ms_mean": "AdamW, ms", "step_ms_mean": "whole step, ms",
+    "step_ms_std": "step std, ms",
+}  # fmt: skip
+SPLIT_HEADS = {
+    "predicted_ms": "predicted, ms", "wall_ms": "measured, ms", "share_pct": "predicted / measured, %",
+    "gemm_ms": "GEMMs, ms", "rate_pct": "of best rate, %", "other_ms": "other kernels, ms",
+    "no_kernel_ms": "no kernel, ms",
+}  # fmt: skip
+_WARMUP_HEADS = {"mean_ms": "mean after {}, ms", "std_ms": "std {}, ms"}
 
 
-def floor_table(chapter: Chapter) -> pd.DataFrame:
-    """Measured forward and backward beside the floor of their products, at the primary context."""
-    out = []
-    found = steps.found_roofs(chapter)
-    rows = steps.passes(chapter.rows(repeat=0, context_length=primary(chapter)))
-    rows = rows[rows["warmup"] >= WARM]
-    for row in sorted(rows.to_dict("records"), key=lambda r: (r["dtype"], list(SIZES).index(r["size"]))):
-        line = {"machine": row["machine"], "dtype": row["dtype"], "size": row["size"]}
-        if row["status"] != "ok" or row["machine"] not in found:
-            out.append(line | {"floor, ms": EMPTY, "forward + backward, ms": steps.word(row["status"])})
-            continue
-        floor = steps.floor_ms(found[row["machine"]], row)
-        measured = row["forward_ms_p50"] + row["backward_ms_p50"]
-        out.append(line | {
-            "floor, ms": fmt(floor),
-            "forward + backward, ms": fmt(measured),
-            "floor / measured": EMPTY if floor is None else f"{100 * floor / measured:.0f} %",
-            "backward / forward": fmt(row["backward_ms_p50"] / row["forward_ms_p50"]),
-        })  # fmt: skip
-    columns = [
-        "machine", "dtype", "size", "floor, ms", "forward + backward, ms", "floor / measured",
-        "backward / forward",
-    ]  # fmt: skip
-    return pd.DataFrame(out, columns=columns)
+def primary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows at the context that single-context tables show: 512, or the longest there is."""
+    lengths = set(rows["context_length"])
+    return rows[rows["context_length"] == (PRIMARY if PRIMARY in lengths else max(lengths, default=0))]
 
 
-def variation(chapter: Chapter) -> pd.DataFrame:
-    """Standard deviation over mean of forward and backward, in percent, for each size: the least and the most."""
-    rows = steps.passes(warm(chapter))
-    out = []
-    for machine, of_machine in rows.groupby("machine"):
-        for name in steps.in_order(of_machine["size"]):
-            part = of_machine[of_machine["size"] == name]
-            line = {"machine": machine, "size": name, "cases": len(part)}
-            for phase in ("forward", "backward"):
-                share = 100 * part[f"{phase}_ms_std"].astype(float) / part[f"{phase}_ms_mean"].astype(float)
-                line[f"{phase}, median"] = f"{fmt(share.median(), 2)} %"
-                line[f"{phase}, most"] = f"{fmt(share.max(), 2)} %"
-            out.append(line)
-    return pd.DataFrame(out)
+def steps(rows: pd.DataFrame, mode: str = "train_step", **where: object) -> pd.DataFrame:
+    """The rows of a mode in fp32, each case once: after a full warm-up, or where these fields have these values."""
+    for field, value in ({"mode": mode, "dtype": "fp32", "warmup": WARM, "repeat": 0} | where).items():
+        rows = rows[rows[field].isin(value if isinstance(value, list) else [value])]
+    return rows
 
 
-def spread_figure(chapter: Chapter, machine: str) -> Figure:
-    """Every measured step of forward and of backward, over the median of its case: a column for each size."""
-    rows = steps.passes(warm(chapter, machine=machine, context_length=primary(chapter)))
-    rows = rows[rows["dtype"] == "fp32"]
-    figure, axes = figures.panels(columns=2, height=2.6, sharey=True)
-    for ax, phase in zip(axes[0], ("forward", "backward"), strict=True):
-        names = steps.in_order(rows["size"])
-        if not names:
-            figures.nothing(ax)
-        for place, name in enumerate(names):
-            times = np.array(steps.series(rows[rows["size"] == name].iloc[0], phase))
-            beside = np.linspace(-0.3, 0.3, len(times))
-            _, color, marker = figures.look(name, place)
-            ax.plot(place + beside, times / np.median(times), marker, color=color, ms=3.5, zorder=3)
-        ax.axhline(1, color="#6b6b6b", lw=0.8)
-        ax.set_xticks(range(len(names)), names)
-        ax.set_title(phase)
-    axes[0, 0].set_ylabel("time / median")
-    return figure
+# ------------------------------------------------------------------------------------------------ predictions
+def gemm_ms(
+    roof: Roofs, name: str, batch: int, context: int, mode: str = "train_step", dtype: str = "fp32"
+) -> float:
+    """What the GEMMs of a step take at the machine's best measured rate; NaN where that is not known."""
+    return accounting.model_flops(size(name), batch, context, mode) / (roof.tflops.get(dtype, math.nan) * 1e9)
 
 
-def context_figure(chapter: Chapter, machine: str) -> Figure:
-    """Forward and backward over the context length, a line for each size, with one standard deviation as a band."""
-    rows = steps.passes(warm(chapter, machine=machine, dtype="fp32"))
-    figure, axes = figures.panels(columns=2, height=3.0, sharey=True)
-    for ax, phase in zip(axes[0], ("forward", "backward"), strict=True):
-        mean, std = rows[f"{phase}_ms_mean"].astype(float), rows[f"{phase}_ms_std"].astype(float)
-        drawn = rows.assign(low=mean - std, high=mean + std)
-        drawn = drawn.sort_values("size", key=lambda column: column.map(list(SIZES).index), kind="stable")
-        figures.lines(ax, drawn, "context_length", f"{phase}_ms_mean", "size", "low", "high", log_y=True)
-        ax.set(title=phase, xlabel="context length")
-    axes[0, 0].set_ylabel("ms")
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+def models(roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """The handout's sizes: blocks, width, heads, parameters, FLOPs of a step at context 512, and the times that these
+    come to at a machine's best GEMM and copy."""
+    return pd.DataFrame([
+        {
+            "machine": machine, "size": name, "L": config.num_layers, "D": config.d_model, "heads": config.num_heads,
+            "N, million": accounting.num_parameters(config) / 1e6,
+            "TFLOP a step": accounting.model_flops(config, BATCH, PRIMARY, "train_step") / 1e12,
+            "forward + backward, ms": gemm_ms(roof, name, BATCH, PRIMARY), "AdamW, ms": adamw_ms(roof, name),
+        }
+        for machine, roof in roofs.items() for name, config in SIZES.items() if name in HANDOUT_SIZES
+    ])  # fmt: skip
+
+
+def adamw_ms(roof: Roofs, name: str) -> float:
+    """What AdamW's traffic takes at the machine's best measured copy; NaN where that is not known."""
+    moved = ADAMW_BYTES * accounting.num_parameters(size(name))
+    return moved / ((math.nan if roof.tb_per_s is None else roof.tb_per_s) * 1e9)
+
+
+# ------------------------------------------------------------------------------------------------ times
+def times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation of the phases of a training step, and backward over forward, a line for each size."""
+    rows = steps(primary(rows))
+    long = [rows.assign(head=head, ms=rows[column].astype(float)) for column, head in TIME_HEADS.items()]
+    found = pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+    if found.empty:
+        return found
+    ratio = found["backward, ms"] / found["forward, ms"]
+    found.insert(found.columns.get_loc("AdamW, ms"), "backward / forward", ratio)
+    return found
+
+
+def split(rows: pd.DataFrame, profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """Forward and backward together: predicted, measured, and where the time goes by Nsight Systems: GEMMs and their
+    rate in percent of the best, other kernels, and the rest, in which no kernel ran."""
+    rows, keys = steps(primary(rows)), ["machine", "size", "context_length", "dtype"]
+    profile = profile[profile["range"].isin(PASSES)]
+    sums = profile.astype({"matrix_product_ms": float, "kernel_ms": float}).groupby(keys)
+    sums = sums[["matrix_product_ms", "kernel_ms"]].sum(min_count=len(PASSES))
+    sums = sums.reindex(pd.MultiIndex.from_frame(rows[keys])).reset_index(drop=True)
+    found = rows[["machine", "size", "status"]].reset_index(drop=True)
+    found["predicted_ms"] = [
+        gemm_ms(roofs.get(row.machine, Roofs()), row.size_name, row.batch, row.context_length)
+        for row in rows.rename(columns={"size": "size_name"}).itertuples()
+    ]
+    found["wall_ms"] = (
+        rows["forward_ms_mean"].astype(float) + rows["backward_ms_mean"].astype(float)
+    ).to_numpy()
+    found["share_pct"] = 100 * found["predicted_ms"] / found["wall_ms"]
+    found["gemm_ms"] = sums["matrix_product_ms"]
+    found["rate_pct"] = 100 * found["predicted_ms"] / found["gemm_ms"]
+    found["other_ms"] = sums["kernel_ms"] - sums["matrix_product_ms"]
+    found["no_kernel_ms"] = found["wall_ms"] - sums["kernel_ms"]
+    return found
+
+
+def rates(profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """The rate of the GEMMs of forward and of backward, in percent of the machine's best."""
+    found = profile[profile["range"].isin(PASSES)].reset_index(drop=True)
+    least = [
+        gemm_ms(roofs.get(machine, Roofs()), name, batch, context, "forward", dtype)
+        * (1 + (part == "backward"))
+        for machine, name, batch, context, dtype, part in zip(
+            *(found[c] for c in ("machine", "size", "batch", "context_length", "dtype", "range")), strict=True
+        )
+    ]
+    found["rate_pct"] = 100 * np.array(least, float) / found["matrix_product_ms"].astype(float)
+    return found[["machine", "size", "context_length", "dtype", "range", "status", "rate_pct"]]
+
+
+def ranked(row: Row, phase: str, place: int) -> Number:
+    """The measured step of a phase at this place by length: 0 is the shortest, -1 the longest; in ms."""
+    found = sorted(each(getattr(row, f"{phase}_ms_each")))
+    return Number(found[place]) if found else Number(math.nan, f"{row!r}: not measured")
+
+
+def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
+    """A training step over the context length, a line for each size; dotted: its GEMMs at the best rate."""
+    rows = _first_machine(steps(rows))
+    rows = rows.assign(ms=rows["step_ms_p50"].astype(float))
+    figure, axes = figures.panels(height=2.6)
+    ax = axes[0, 0]
+    figures.lines(ax, rows, "context_length", "ms", "size", log_y=True)
+    for line, (name, part) in zip(
+        ax.get_lines(), rows.dropna(subset="ms").groupby("size", sort=False), strict=True
+    ):
+        lengths = sorted(part["context_length"])
+        roof = roofs.get(part["machine"].iloc[0], Roofs())
+        least = [gemm_ms(roof, str(name), int(part["batch"].iloc[0]), int(n)) for n in lengths]
+        ax.plot(lengths, least, ":", color=line.get_color(), lw=1.2)
+    ax.set(xlabel="context length", ylabel="training step, ms")
+    if ax.get_legend_handles_labels()[0]:
+        handles, names = ax.get_legend_handles_labels()
+        figure.legend(handles[::-1], names[::-1], loc="outside right center")
     return figure
 
 
 # ------------------------------------------------------------------------------------------------ warm-up
-def warmup_table(chapter: Chapter) -> pd.DataFrame:
-    """Forward and backward (mean ± std of the measured steps) after 0, 1, 2 and 5 warm-up steps."""
-    rows = chapter.rows(mode="forward_backward", repeat=0, dtype="fp32", context_length=primary(chapter))
-    cold = rows[rows["warmup"] < WARM]
+def passes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Forward and backward of each measured step added up: first, second, median, mean and standard deviation, for each
+    size and number of warm-up steps; and the first and the median forward pass alone."""
     out = []
-    for machine in chapter.machines or [""]:
-        for name in steps.in_order(cold[cold["machine"] == machine]["size"]):
-            part = rows[(rows["machine"] == machine) & (rows["size"] == name)].sort_values("warmup")
-            for row in part.to_dict("records"):
-                first = steps.series(row, "step")[:1] if row["status"] == "ok" else []
-                out.append({
-                    "machine": machine, "size": name, "warm-up steps": row["warmup"],
-                    "forward": steps.spread(row, "forward"), "backward": steps.spread(row, "backward"),
-                    "first measured step, ms": fmt(first[0]) if first else steps.word(row["status"]),
-                    "median step, ms": fmt(row["step_ms_p50"]),
-                })  # fmt: skip
-    return pd.DataFrame(out)
+    for row in steps(primary(rows), "forward_backward", warmup=sorted(set(rows["warmup"]))).to_dict(
+        "records"
+    ):
+        forward = each(row["forward_ms_each"])
+        both = [sum(pair) for pair in zip(forward, each(row["backward_ms_each"]), strict=True)]
+        known = {
+            "first_ms": both[0], "p50_ms": statistics.median(both), "mean_ms": statistics.fmean(both),
+            "first_forward_ms": forward[0], "forward_p50_ms": statistics.median(forward),
+        } if both else {}  # fmt: skip
+        if len(both) > 1:
+            known |= {"second_ms": both[1], "std_ms": statistics.stdev(both)}
+        out.append({"machine": row["machine"], "size": row["size"], "warmup": row["warmup"], "status": row["status"]}
+                   | known)  # fmt: skip
+    columns = ["machine", "size", "warmup", "status", "first_ms", "second_ms", "p50_ms", "mean_ms", "std_ms",
+               "first_forward_ms", "forward_p50_ms"]  # fmt: skip
+    return pd.DataFrame(out, columns=columns)
 
 
-def warmup_figure(chapter: Chapter, machine: str) -> Figure:
-    """The steps of fresh processes, one after the other, beside the median of the steps after a full warm-up."""
-    rows = chapter.measured(mode="forward_backward", repeat=0, dtype="fp32", machine=machine, warmup=0)
-    figure, axes = figures.panels(height=2.8)
+def warmups(found: pd.DataFrame) -> pd.DataFrame:
+    """`passes` as a table: mean and standard deviation after each number of warm-up steps, a line for each size."""
+    found = found.sort_values("warmup", kind="stable")
+    long = [
+        found.assign(head=found["warmup"].map(head.format), ms=found[column].astype(float))
+        for column, head in _WARMUP_HEADS.items()
+    ]
+    return pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+
+
+def cold_figure(rows: pd.DataFrame) -> Figure:
+    """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
+    rows = _first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
+    figure, axes = figures.panels(height=2.1)
     ax = axes[0, 0]
     if rows.empty:
         figures.nothing(ax)
-    for place, name in enumerate(steps.in_order(rows["size"])):
-        times = np.array(steps.series(rows[rows["size"] == name].iloc[0], "step"))
-        label, color, marker = figures.look(name, place)
-        ax.plot(np.arange(1, len(times) + 1), times, marker=marker, color=color, label=label)
+    for place, row in enumerate(rows.to_dict("records")):
+        ms = each(row["step_ms_each"])
+        label, color, marker = figures.look(row["size"], place)
+        ax.plot(np.arange(1, len(ms) + 1), ms, marker=marker, color=color, label=label)
     if len(rows):
         ax.set_yscale("log")
-        ax.legend()
+        ax.set_xticks(np.arange(1, max(len(each(text)) for text in rows["step_ms_each"]) + 1))
+        handles, names = ax.get_legend_handles_labels()
+        figure.legend(handles[::-1], names[::-1], loc="outside right center")
     ax.set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
     return figure
 
 
-def warmup_words(chapter: Chapter) -> str:
-    """What the first step of a process costs, what it does to a mean, and whether the second differs."""
-    rows = chapter.measured(mode="forward_backward", repeat=0, dtype="fp32", context_length=primary(chapter))
-    said = []
-    for machine in chapter.machines:
-        part = rows[rows["machine"] == machine]
-        times = {
-            (row["size"], row["warmup"]): np.array(steps.series(row, "step"))
-            for row in part.to_dict("records")
-        }
-        for name in steps.in_order(part[part["warmup"] == 0]["size"]):
-            cold = times[(name, 0)]
-            if len(cold) < 3:
-                continue
-            settled = float(np.median(cold[len(cold) // 2 :]))
-            words = (
-                f"`{name}`: the first step of a fresh process takes {fmt(cold[0])} ms, {fmt(cold[0] / settled)} times"
-                f" the median of the later half ({fmt(settled)} ms), and the second {fmt(cold[1] / settled)} times;"
-                f" that makes the mean of {len(cold)} steps {fmt(cold.mean() / settled)} times and their standard"
-                f" deviation {fmt(100 * cold.std(ddof=1) / cold.mean(), 2)} % of it"
-            )
-            for warmup in (1, 2):
-                if (name, warmup) in times:
-                    after = times[(name, warmup)]
-                    words += (
-                        f"; after {warmup} warm-up step{'s' * (warmup > 1)} the first measured one is"
-                        f" {fmt(after[0] / np.median(after))} times the median"
-                    )
-            said.append(f"- {words}.")
-    return "\n".join(said) or f"The steps of fresh processes: {NOT_MEASURED}."
+def _first_machine(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
 
 
-# ------------------------------------------------------------------------------------------------ sentences
-def times_words(chapter: Chapter) -> str:
-    """Forward and backward of the smallest and the largest size that was measured, and how they vary."""
-    rows = steps.passes(warm(chapter, context_length=primary(chapter), dtype="fp32"))
-    if rows.empty:
-        return f"Times of forward and backward: {NOT_MEASURED}."
-    words = []
-    for machine, part in rows.groupby("machine"):
-        names = steps.in_order(part["size"])
-        texts = []
-        for name in dict.fromkeys((names[0], names[-1])):
-            row = part[part["size"] == name].iloc[0]
-            texts.append(
-                f"`{name}` takes {steps.spread(row, 'forward')} ms forward and {steps.spread(row, 'backward')} ms"
-                " backward"
-            )
-        ratio = part["backward_ms_p50"].astype(float) / part["forward_ms_p50"].astype(float)
-        share = pd.concat([
-            part[f"{p}_ms_std"].astype(float) / part[f"{p}_ms_mean"].astype(float) for p in ("forward", "backward")
-        ])  # fmt: skip
-        words.append(
-            f"On `{machine}`, fp32, context {primary(chapter)}, after {WARM} warm-up steps: {', '.join(texts)}."
-            f" Backward takes {fmt(ratio.min())} to {fmt(ratio.max())} times as long as forward. The standard deviation"
-            f" is {fmt(100 * share.min(), 2)} to {fmt(100 * share.max(), 2)} % of the mean,"
-            f" {fmt(100 * share.median(), 2)} % in the median."
-        )
-    return "\n\n".join(words)
-
-
-def growth_words(chapter: Chapter) -> str:
-    """How the time grows with the context: far less than the tokens where the host sets the pace."""
-    rows = steps.passes(warm(chapter, dtype="fp32"))
-    said = []
-    for machine, of_machine in rows.groupby("machine"):
-        for name in steps.in_order(of_machine["size"]):
-            part = of_machine[of_machine["size"] == name].sort_values("context_length")
-            if len(part) < 2:
-                continue
-            first, last = part.iloc[0], part.iloc[-1]
-            tokens = last["context_length"] / first["context_length"]
-            work = [
-                accounting.model_flops(size(name), int(r["batch"]), int(r["context_length"]), "forward")
-                for r in (first, last)
-            ]
-            times = [
-                fmt(last[f"{phase}_ms_p50"] / first[f"{phase}_ms_p50"]) for phase in ("forward", "backward")
-            ]
-            said.append(
-                f"- `{machine}`, `{name}`, from context {first['context_length']} to {last['context_length']}: tokens"
-                f" {fmt(tokens)} times, FLOPs {fmt(work[1] / work[0])} times, forward {times[0]} times, backward"
-                f" {times[1]} times."
-            )
-    return "\n".join(said) or f"How times grow with the context: {NOT_MEASURED}."
-
-
-def out_of_memory(chapter: Chapter) -> str:
-    """Which cases ran out of memory, beside what the closed form said they need."""
-    rows = chapter.rows(repeat=0)
-    failed = rows[rows["status"] == "oom"]
-    measured = rows[rows["status"] == "ok"]
-    if failed.empty:
-        return (
-            "No case ran out of memory."
-            if len(measured)
-            else f"Whether a case runs out of memory: {NOT_MEASURED}."
-        )
-    lines = []
-    for row in failed.sort_values(["size", "context_length", "mode"]).to_dict("records"):
-        needed = sum(
-            accounting.peak_bytes(
-                size(row["size"]), row["batch"], row["context_length"], row["mode"],
-                "bf16" if row["dtype"] == "bf16" else "fp32", "reference", "cuda", "fused",
-            ).values()
-        )  # fmt: skip
-        lines.append(
-            f"- `{row['size']}`, context {row['context_length']}, `{row['mode']}`, {row['dtype']}: by the closed form"
-            f" it needs {fmt(needed / 2**30)} GiB."
-        )
-    return f"{len(failed)} of {len(rows)} cases ran out of memory:\n\n" + "\n".join(lines)
-
-
-def memory_words(chapter: Chapter) -> str:
-    """How far the closed form of the peak is from the peak that the allocator saw."""
-    rows = warm(chapter)
-    rows = rows[rows["peak_gib"].notna()]
-    if rows.empty:
-        return f"Peaks of memory: {NOT_MEASURED} (they need a CUDA device)."
-    off, more = [], []
-    for row in rows.to_dict("records"):
-        needed = sum(
-            accounting.peak_bytes(
-                size(row["size"]), row["batch"], row["context_length"], row["mode"],
-                "bf16" if row["dtype"] == "bf16" else "fp32", "reference", "cuda", "fused",
-            ).values()
-        )  # fmt: skip
-        off.append(row["peak_gib"] * 2**30 / needed - 1)
-        more.append(row["peak_gib"] * 2**10 - needed / 2**20)
-    off = np.array(off)
-    return (
-        f"The allocator's peak was {fmt(100 * off.min(), 2)} to {fmt(100 * off.max(), 2)} % above what the closed form"
-        f" gives, over {len(off)} cases: by {fmt(min(more), 2)} to {fmt(max(more), 2)} MiB. The closed form leaves out"
-        " cuBLAS's workspaces, the tables of the rotary positions, and what the allocator rounds up: a tensor may get a"
-        " block that is up to 1 MiB larger than it asked for, because so small a rest is not split off, and a step of a"
-        " large model holds four such tensors for each of its weights. [The chapter on memory](memory.ipynb) tells"
-        " requested from allocated bytes."
-    )
+# ------------------------------------------------------------------------------------------------ the grid
+def grid(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every case: medians of its phases and of the whole step, tokens a second, MFU, peak of memory."""
+    heads = {
+        "machine": "machine", "size": "size", "context_length": "context", "mode": "mode", "dtype": "dtype",
+        "warmup": "warm-up", "repeat": "repeat", "forward_ms_p50": "forward, ms", "backward_ms_p50": "backward, ms",
+        "optimizer_ms_p50": "AdamW, ms", "step_ms_p50": "step, ms", "tokens_per_s": "tokens/s", "mfu": "MFU",
+        "peak_gib": "peak, GiB", "status": "status",
+    }  # fmt: skip
+    return rows[list(heads)].rename(columns=heads)

@@ -185,7 +185,7 @@ def speedup_figure(rows: pd.DataFrame, peers: tuple[str, ...], dtypes: tuple[str
                 figures.nothing(ax)
                 continue
             table = tables.pivot(shown, ("head_dim",), "seq_len", "speedup")
-            figures.heat(ax, table.set_index("head_dim"), words=table.attrs["words"])
+            figures.heat(ax, table.set_index("head_dim"), words=pd.DataFrame(table.attrs["words"]))
             for text in ax.texts:
                 text.set_fontsize(8)
             ax.set_ylabel("d")

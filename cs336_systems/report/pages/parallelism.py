@@ -117,12 +117,12 @@ def memory_table(setting: Setting) -> pd.DataFrame:
     """What training XXL holds, in GB and in H100 by both readings of 80 GB."""
     tokens, state = setting.tokens_per_device, int(state_bytes())
     held = {"master weights, gradients and moments": state}
-    for name, one_of in (("no nonlinearity or ReLU", "relu"), ("GELU or SiLU", "gelu")):
+    for name, one_of in (("none or ReLU", "relu"), ("GELU or SiLU", "gelu")):
         saved = tokens * int(saved_bytes(one_of))
-        held |= {f"activations of {tokens:,} tokens, {name}": saved, f"together, {name}": state + saved}
+        held |= {f"activations, {name}": saved, f"together, {name}": state + saved}
     gb, gib = ([model.devices_worth(size, H100_GB * unit) for size in held.values()] for unit in (GB, GIB))
     sizes = [size / GB for size in held.values()]
-    return pd.DataFrame({"what": list(held), "GB": sizes, "H100 of 80·10⁹ bytes": gb, "H100 of 80 GiB": gib})
+    return pd.DataFrame({"what": list(held), "GB": sizes, "H100 of 80 GB": gb, "of 80 GiB": gib})
 
 
 def fewest_table(setting: Setting) -> pd.DataFrame:
@@ -130,9 +130,9 @@ def fewest_table(setting: Setting) -> pd.DataFrame:
     tokens = sorted({0, 512, 1024, 2048, 4096, 8192, setting.tokens_per_device})
     relu, gelu = (replace(setting, nonlinearity=name) for name in ("relu", "gelu"))
     found = {
-        "ReLU, half sharded": [fewest(relu, t) for t in tokens],
-        "ReLU, half sharded, GiB": [fewest(relu, t, unit=GIB) for t in tokens],
-        "GELU, half sharded": [fewest(gelu, t) for t in tokens],
+        "ReLU": [fewest(relu, t) for t in tokens],
+        "ReLU, GiB": [fewest(relu, t, unit=GIB) for t in tokens],
+        "GELU": [fewest(gelu, t) for t in tokens],
         "ReLU, none sharded": [fewest(relu, t, sharded=0) for t in tokens],
     }
     return pd.DataFrame({"tokens": tokens} | {head: _integers(column) for head, column in found.items()})
@@ -148,7 +148,6 @@ def times_table(setting: Setting) -> pd.DataFrame:
         "B/N": [b / setting.devices for b in least.values()], "B/X": [b / setting.layout.fsdp for b in least.values()],
         "GEMMs, ms": [1e3 * t.compute for t in times], "weights, ms": [1e3 * t.weights for t in times],
         "activations, ms": [1e3 * t.activations for t in times],
-        "all blocks, s": [XXL.num_blocks * t.compute for t in times],
     })  # fmt: skip
 
 
@@ -158,7 +157,7 @@ def levers(setting: Setting) -> dict[str, Layout]:
     found = {"as in (c)": base, "FSDP alone, three axes": replace(base, fsdp=n, tensor=1, fsdp_axes=3)}
     for factor in (f for f in (2, 4) if base.fsdp % f == 0 and base.fsdp > f):
         split = replace(base, fsdp=base.fsdp // factor, tensor=factor * base.tensor)
-        found[f"more tensor parallelism, Y = {split.tensor}"] = split
+        found[f"tensor parallelism, Y = {split.tensor}"] = split
     found["weights gathered in 8 bits"] = replace(base, weight_bytes=1)
     if base.fsdp % STAGES == 0 and base.fsdp > STAGES:
         piped = replace(base, fsdp=base.fsdp // STAGES, stages=STAGES)
@@ -174,8 +173,8 @@ def lever_table(setting: Setting) -> pd.DataFrame:
     ])  # fmt: skip
     for overlap in OVERLAPS:
         least = [batch(setting, overlap, **vars(layout)) for layout in found.values()]
-        table[f"B/N, {overlap}"] = [float(b) / setting.devices for b in least]
-        table[f"B, {overlap}"] = _integers(map(up, least))
+        table[f"B/N {overlap}"] = [float(b) / setting.devices for b in least]
+        table[f"B {overlap}"] = _integers(map(up, least))
     return table
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
-from cs336_systems.measure.kernels import CAST, ELEMENTWISE, PRODUCT, SOFTMAX
+from cs336_systems.measure.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.measure.trace_step import Step
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.tables import pivot
@@ -138,15 +138,12 @@ def kinds_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def share_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The share of GEMMs in the kernel time of each part of a step, and AdamW's share of the step, in percent."""
-    parts = [sums(rows, *ranges).assign(part=f"{name}, %") for name, ranges in PARTS.items()]
-    parts = pd.concat([p.assign(share=100 * p[CLASS_COLUMNS[PRODUCT]] / p["kernel_ms"]) for p in parts])
-    table = pivot(parts, SHAPE, "part", "share")
-    adamw, step = (sums(rows, *ranges)["kernel_ms"] for ranges in (("optimizer",), PHASES))
-    words = table.attrs.get("words", pd.DataFrame())
-    table["AdamW in step, %"] = 100 * adamw / step
-    table = _headed(table)
-    table.attrs["words"] = words
-    return table
+    parts = [sums(rows, *ranges).assign(part=f"{name}, %", of=PRODUCT) for name, ranges in PARTS.items()]
+    parts.append(sums(rows, *PHASES).assign(part="AdamW in step, %", of=OPTIMIZER))
+    parts = [
+        p.assign(share=100 * p[CLASS_COLUMNS[p["of"].iloc[0]]] / p["kernel_ms"]) for p in parts if len(p)
+    ]
+    return _headed(pivot(pd.concat(parts), SHAPE, "part", "share")) if parts else _headed(rows[SHAPE][:0])
 
 
 def adamw_tb_s(row_ms: float, name: str) -> float:

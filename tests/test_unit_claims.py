@@ -1,0 +1,98 @@
+"""`cs336 book --claims`: what is wrong with a small book's sentences, and with those of this one on changed rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems import cli
+from cs336_systems.report import claims
+
+
+def notebook(path, *sources, tags=()):
+    cells = [{"cell_type": "code", "metadata": {"tags": list(tags)}, "source": source} for source in sources]
+    path.write_text(json.dumps({"cells": cells}))
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A book of one chapter that answers all parts but one."""
+    (tmp_path / "book").mkdir()
+    (tmp_path / "_toc.yml").write_text("chapters:\n  - file: one\n  - file: references\n")
+    notebook(tmp_path / "book" / "index.ipynb", "x = 1")
+    monkeypatch.setattr(claims, "parts", lambda year: ["a (a)", "a (b)"])
+    return tmp_path
+
+
+START = "from cs336_systems.report.prose import Number, answer, brief, claim"
+
+
+def test_sentences_that_fail_and_parts_without_an_answer_are_one_list(book):
+    notebook(
+        book / "book" / "one.ipynb", START, "n = Number(2.0)", "claim('Two is three.', n == 3)",
+        "answer('a (a)', f'It is {n:1}.', n > 1)", "claim('Unknown.', None)",
+    )  # fmt: skip
+    wrong, narrow = claims.check(book)
+    assert wrong == ["one: “Two is three.”\n    2.000 == 3", "no answer to a (b)"] and narrow == []
+
+
+def test_an_answer_on_the_first_page_is_none(book):
+    notebook(book / "book" / "index.ipynb", START, "brief('a (b)', 'Here.')")
+    notebook(book / "book" / "one.ipynb", START, "answer('a (a)', 'There.')")
+    assert claims.check(book)[0] == ["no answer to a (b)"]
+
+
+def test_what_a_cell_raises_names_the_notebook_and_the_cell(book):
+    notebook(book / "book" / "one.ipynb", START, "1 / 0")
+    with pytest.raises(ZeroDivisionError) as caught:
+        claims.check(book)
+    assert caught.value.__notes__ == [f"in cell 2 of {book / 'book' / 'one.ipynb'}"]
+
+
+def test_parameters_replace_the_notebooks_own(tmp_path):
+    notebook(tmp_path / "n.ipynb", "size = 1", tags=["parameters"])
+    cells = json.loads((tmp_path / "n.ipynb").read_text())["cells"]
+    more = {"cell_type": "code", "metadata": {}, "source": f"{START}\nclaim(f'{{size}}', True)"}
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [*cells, more]}))
+    assert [s.text for s in claims.execute(tmp_path / "n.ipynb", size=7)[0]] == ["7"]
+
+
+@pytest.fixture
+def results(project_root, tmp_path, monkeypatch):
+    """A copy of the reference rows, to be changed."""
+    copy = tmp_path / "results"
+    shutil.copytree(project_root / "results", copy)
+    monkeypatch.setenv("CS336_RESULTS", str(copy))
+    monkeypatch.chdir(project_root)
+    return copy
+
+
+def outcomes(project_root, chapter):
+    return [s.outcome for s in claims.execute(project_root / "book" / f"{chapter}.ipynb")[0]]
+
+
+def test_rows_that_contradict_a_sentence_fail_and_missing_ones_do_not(results, project_root):
+    path = results / "h200-x1" / "leaderboard.csv"
+    rows = pd.read_csv(path)
+    peer = (rows["impl"] == "fa4") & (rows["leaves"] == "stacked")
+    rows.assign(ms_p50=rows["ms_p50"].where(~peer, rows["ms_p50"] * 0.8)).to_csv(path, index=False)
+    assert False in outcomes(project_root, "leaderboard")
+    rows[~peer].to_csv(path, index=False)
+    assert None in (found := outcomes(project_root, "leaderboard")) and False not in found
+    rows.assign(status=rows["status"].where(~peer, "oom"), ms_p50=rows["ms_p50"].where(~peer)).to_csv(
+        path, index=False
+    )
+    assert None in (found := outcomes(project_root, "leaderboard")) and False not in found
+
+
+def test_the_command_fails_on_a_sentence_and_names_it(monkeypatch):
+    monkeypatch.setattr(claims, "check", lambda root: (["one: “No.”\n    2 == 3"], ["one: “Nearly.”\n    x"]))
+    result = CliRunner().invoke(cli.app, ["book", "--claims"])
+    assert result.exit_code == 1 and "one: “No.”\n    2 == 3" in result.output
+    assert "narrow: one: “Nearly.”" in result.output and "1 sentences or answers to mend" in result.output
+    monkeypatch.setattr(claims, "check", lambda root: ([], []))
+    assert CliRunner().invoke(cli.app, ["book", "--claims"]).exit_code == 0
