@@ -17,6 +17,7 @@ from cs336_systems.measure import machine, rows
 from cs336_systems.report import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import allreduce as page
+from cs336_systems.report.tables import printed
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -252,8 +253,7 @@ def test_the_handouts_table(made_up):
     expected = 1e3 * accounting.ring_all_reduce_s(2**30, 4, 350e9, 6e-6)
     assert table.loc[("h200-x4", "NCCL", 4), "1 GB, ms"] == pytest.approx(expected, rel=1e-4)
     assert table.loc[("h200-x2", "NCCL", 6)].isna().all()
-    words = page.handout(made_up, "ms_p50", "ms").attrs["words"]
-    assert list(words.iloc[-1][-4:]) == ["skipped"] * 4
+    assert list(printed(page.handout(made_up, "ms_p50", "ms")).iloc[-1, 3:]) == ["skipped"] * 4
     smoke = page.handout(made_up[made_up["num_bytes"].isin((4096, MB, 16 * MB))], "bus_gb_per_s", "GB/s")
     assert list(smoke.columns[3:]) == ["1 MB, GB/s", "16 MB, GB/s"]
 
@@ -282,7 +282,7 @@ def test_a_bucket_over_the_plain_call_of_its_run(made_up):
 def test_frames_and_figures_without_a_number(made_up, results_root):
     nothing = made_up.assign(ms_p50=math.nan, bus_gb_per_s=math.nan, status="oom")
     assert page.fits(nothing).empty and page.growth(nothing).empty and page.buckets(nothing).empty
-    assert set(page.handout(nothing, "ms_p50", "ms").attrs["words"]["1 MB, ms"]) == {"OOM"}
+    assert set(printed(page.handout(nothing, "ms_p50", "ms"))["1 MB, ms"]) == {"OOM"}
     few = made_up[made_up["num_bytes"] == MB]  # one size: no line
     assert page.fits(few).empty and len(page.growth(few)) == 3
     for given, labels in ((nothing, 0), (few, 5), (made_up, 5)):

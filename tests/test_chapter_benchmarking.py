@@ -1,7 +1,8 @@
-"""Chapter benchmarking: its grid, how steps are measured, its page, and `cs336 bench model`."""
+"""Chapter benchmarking: its grid, how steps are measured, its frames and notebook, and `cs336 bench model`."""
 
 import dataclasses
 import json
+import math
 
 import pandas as pd
 import pytest
@@ -12,9 +13,14 @@ from cs336_systems import cli, experiments
 from cs336_systems.experiments import benchmarking, steps
 from cs336_systems.experiments.steps import Case
 from cs336_systems.measure import machine, rows
+from cs336_systems.measure.phases import each
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import benchmarking as page
-from cs336_systems.report.pages import steps as shared
+from cs336_systems.report.prose import one
+from cs336_systems.report.roofs import Roofs
+from cs336_systems.report.tables import printed
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -23,13 +29,6 @@ TINY = Case("tiny", 16, "forward", batch=2, steps=3)
 
 def case(**changes):
     return dataclasses.replace(TINY, **changes)
-
-
-@pytest.fixture
-def made_up(results_root):
-    """A chapter whose rows are made up, on `h100-x1`."""
-    step_rows.write(benchmarking, benchmarking.grid("full"), results_root)
-    return Chapter("benchmarking", measure="no", machine="h100-x1", preset="full")
 
 
 # ------------------------------------------------------------------------------------------------ grid
@@ -62,7 +61,7 @@ def test_every_mode_fills_its_own_columns():
         assert set(found) <= set(steps.METRICS) and "status" not in found
         phases = {p for p in steps.PHASES if f"{p}_ms_mean" in found}
         assert phases == set(steps.PHASES[: steps.accounting.MODES.index(c.mode) + 1])
-        assert len(shared.series(found, "step")) == c.steps
+        assert len(each(found["step_ms_each"])) == c.steps
         assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["step_ms_p50"] * 1e3)
         assert found["matmul_precision"] == ("highest" if c.dtype == "fp32" else "high")
 
@@ -148,7 +147,7 @@ def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
 
 def test_a_fresh_process_measures():
     [found] = steps.run_group([case(warmup=0, mode="forward_backward")])
-    assert "status" not in found and len(shared.series(found, "forward")) == 3
+    assert "status" not in found and len(each(found["forward_ms_each"])) == 3
     assert "first_step_ms" not in found  # no trial step came before the measured ones
 
 
@@ -186,48 +185,115 @@ def test_on_a_gpu(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ page
-def test_page_of_made_up_rows(made_up):
-    table = shared.phase_table(made_up, repeat=0, warmup=5)
-    assert list(dict.fromkeys(table["size"])) == ["small", "medium", "large", "xl", "2.7B"]
-    row = table[(table["size"] == "2.7B") & (table["context"] == 1024)].iloc[0]
-    assert row["step"] == "OOM" and "±" in row["forward"]
-    assert "`2.7B`, context 1024, `train_step`, fp32" in page.out_of_memory(made_up)
-    assert "0.3 to 0.3 %" in page.memory_words(made_up).replace("0.30", "0.3")
-    floors = page.floor_table(made_up)
-    assert set(floors["dtype"]) == {"fp32", "tf32"} and len(floors) == 10
-    assert page.growth_words(made_up).count("\n") == 4
-    warm = page.warmup_table(made_up)
-    assert list(warm["warm-up steps"]) == [0, 1, 2, 5] * 3
-    assert "20.0 times the median" in page.warmup_words(made_up)
-    assert "`small` takes" in page.times_words(made_up) and "`2.7B` takes" in page.times_words(made_up)
-    assert len(page.variation(made_up)) == 5
-    assert "5 cases were measured twice" in shared.noise_words(made_up)
-    for figure in (page.spread_figure, page.context_figure, page.warmup_figure):
-        assert figure(made_up, "h100-x1").axes[0].has_data()
+@pytest.fixture
+def made_up(results_root):
+    """The rows of a chapter that are made up, on `h100-x1`."""
+    step_rows.write(benchmarking, benchmarking.grid("full"), results_root)
+    return Chapter("benchmarking", measure="no", machine="h100-x1", preset="full").rows()
 
 
-def test_page_without_rows():
-    chapter = Chapter("benchmarking", measure="no", preset="full")
-    for sentence in (
-        page.times_words, page.growth_words, page.out_of_memory, page.memory_words, page.warmup_words,
-        shared.noise_words,
-    ):  # fmt: skip
-        assert "not measured" in sentence(chapter)
-    assert set(shared.phase_table(chapter, repeat=0, warmup=5)["forward"]) == {"–"}
-    assert page.variation(chapter).empty
-    for figure in (page.spread_figure, page.context_figure, page.warmup_figure):
-        assert figure(chapter, "").axes
+def test_times_are_those_of_training_steps_at_one_context(made_up):
+    full = made_up["size"].eq("xl") & made_up["context_length"].eq(512) & made_up["mode"].eq("train_step")
+    found = page.times(
+        made_up.assign(
+            status=made_up["status"].mask(full, "oom"), forward_ms_mean=made_up["forward_ms_mean"].mask(full)
+        )
+    )
+    assert list(found["size"]) == list(HANDOUT_SIZES)
+    row = steps_of(made_up, "large", "train_step").iloc[0]
+    large = found.set_index("size").loc["large"]
+    assert large["F, ms"] == row["forward_ms_mean"] and large["step std, ms"] == row["step_ms_std"]
+    assert large["B / F"] == row["backward_ms_mean"] / row["forward_ms_mean"]
+    assert printed(found).set_index("size").loc["xl", "F, ms"] == "OOM"
 
 
-def test_prediction_table_has_every_size():
-    table = page.prediction_table()
-    assert list(table["size"]) == ["small", "medium", "large", "xl", "2.7B"]
-    assert table.set_index("size").loc["2.7B", "parameters, M"] == "3,410"
+def steps_of(rows, size, mode, **where):
+    rows = page.steps(rows, mode, **where)
+    return rows[rows["size"].eq(size) & rows["context_length"].eq(512)]
 
 
-def test_several_rows_for_one_cell_are_refused():
-    with pytest.raises(ValueError, match="not one row but 2"):
-        shared.one(pd.DataFrame({"a": [1, 1]}), a=1)
+def test_predictions_are_flops_and_bytes_at_the_roofs():
+    found = page.models({"x": Roofs(tflops={"fp32": 50.0}, tb_per_s=4.0), "y": Roofs()})
+    assert list(found["size"]) == list(HANDOUT_SIZES) * 2
+    row = found[found["machine"] == "x"].set_index("size").loc["small"]
+    config, tokens = SIZES["small"], 4 * 512
+    weights = 12 * (4 * 768**2 + 3 * 768 * 3072) + 768 * config.vocab_size
+    flops = 3 * (
+        2 * tokens * weights + 2 * tokens * 512 * 768 * 12
+    )  # the chapter's formula, and backward twice
+    assert row["TFLOP a step"] == pytest.approx(flops / 1e12)
+    assert row["forward + backward, ms"] == pytest.approx(flops / 50e9)
+    assert row["AdamW, ms"] == pytest.approx(28 * row["N, million"] * 1e6 / 4e9)
+    assert found[found["machine"] == "y"][["forward + backward, ms", "AdamW, ms"]].isna().all(axis=None)
+
+
+def test_time_is_split_into_gemms_other_kernels_and_the_rest(made_up):
+    profile = pd.DataFrame([
+        {"machine": "h100-x1", "size": "large", "context_length": 512, "dtype": "fp32", "batch": 4, "status": "ok",
+         "range": name, "matrix_product_ms": gemms, "kernel_ms": 100.0}
+        for name, gemms in (("forward", 80.0), ("backward", 90.0), ("optimizer", 0.0))
+    ])  # fmt: skip
+    roofs = {"h100-x1": Roofs(tflops={"fp32": 50.0})}
+    found = page.split(made_up, profile, roofs).set_index("size")
+    large, row = found.loc["large"], steps_of(made_up, "large", "train_step").iloc[0]
+    assert large["gemm_ms"] == 170 and large["other_ms"] == 30
+    assert large["no_kernel_ms"] == pytest.approx(row["forward_ms_mean"] + row["backward_ms_mean"] - 200)
+    assert large["rate_pct"] == pytest.approx(100 * large["predicted_ms"] / 170)
+    assert math.isnan(found.loc["xl", "gemm_ms"]) and found.loc["xl", "wall_ms"] > 0
+    rates = page.rates(profile, roofs).set_index("range")["rate_pct"]
+    assert rates["backward"] / rates["forward"] == pytest.approx(2 * 80 / 90) and "optimizer" not in rates
+
+
+def test_cold_starts_are_passes_added_up_step_by_step(made_up):
+    found = page.passes(made_up)
+    assert len(found) == 5 * 4
+    row = steps_of(made_up, "small", "forward_backward", warmup=0).iloc[0]
+    cold = found[found["size"].eq("small") & found["warmup"].eq(0)].iloc[0]
+    both = [f + b for f, b in zip(each(row["forward_ms_each"]), each(row["backward_ms_each"]), strict=True)]
+    assert cold["first_ms"] == both[0] and cold["second_ms"] == both[1] and cold["std_ms"] > cold["mean_ms"]
+    table = page.warmups(found[~(found["size"].eq("xl") & found["warmup"].eq(1))])
+    heads = [f"{what} {count}, ms" for what in ("mean", "std") for count in (0, 1, 2, 5)]
+    assert list(table.columns) == ["machine", "size", *heads] and list(table["size"]) == list(HANDOUT_SIZES)
+    assert table.set_index("size").loc["small", "mean 0, ms"] == cold["mean_ms"]
+    assert math.isnan(table.set_index("size").loc["xl", "mean 1, ms"])
+
+
+def test_steps_by_length():
+    row = one(pd.DataFrame({"machine": ["x"], "step_ms_each": ["3 1 2"], "status": ["ok"]}))
+    assert page.ranked(row, "step", -1) == 3 and page.ranked(row, "step", 0) == 1
+    assert page.ranked(one(pd.DataFrame({"machine": [], "step_ms_each": []})), "step", 0).missing
+
+
+@pytest.mark.parametrize("figure", [lambda rows: page.contexts_figure(rows, {}), page.cold_figure])
+def test_figures_have_a_line_for_each_size(made_up, figure):
+    [ax] = figure(made_up).axes
+    assert [line.get_label() for line in ax.get_lines() if line.get_marker() != "None"] == list(HANDOUT_SIZES)
+
+
+# ------------------------------------------------------------------------------------------------ notebook
+def notebook(project_root, monkeypatch, **parameters):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    return execute(project_root / "book" / "benchmarking.ipynb", **parameters)[0]
+
+
+def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
+    sentences = notebook(project_root, monkeypatch)
+    assert [s for s in sentences if s.outcome is None] == []
+    assert {s.part for s in sentences if s.part} == {f"benchmarking_script ({part})" for part in "abc"}
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"machine": "h100-x1,h200-x1"}, {"preset": "smoke"}, {"size": "small"}, {"dtype": "tf32"}]
+)
+def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
+    assert notebook(project_root, monkeypatch, **parameters)
+
+
+def test_the_notebook_without_rows(project_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
+    (tmp_path / "reference.json").write_text("{}")
+    sentences, _ = execute(project_root / "book" / "benchmarking.ipynb")
+    assert {s.outcome for s in sentences if s.part != "benchmarking_script (a)"} == {None}
 
 
 # ------------------------------------------------------------------------------------------------ command line

@@ -313,12 +313,12 @@ def test_scaling_shows_what_every_number_of_gpus_has():
     )
     assert list(found.index) == ["no communication", "naive"]
     assert (
-        found.loc["naive", "4 GPUs: exposed, ms"] == 120.0
-        and found.loc["naive", "2 GPUs: scaling, %"] == 50.0
+        found.loc["naive", "exposed, 4 GPUs"] == 120.0
+        and found.loc["naive", "scaling, 2 GPUs"] == 50.0
     )
     twice = page.scaling(steps(*given, *(row | {"machine": "y"} for row in given)))
     assert (
-        "2 GPUs of y: step, ms" in twice and page.scaling(steps(timed("none", math.nan, status="oom"))).empty
+        "step, 2 GPUs of y" in twice and page.scaling(steps(timed("none", math.nan, status="oom"))).empty
     )
 
 

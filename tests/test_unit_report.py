@@ -196,7 +196,7 @@ def test_tables_have_both_renderings():
 
 def test_only_long_texts_of_short_words_break_in_the_pdf():
     frame = pd.DataFrame(
-        {"a": ["an_identifier_that_is_longer_than_a_column"], "b": ["several words " * 3], "c": ["d"]}
+        {"a": ["anidentifierthatislongerthanacolumnofthepage"], "b": ["several words " * 3], "c": ["d"]}
     )
     assert "tabularcolumns} lLl" in tables.to_markdown(frame, wrap=True)
     assert "tabularcolumns} lll" in tables.to_markdown(frame)

@@ -144,9 +144,11 @@ def _numeric(texts: Sequence[str]) -> bool:
 
 
 def _wraps(texts: Sequence[str]) -> bool:
-    """Whether a column of the PDF is to break into lines: long texts, made of words that fit a narrow column."""
-    longest_word = max((len(word) for text in texts for word in text.split()), default=0)
-    return max(map(len, texts), default=0) > 24 and longest_word <= 20
+    """Whether a column of the PDF is to break into lines: long texts, made of words that fit a narrow column (in the
+    PDF a word may break after an underscore)."""
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text) for text in texts]
+    longest_word = max((len(word) for text in plain for word in re.split(r"[\s_]+", text)), default=0)
+    return max(map(len, plain), default=0) > 24 and longest_word <= 20
 
 
 def _html_text(text: str) -> str:

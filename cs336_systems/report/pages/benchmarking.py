@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
@@ -24,16 +25,15 @@ BATCH = 4
 ADAMW_BYTES = 28  # a parameter: reads weight, gradient and two moments, writes weight and moments, all fp32
 PASSES = ("forward", "backward")
 TIME_HEADS = {
-    "forward_ms_mean": "forward, ms", "forward_ms_std": "forward std, ms", "backward_ms_mean": "backward, ms",
-    "backward_ms_std": "backward std, ms", "optimizer_ms_mean": "AdamW, ms", "step_ms_mean": "whole step, ms",
+    "forward_ms_mean": "F, ms", "forward_ms_std": "F std, ms", "backward_ms_mean": "B, ms",
+    "backward_ms_std": "B std, ms", "optimizer_ms_mean": "AdamW, ms", "step_ms_mean": "step, ms",
     "step_ms_std": "step std, ms",
 }  # fmt: skip
 SPLIT_HEADS = {
-    "predicted_ms": "predicted, ms", "wall_ms": "measured, ms", "share_pct": "predicted / measured, %",
-    "gemm_ms": "GEMMs, ms", "rate_pct": "of best rate, %", "other_ms": "other kernels, ms",
-    "no_kernel_ms": "no kernel, ms",
+    "predicted_ms": "predicted, ms", "wall_ms": "measured, ms", "share_pct": "ratio, %", "gemm_ms": "GEMMs, ms",
+    "rate_pct": "rate, %", "other_ms": "others, ms", "no_kernel_ms": "idle, ms",
 }  # fmt: skip
-_WARMUP_HEADS = {"mean_ms": "mean after {}, ms", "std_ms": "std {}, ms"}
+_WARMUP_HEADS = {"mean_ms": "mean {}, ms", "std_ms": "std {}, ms"}
 
 
 def primary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -85,8 +85,7 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
     found = pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
     if found.empty:
         return found
-    ratio = found["backward, ms"] / found["forward, ms"]
-    found.insert(found.columns.get_loc("AdamW, ms"), "backward / forward", ratio)
+    found.insert(found.columns.get_loc("AdamW, ms"), "B / F", found["B, ms"] / found["F, ms"])
     return found
 
 
@@ -149,9 +148,7 @@ def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
         least = [gemm_ms(roof, str(name), int(part["batch"].iloc[0]), int(n)) for n in lengths]
         ax.plot(lengths, least, ":", color=line.get_color(), lw=1.2)
     ax.set(xlabel="context length", ylabel="training step, ms")
-    if ax.get_legend_handles_labels()[0]:
-        handles, names = ax.get_legend_handles_labels()
-        figure.legend(handles[::-1], names[::-1], loc="outside right center")
+    _legend(figure, ax)
     return figure
 
 
@@ -191,21 +188,26 @@ def warmups(found: pd.DataFrame) -> pd.DataFrame:
 def cold_figure(rows: pd.DataFrame) -> Figure:
     """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
     rows = _first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
+    drawn = [
+        {"size": row["size"], "number": number, "ms": ms}
+        for row in rows.to_dict("records")
+        for number, ms in enumerate(each(row["step_ms_each"]), 1)
+    ]
+    frame = pd.DataFrame(drawn, columns=["size", "number", "ms"])
     figure, axes = figures.panels(height=2.1)
-    ax = axes[0, 0]
-    if rows.empty:
-        figures.nothing(ax)
-    for place, row in enumerate(rows.to_dict("records")):
-        ms = each(row["step_ms_each"])
-        label, color, marker = figures.look(row["size"], place)
-        ax.plot(np.arange(1, len(ms) + 1), ms, marker=marker, color=color, label=label)
-    if len(rows):
-        ax.set_yscale("log")
-        ax.set_xticks(np.arange(1, max(len(each(text)) for text in rows["step_ms_each"]) + 1))
-        handles, names = ax.get_legend_handles_labels()
-        figure.legend(handles[::-1], names[::-1], loc="outside right center")
-    ax.set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
+    figures.lines(axes[0, 0], frame, "number", "ms", "size", log_y=True, binary_x=False)
+    axes[0, 0].set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
+    if len(frame):
+        axes[0, 0].set_xticks(sorted(set(frame["number"])))
+    _legend(figure, axes[0, 0])
     return figure
+
+
+def _legend(figure: Figure, ax: Axes) -> None:
+    """At the right, the topmost line first."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles[::-1], names[::-1], loc="outside right center")
 
 
 def _first_machine(rows: pd.DataFrame) -> pd.DataFrame:

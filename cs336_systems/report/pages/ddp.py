@@ -115,8 +115,8 @@ def pace(steps: pd.DataFrame, zero: pd.DataFrame) -> pd.DataFrame:
     zero = zero.set_index(place)["step_ms_p50"].astype(float)
     middle = none["step_ms_p50"].astype(float)
     return pd.DataFrame({
-        "machine": none["machine"], "context": none["context_length"], "no communication, ms": middle,
-        "the same in chapter zero, ms": zero.reindex(pd.MultiIndex.from_frame(none[place])).to_numpy(),
+        "machine": none["machine"], "context": none["context_length"], "this run, ms": middle,
+        "another run, ms": zero.reindex(pd.MultiIndex.from_frame(none[place])).to_numpy(),
         "p20 to p80, % of the median": 100 * (none["step_ms_p80"] - none["step_ms_p20"]).astype(float) / middle,
         "same case twice, % apart": 100 * apart.reindex(pd.MultiIndex.from_frame(none[_RUN])).to_numpy(),
     })  # fmt: skip
@@ -131,9 +131,9 @@ def variants(steps: pd.DataFrame) -> pd.DataFrame:
     table.insert(2, "all-reduces", rows["collectives"].astype("Float64").astype("Int64").array)
     heads = {
         "exposed_ms": "exposed",
-        "longer_ms": "backward longer",
-        "wait_ms": "wait",
-        "predicted_ms": "predicted",
+        "longer_ms": "backward longer by",
+        "wait_ms": "wait after it",
+        "predicted_ms": "predicted wait",
     }
     for column, head in heads.items():
         table[f"{head}, ms"] = rows[column].to_numpy(float)
@@ -168,10 +168,10 @@ def scaling(steps: pd.DataFrame) -> pd.DataFrame:
     if rows.groupby(team)["machine"].nunique().max() > 1:
         team += " of " + rows["machine"]
     rows = rows.assign(team=team, percent=100 * rows["scaling"])
-    heads = {"step_ms_p50": "step, ms", "exposed_ms": "exposed, ms", "percent": "scaling, %"}
+    heads = {"step_ms_p50": "step", "exposed_ms": "exposed", "percent": "scaling"}
     table = rows.set_index(["variant", "team"])[list(heads)].unstack("team").dropna(how="all", axis=1)
     table = table[table["step_ms_p50"].notna().all(axis=1)].sort_values(table.columns[:1].tolist())
-    table.columns = [f"{team}: {heads[metric]}" for metric, team in table.columns]
+    table.columns = [f"{heads[metric]}, {team}" for metric, team in table.columns]
     return table.reset_index()
 
 
