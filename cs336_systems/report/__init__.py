@@ -1,5 +1,5 @@
-"""The room of the book: reads rows, and turns them into tables, figures and sentences. It never imports
-torch.
+"""The room of the book: reads rows, turns them into tables and figures, and holds an author's sentences against them
+(`prose`). It never imports torch.
 
 A notebook's first cell is
 
@@ -11,7 +11,7 @@ and everything after it reads `chapter.rows()`.
 """
 
 from cs336_systems.report import figures, tables
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter, say
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import fmt, show
 
-__all__ = ["NOT_MEASURED", "Chapter", "figures", "fmt", "say", "show", "tables"]
+__all__ = ["NOT_MEASURED", "Chapter", "figures", "fmt", "show", "tables"]

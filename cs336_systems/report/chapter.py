@@ -1,6 +1,4 @@
-"""A chapter of the book as its notebook sees it: its parameters checked, its rows read, its numbers as
-words.
-"""
+"""A chapter of the book as its notebook sees it: its parameters checked, its rows read, and where they come from."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import pandas as pd
 from cs336_systems import experiments
 from cs336_systems.measure import rows as store
 from cs336_systems.measure.code import code_digests
-from cs336_systems.report.tables import fmt, show
+from cs336_systems.report.tables import show
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -26,14 +24,6 @@ NOT_MEASURED = "not measured"
 _TOO_FEW_GPUS = r"skipped: needs \d+ GPUs.*"
 MEASURE = ("auto", "yes", "no")
 _COMMON = ("measure", "preset", "machine", "refresh")
-
-
-def say(text: str) -> None:
-    """Shows a sentence as Markdown: the way that numbers get into the prose. Nothing where there is nothing to say."""
-    from IPython.display import Markdown, display
-
-    if text:  # an empty output would be printed as an object
-        display(Markdown(text))
 
 
 def named_machines() -> list[str]:
@@ -235,43 +225,6 @@ class Chapter:
         frame.insert(0, "machine", machine)
         return frame
 
-    # --------------------------------------------------------------------------------- numbers in prose
-    def number(self, metric: str, **case: Any) -> float | None:
-        """The metric of the one measured row with these fields; None where there is none (or none was
-        chosen).
-
-        An unknown metric or field, or several rows, is a ValueError.
-        """
-        row = self._one(metric, case)
-        return None if row is None or pd.isna(row[metric]) else float(row[metric])
-
-    def value(self, metric: str, unit: str = "", digits: int = 3, **case: Any) -> str:
-        """`number` as words: `"1.05 ms"`; what the status says (`out of memory`, ...) where there is no
-        number.
-        """
-        if not set(case) <= set(self.rows().columns) or metric not in self.experiment.METRICS:
-            self._one(metric, case)
-        found = self.rows(**case)
-        if len(found) == 1 and found.iloc[0]["status"] != "ok":
-            return status_words(found.iloc[0]["status"])
-        number = self.number(metric, **case)
-        return NOT_MEASURED if number is None else f"{fmt(number, digits)}{' ' + unit if unit else ''}"
-
-    def ratio(self, metric: str, over: Mapping[str, Any], under: Mapping[str, Any]) -> float | None:
-        """`metric` of one case divided by that of another; None unless both are measured, in the same run."""
-        a, b = self._one(metric, over), self._one(metric, under)
-        if a is None or b is None or a["run"] != b["run"] or pd.isna(a[metric]) or pd.isna(b[metric]):
-            return None
-        return float(a[metric]) / float(b[metric])
-
-    def _one(self, metric: str, case: Mapping[str, Any]) -> pd.Series | None:
-        if metric not in self.experiment.METRICS:
-            raise ValueError(f"unknown metric {metric!r}; allowed: {', '.join(self.experiment.METRICS)}")
-        found = self.measured(**case)
-        if len(found) > 1:
-            raise ValueError(f"{metric} of {dict(case)} is not one row but {len(found)}; name more fields")
-        return found.iloc[0] if len(found) else None
-
     # ------------------------------------------------------------------------------ where it comes from
     def stale(self) -> pd.DataFrame:
         """The rows that were measured with other code than this checkout's."""
@@ -380,8 +333,3 @@ def _environment_words(env: Mapping[str, Any]) -> str:
     )
     cores = f", {env['cores']} cores" if "cores" in env and not gpus else ""
     return f"{hardware}{cores}, torch {env.get('torch')}, triton {env.get('triton')}"
-
-
-def status_words(status: str) -> str:
-    """A row's status as a reader would say it: `oom` → `out of memory`."""
-    return {"oom": "out of memory"}.get(status, status)

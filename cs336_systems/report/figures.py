@@ -6,7 +6,6 @@ Colours are Okabe and Ito's, which colour-blind readers tell apart; markers say 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,27 +184,6 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
     )  # fmt: skip
     if ax.get_yscale() == "linear":
         ax.set_ylim(0, max(ax.get_ylim()[1], value * 1.12))
-
-
-def bars(
-    ax: Axes, values: Mapping[str, float | None], unit: str = "", series: Sequence[str] | None = None
-) -> None:
-    """Horizontal bars, each with its number; `series` names the colours (by default the labels)."""
-    names = list(values)
-    if not any(v is not None and not pd.isna(v) for v in values.values()):
-        nothing(ax)
-        return
-    for position, name in enumerate(names):
-        _, colour, _ = look((series or names)[position], 0)
-        value = values[name]
-        known = value is not None and not pd.isna(value)
-        ax.barh(position, value if known else 0, color=colour, height=0.66, zorder=3)
-        text = f" {fmt(value)}{' ' + unit if unit else ''}" if known else " not measured"
-        ax.annotate(text, (value if known else 0, position), va="center", fontsize=8.5)
-    ax.set_yticks(range(len(names)), [label(n) for n in names])
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.margins(x=0.16)
 
 
 def heat(

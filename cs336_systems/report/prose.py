@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+
 from cs336_systems.report.values import MARK, Number, Row, Span, consulted, missing_of, one, published, span
 
 __all__ = [

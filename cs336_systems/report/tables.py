@@ -9,7 +9,7 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -42,48 +42,9 @@ def fmt(value: Any, digits: int = 3) -> str:
     return f"{round(value, digits - 1 - exponent):,.{decimals}f}".replace("-", "−")
 
 
-def whole(number: Any) -> str:
-    """A number rounded to an integer: 435.0 → `"435"`; a missing one as a dash."""
-    return EMPTY if number is None or pd.isna(number) else fmt(round(float(number)))
-
-
-def si(value: float, unit: str) -> str:
-    """A number with a unit in powers of a thousand: `si(2.1e9, "FLOP")` → `"2.10 GFLOP"`."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{fmt(value / size)} {prefix}{unit}"
-    return f"{fmt(value)} {unit}"
-
-
 def percent(share: float | None, digits: int = 2) -> str:
     """A share with `digits` significant digits: 0.0234 → `"2.3 %"`; a missing one as a dash."""
     return EMPTY if pd.isna(share) else f"{fmt(100 * share, digits)} %"
-
-
-def distance(ratio: Any) -> Any:
-    """How far apart two values lie by their ratio (a number or a Series), whichever stands first: the larger over the
-    smaller, less one. That of a case measured twice (A/A) is the noise that other distances are held against."""
-    larger = ratio.where(ratio >= 1, 1 / ratio) if isinstance(ratio, pd.Series) else max(ratio, 1 / ratio)
-    return larger - 1
-
-
-def overlap(row: Any, other: Any, of: str = "ms") -> bool:
-    """Whether the bands of two cases, from the 20th to the 80th percentile of `of`, have something in common; False
-    where they are not known. Then the rows do not tell the two apart."""
-    low, high = f"{of}_p20", f"{of}_p80"
-    return bool(row[low] <= other[high] and other[low] <= row[high])
-
-
-def span(values: Iterable[float], digits: int = 3, show: Callable[[float, int], str] = fmt) -> str:
-    """`"1.00 to 1.91"`, the least and the greatest of one or more values; one of them where they read the same."""
-    values = list(values)
-    low, high = show(min(values), digits), show(max(values), digits)
-    return low if low == high else f"{low} to {high}"
-
-
-def listed(words: Sequence[str]) -> str:
-    """`"a, b and c"`; empty without words."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> pd.DataFrame:

@@ -1,1 +1,1 @@
-"""What each chapter shows: one module for a chapter, of its name; tables and figures here, sentences in `_words`."""
+"""What each chapter shows: numeric frames and figures from its rows, one module a chapter."""
