@@ -282,11 +282,16 @@ def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
     assert {s.part for s in sentences if s.part} == {f"benchmarking_script ({part})" for part in "abc"}
 
 
-@pytest.mark.parametrize(
-    "parameters", [{"machine": "h100-x1,h200-x1"}, {"preset": "smoke"}, {"size": "small"}, {"dtype": "tf32"}]
-)
+@pytest.mark.parametrize("parameters", [{"machine": "h100-x1,h200-x1"}, {"size": "small"}, {"dtype": "tf32"}])
 def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
     assert notebook(project_root, monkeypatch, **parameters)
+
+
+def test_the_notebook_on_a_laptops_rows(project_root, results_root):
+    step_rows.write(benchmarking, benchmarking.grid("smoke"), results_root, machine="laptop")
+    sentences, shown = execute(project_root / "book" / "benchmarking.ipynb", machine="laptop", preset="smoke")
+    assert not any(s.outcome for s in sentences if s.part != "benchmarking_script (a)")
+    assert any("tiny" in str(thing) for thing in shown)
 
 
 def test_the_notebook_without_rows(project_root, tmp_path, monkeypatch):

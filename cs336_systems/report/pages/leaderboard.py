@@ -24,13 +24,12 @@ UNITS = {
     "instructions": "schedulers: other instructions",
     "shared": "shared memory: operands of GEMMs",
 }
-RECORDS = (
-    "best verified",
-    "second verified",
-    "fastest unverified",
-    "naive baseline",
-)  # published for this work
-_COLORS = {"own": "#0072B2", "production": "#004a75", "hopper": "#7a3fb5"}
+ENTRIES = ("best verified", "fastest unverified")  # published for this work
+COUNTED = {
+    64: ("flash_triton", "plain_triton", "sdpa_cudnn"),
+    128: ("flash_triton",),
+}  # shown by head dimension
+_COLORS = {"own": "#a6cee3", "production": "#4292c6", "hopper": "#08306b"}
 
 
 def work_flops(part: str) -> float:
@@ -39,49 +38,29 @@ def work_flops(part: str) -> float:
 
 
 def harness(rows: pd.DataFrame) -> pd.DataFrame:
-    """The harness's rows by implementation, fastest first, with the published times between them: ms of short turns,
-    the mean with the official parameters, TFLOP/s, and the time over ours."""
+    """The harness's rows by implementation, fastest first, with the published means between them: mean with the
+    official parameters, median of short turns, that over ours, SM clock and power."""
     short = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked") & (rows["repeat"] == 0)]
     official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index(["machine", "impl"])["ms_mean"]
     ours = short[short["impl"] == "flash_triton"].set_index("machine")["ms_p50"]
     frame = pd.DataFrame({
         "machine": short["machine"],
         "implementation": short["impl"].map(label),
-        "ms": short["ms_p50"],
         "official mean, ms": official.reindex(pd.MultiIndex.from_frame(short[["machine", "impl"]])).to_numpy(),
-        "TFLOP/s": short["tflops"],
+        "median, ms": short["ms_p50"],
         "× ours": short["ms_p50"] / short["machine"].map(ours),
         "SM clock, MHz": short["sm_mhz"],
+        "power, W": short["power_w"],
     })  # fmt: skip
     if (rows["seq_len"] == TOKENS).any():
         others = [
             {"machine": rows["machine"].iloc[0], "implementation": f"[{what} entry]({record.source})",
-             "ms": float(record.value), "TFLOP/s": work_flops("end_to_end") / record.value / 1e9}
-            for what, record in ((what, published(what)) for what in RECORDS)
+             "official mean, ms": float(record.value)}
+            for what, record in ((what, published(what)) for what in ENTRIES)
         ]  # fmt: skip
         frame = pd.concat([frame, pd.DataFrame(others)], ignore_index=True)
-    return frame.sort_values("ms", ignore_index=True)
-
-
-def turns_figure(rows: pd.DataFrame) -> Figure:
-    """Each short turn of the harness: time over the case's own median, SM clock, power."""
-    rows = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked")].sort_values("ms_p50")
-    figure, axes = figures.panels(columns=3, height=0.9 + 0.24 * max(6, len(rows)), sharey=True)
-    columns = (("turns_ms", "time over median, %"), ("turns_mhz", "SM clock, MHz"), ("turns_w", "power, W"))
-    for ax, (column, title) in zip(axes[0], columns, strict=True):
-        ax.set_title(title)
-        for place, row in enumerate(rows.itertuples()):
-            cell = getattr(row, column)
-            values = [float(x) for x in cell.split(";")] if isinstance(cell, str) and cell else []
-            if column == "turns_ms":
-                values = [100 * (x / row.ms_p50 - 1) for x in values]
-            color = figures.look(row.impl, place)[1]
-            ax.plot(values, [place] * len(values), "o-", ms=4, lw=1, alpha=0.7, color=color)
-        ax.margins(x=0.1)
-    names = [label(r.impl) + (" (again)" if r.repeat else "") for r in rows.itertuples()]
-    axes[0, 0].set_yticks(range(len(names)), names)
-    axes[0, 0].invert_yaxis()
-    return figure
+    order = frame["median, ms"].fillna(frame["official mean, ms"]).sort_values().index
+    return frame.loc[order].reset_index(drop=True)
 
 
 # ------------------------------------------------------------------------------------------------ limits
@@ -94,8 +73,13 @@ def limits(part: str) -> dict[str, float]:
     return accounting.unit_ms(count(HEAD_DIM, 128), pairs, HEAD_DIM, steps.SMS, steps.SM_MHZ, sm)
 
 
+def in_turn(part: str) -> float:
+    """Least ms on the same GPU if GEMMs, exponentials and instructions never overlap."""
+    return accounting.overlapped_ms(limits(part), 0)
+
+
 def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
-    """What each unit needs in ms, then what this machine's best copy and best GEMM would take, then ours."""
+    """What each unit needs in ms, alone and in turn, what this machine's best copy and GEMM would take, then ours."""
     out = []
     for part in ("forward", "backward"):
         least = limits(part)
@@ -104,7 +88,7 @@ def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
         ours = ours.loc[ours["impl"] == "flash_triton", "ms_p50"]
         out.append(
             {UNITS[unit]: least[unit] for unit in UNITS}
-            | {"all units, one after the other": accounting.overlapped_ms(least, 0)}
+            | {"GEMMs, exponentials, instructions in turn": in_turn(part)}
             | {"memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9)}
             | {
                 "GEMMs, at the best rate measured": work_flops(part)
@@ -140,7 +124,7 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     for step in steps.of_part(part):
         row, base = (found.loc[name] if name in found.index else None for name in (step.name, step.base))
         line = {
-            "#": number[step.name], "step": re.sub(r" \(`\w+`\)", "", step.title), "from": number.get(step.base),
+"#": number[step.name], "step": _title(step), "from": number.get(step.base),
             "expected, ms": steps.predicted_ms(step), "ms": math.nan if row is None else row["ms_p50"],
             "gain": base["ms_p50"] / row["ms_p50"] if row is not None and base is not None and base["run"] == row["run"]
             else math.nan,
@@ -155,21 +139,26 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     return pd.DataFrame(out).astype({"from": "Int64"})
 
 
+def _title(step: steps.Step) -> str:
+    """A step's title without module names, in the book's words."""
+    return re.sub(r" \(`\w+`\)", "", step.title).replace("products", "GEMMs").replace("product", "GEMM")
+
+
 def ladder_figure(rows: pd.DataFrame) -> Figure:
-    """Both ladders: a bar for each step's time, a mark where it was expected, the least time of the slowest unit."""
+    """Both ladders: a bar for each step's time, with its gain (and over which step, unless it is the one above), a mark
+    where it was expected, the least time of the slowest unit."""
     found = {part: ladder(rows, part) for part in ("forward", "backward")}
     drawn, axes = figures.panels(rows=2, height=0.4 + 0.165 * max(map(len, found.values())))
     for ax, (part, frame) in zip(axes[:, 0], found.items(), strict=True):
-        ax.set_title(part)
-        names = [step.name for step in steps.of_part(part)]
-        for place, (name, ms, expected) in enumerate(
-            zip(names, frame["ms"], frame["expected, ms"], strict=True)
-        ):
-            kind = "hopper" if "hopper" in name else "production" if "production" in name else "own"
+        ax.set_title(f"{part}, ms")
+        for place, (step, (_, row)) in enumerate(zip(steps.of_part(part), frame.iterrows(), strict=True)):
+            kind = "hopper" if "hopper" in step.name else "production" if "production" in step.name else "own"
+            ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
             known = not math.isnan(ms)
             ax.barh(place, ms if known else 0, color=_COLORS[kind], height=0.62, zorder=2)
             mark = ax.plot([expected] * 2, [place - 0.4, place + 0.4], color="#D55E00", lw=2, zorder=3)
-            text = f"{ms:.2f} ms" if known else "not measured"
+            over = "" if math.isnan(gain) else f"   {gain:.2f}×" + f" over {base}" * (base != place)
+            text = f"{ms:.2f}{over}" if known else "not measured"
             ax.annotate(text, (max(ms if known else 0, expected), place), xytext=(3, 0), va="center", fontsize=8,
                         textcoords="offset points")  # fmt: skip
         line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
@@ -181,38 +170,40 @@ def ladder_figure(rows: pd.DataFrame) -> Figure:
         ax.margins(x=0.12)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
-    axes[1, 0].set_xlabel("ms")
     bars = [axes[0, 0].barh(0, 0, color=color) for color in _COLORS.values()]
-    names = ["ladder", "portable Triton", "Gluon", "expected", "least time of the slowest unit"]
+    names = ["Triton, the ladder's", "Triton, in use", "Gluon", "expected", "slowest unit alone"]
     drawn.legend([*bars, mark[0], line], names, loc="outside lower center", ncols=5)
     return drawn
 
 
 # ------------------------------------------------------------------------------------------------ kernels
 def kernels_table(rows: pd.DataFrame, impls: tuple[str, ...], fp32: bool = False) -> pd.DataFrame:
-    """Kernel time by shape, forward (F) and backward (B) of each implementation: 16-bit shapes, or those in fp32."""
+    """Kernel time by pass and shape, a column for each implementation: 16-bit shapes, or those in fp32."""
     rows = rows[(rows["repeat"] == 0) & (rows["grad_o"] == "matrix") & ((rows["dtype"] == "fp32") == fp32)]
     rows = rows[rows["impl"].isin(impls)].assign(
-        mask=rows["is_causal"].map({True: "causal", False: "none"}),
-        head=rows["impl"].map(label) + rows["part"].map({"forward": " F, ms", "backward": " B, ms"}),
+        mask=rows["is_causal"].map({True: "causal", False: "none"}), head=rows["impl"].map(label) + ", ms"
     )
-    keys = ["machine", "dtype", "head_dim", "mask"]
-    heads = [f"{label(impl)} {letter}, ms" for letter in "FB" for impl in impls]
-    table = rows.set_index([*keys, "head"])["ms_p50"].unstack("head").reindex(columns=heads)
-    return table.reset_index().rename(columns={"head_dim": "d"}).rename_axis(columns=None)
+    keys = ["machine", "part", *([] if fp32 else ["dtype"]), "head_dim", *([] if fp32 else ["mask"])]
+    table = rows.set_index([*keys, "head"])["ms_p50"].unstack("head")
+    table = table.reindex(columns=[f"{label(impl)}, ms" for impl in impls]).reset_index()
+    order = table.sort_values("part", ascending=False, kind="stable").index
+    names = {"part": "pass", "head_dim": "d"}
+    return table.loc[order].reset_index(drop=True).rename(columns=names).rename_axis(columns=None)
 
 
-def counters_table(rows: pd.DataFrame, head_dim: int) -> pd.DataFrame:
-    """How busy each unit was in percent of a pass's cycles, and instructions by lanes for each pair visited."""
-    rows = rows[(rows["repeat"] == 0) & (rows["head_dim"] == head_dim)].sort_values(
-        "part", ascending=False, kind="stable"
+def counters_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """How busy each unit was in percent of a pass's cycles, and instructions by lanes for each pair visited, of the
+    implementations in COUNTED."""
+    shown = [impl in COUNTED.get(d, ()) for impl, d in zip(rows["impl"], rows["head_dim"], strict=True)]
+    rows = rows[(rows["repeat"] == 0) & shown].sort_values(
+        ["part", "head_dim"], ascending=[False, True], kind="stable"
     )
     pairs = [accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part) for part in rows["part"]]
     return pd.DataFrame({
-        "machine": rows["machine"], "pass": rows["part"], "implementation": rows["impl"].map(label),
+        "machine": rows["machine"], "pass": rows["part"], "d": rows["head_dim"],
+        "implementation": rows["impl"].map(label),
         "tensor cores, %": rows["tensor_pct"], "exponentials, %": rows["exp_pct"], "schedulers, %": rows["issue_pct"],
-        "shared memory, %": rows["shared_pct"], "L2, %": rows["l2_pct"],
-        "instructions a pair": 32 * rows["instructions"] / pairs,
+        "shared memory, %": rows["shared_pct"], "instructions per pair": 32 * rows["instructions"] / pairs,
     })  # fmt: skip
 
 
@@ -222,5 +213,5 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({
         "machine": rows["machine"], "implementation": rows["impl"].map(label), "first call, s": rows["first_call_s"],
         "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"].astype("Int64"),
-        "for other lengths": rows["compiled_later"].astype("Int64"),
+        "for 7 other lengths": rows["compiled_later"].astype("Int64"),
     })  # fmt: skip
