@@ -403,7 +403,7 @@ def test_floors_are_sums_over_kernels_at_the_machines_roofs():
     assert len(found) == 6 and found.loc[found["machine"] == "unknown", "predicted, ms"].isna().all()
     gemms, between = 2 * 2 * 8 * 16384**2 * 64 / 50e9, 4 * 8 * GIB / 4e9
     assert found.loc[0, "GEMMs, ms"] == pytest.approx(gemms) and found.loc[
-        0, "elementwise, ms"
+        0, "softmax and scaling, ms"
     ] == pytest.approx(between)
     assert found.loc[0, "ratio"] == pytest.approx(24 / (gemms + between))
     # ours multiplies in fp32 on tensor cores: three products in TF32 for one

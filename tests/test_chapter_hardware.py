@@ -150,7 +150,7 @@ def test_frames_of_measured_rows(smoke, results_root):
     best = smoke[(smoke["kind"] == "matmul") & (smoke["dtype"] == "fp32")]["tflops"].max()
     assert table.loc["GEMM, fp32", "measured"] == pytest.approx(best, rel=1e-4)
     copy = table.loc["copy", "measured"]
-    assert table.loc["GEMM, fp32", "FLOP/byte to be compute-bound"] == pytest.approx(best / copy, rel=1e-3)
+    assert table.loc["GEMM, fp32", "ridge, FLOP/byte"] == pytest.approx(best / copy, rel=1e-3)
     assert table["data sheet"].isna().all()  # of an unknown CPU
     assert page.launch_table(chapter)["one by one, µs each"].gt(0).all()
     assert page.links_table(chapter).empty

@@ -123,6 +123,13 @@ def test_no_measured_value_stands_in_math(path):
                 assert not any("\0" in part for part in text.split("$")[1::2]), ast.unparse(node)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_no_line_of_prose_is_a_comment_of_myst(path):
+    """A line that begins with a percent sign does not reach the page."""
+    for cell in filter(of_prose, cells(path)):
+        assert not any(re.search(r"\n\s*%", text) for text in literals("".join(cell["source"])))
+
+
 def test_what_counts_as_typed():
     for text in ("3.62 ms", "1.2×", "12 %", "1,024 tokens/s", "12\u00a0ms"):
         assert TYPED.search(text), text

@@ -146,14 +146,17 @@ def test_skipped_cases_do_not_count_as_measured(results_root):
     assert chapter().provenance().endswith(words)
 
 
-def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root):
-    write_rows(results_root)
-    assert chapter().note() == ""
-    assert chapter().problems() == []
-    write_rows(results_root, code="00000000")
-    assert "earlier code" in chapter().note()
-    assert "earlier code" in chapter().provenance()
-    assert any("earlier code" in p for p in chapter().problems())
+def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root, monkeypatch):
+    notes = []
+    monkeypatch.setattr(
+        "cs336_systems.report.chapter.show", lambda frame, note="", **options: notes.append(note)
+    )
+    for code in (None, "00000000"):
+        write_rows(results_root, code=code)
+        chapter().show(pd.DataFrame({"a": [1]}), "A table.", "tab-a", note="a note")
+        found = [*chapter().problems(), chapter().provenance()]
+        assert any("earlier code" in text for text in found) == (code is not None)
+    assert notes == ["a note", "a note; some rows of this chapter were measured with earlier code"]
 
 
 # --------------------------------------------------------------------------------- words and tables

@@ -268,19 +268,8 @@ class Chapter:
         earlier = f" **{old} of them were measured with earlier code.**" if old else ""
         return f"Measured on `{machine}` ({what}), {when}: {count} cases.{beside}{earlier}"
 
-    def note(self, frame: pd.DataFrame | None = None) -> str:
-        """What must stand under a table of these rows, or of some of the chapter: that they were measured with earlier
-        code, or nothing."""
-        stale, earlier = self.stale(), "measured with earlier code"
-        if frame is None or "run" not in frame:
-            return f"some rows of this chapter were {earlier}" if len(stale) else ""
-        return earlier if stale["run"].isin(frame["run"]).any() else ""
-
-    def show(
-        self, frame: pd.DataFrame, caption: str, name: str, rows: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """`tables.show`, with a note about earlier code under it: of the rows that `rows` chooses, as the method does,
-        where the table is made of those alone; else of the chapter.
+    def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
+        """`tables.show`, with a note under it where rows of this table were measured with earlier code.
 
         A column `machine` that holds only one name is left out, and the caption says the name.
         """
@@ -288,7 +277,7 @@ class Chapter:
             name_of = frame["machine"].iloc[0]
             frame = frame.drop(columns="machine")
             caption += f" Machine: `{name_of}`." if name_of in self.machines else ""
-        earlier = self.note() if rows is None else self.note(self.rows(**rows))
+        earlier = "some rows of this chapter were measured with earlier code" if len(self.stale()) else ""
         note = "; ".join(filter(None, [options.pop("note", ""), earlier]))
         show(frame, caption=caption, name=name, note=note, **options)
 

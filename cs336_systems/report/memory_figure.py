@@ -58,7 +58,7 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
         lw = 0.3 if len(names) > 1 else 0
         colors = [COLORS[name] for name in names]
         ax.stackplot(events, stack, colors=colors, step="post", edgecolor="white", lw=lw, zorder=2)
-        _label_bands(ax, events, names, stack, 0.08 * top)
+        _label_bands(ax, events, names, stack, [stage.begin for stage in timeline.stages], top)
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
     ax.set_ylim(0, top)
     ax.set_xticks([])
@@ -78,21 +78,31 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
                     xycoords=("data", "axes fraction"), ha="right" if event > events.mean() else "left")  # fmt: skip
     ends = [*(stage.begin for stage in timeline.stages[1:]), timeline.num_events]
     kinds = [stage.name.split(" ")[0] for stage in timeline.stages]
-    label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
+    if len(kinds) > 1:
+        label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
 
 
-def _label_bands(ax: Axes, events: np.ndarray, names: Sequence[str], stack: np.ndarray, least: float) -> None:
-    """The name of each category in its band, in the longest stretch where it is thick: at least `least` GiB."""
+def _label_bands(
+    ax: Axes, events: np.ndarray, names: Sequence[str], stack: np.ndarray, begins: Sequence[float], top: float
+) -> None:
+    """The name of each category, within one stage of the longest stretch where its band is thick: in the band, or above
+    it with a line to it where the band is thinner than the name."""
+    line = {"arrowstyle": "-", "lw": 0.7, "shrinkA": 0, "relpos": (0.85, 0)}
     for name, band, upper in zip(names, stack, stack.cumsum(axis=0), strict=True):
+        if len(names) < 2 or band.max() < 0.04 * top:
+            continue
         thick = np.flatnonzero(band >= 0.4 * band.max())
         stretch = max(np.split(thick, np.flatnonzero(np.diff(thick) > 1) + 1), key=len)
-        at = int(np.searchsorted(events, (events[stretch[0]] + events[stretch[-1]]) / 2))
-        if band[at] >= least and len(names) > 1:
-            dark = name in ("weights", "gradients", "before recording")
-            ax.annotate(
-                name, (events[at], upper[at] - band[at] / 2), ha="center", va="center", fontsize=FONT,
-                color="white" if dark else "black", zorder=5,
-            )  # fmt: skip
+        pieces = [p for p in np.split(stretch, np.searchsorted(events[stretch], begins)) if len(p)]
+        inside = band.max() >= 0.08 * top
+        piece = max(pieces, key=lambda p: events[p[-1]] - events[p[0]]) if inside else pieces[0]
+        at = int(np.searchsorted(events, (events[piece[0]] + events[piece[-1]]) / 2))
+        dark = inside and name in ("weights", "gradients", "before recording")
+        ax.annotate(
+            name, (events[at], upper[at] - band[at] / 2), xytext=(0, 0) if inside else (5, 24), va="center",
+            ha="center" if inside else "right", textcoords="offset points", arrowprops=None if inside else line,
+            color="white" if dark else "black", fontsize=FONT, zorder=5,
+        )  # fmt: skip
 
 
 def label_stages(ax: Axes, stages: Sequence[tuple[str, float, float]]) -> None:

@@ -159,7 +159,7 @@ def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
             total = least.sum(skipna=False)
             line = [row.machine, row.dtype, row.head_dim, row.seq_len, row.impl, part]
             out.append([*line, gemms, total - gemms, total, ms, ms / total])
-    heads = ["machine", "dtype", "d", "n", "impl", "pass", "GEMMs, ms", "elementwise, ms", "predicted, ms"]
+    heads = ["machine", "dtype", "d", "n", "impl", "pass", "GEMMs, ms", "softmax and scaling, ms", "predicted, ms"]
     return pd.DataFrame(out, columns=[*heads, "measured, ms", "ratio"])
 
 

@@ -129,7 +129,7 @@ def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
     _box(left, (column - 0.3, -1.3), 1.6, 1.1, "$K_j, V_j$", _KEY)
     white = {"fc": "white", "ec": "none", "pad": 0.5}
     for x, y, text, color in (
-        (3.2, 0.5, "masked: never loaded", "#222222"),
+        (3.2, 0.5, "skipped: never loaded", "#222222"),
         (row + 1.15, row + 0.5, "forward program:\nwalks over keys", _QUERY),
         (column - 1.2, tiles + 0.5, "backward program: walks over queries", _KEY),
     ):

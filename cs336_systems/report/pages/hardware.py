@@ -15,8 +15,8 @@ from cs336_systems.report.roofs import Roofs, roofs
 
 
 def roof_table(chapter: Chapter) -> pd.DataFrame:
-    """One row for each roof: data sheet, best measured, the size it was reached at, the share of the data sheet, and
-    above which intensity GEMMs in that dtype are compute-bound."""
+    """One row for each roof: data sheet, best measured, its share of the data sheet, the size it was reached at, and
+    the intensity above which GEMMs in that dtype are compute-bound."""
     out = []
     for machine in chapter.machines or [""]:
         rows, found = chapter.rows(machine=machine), roofs(machine, chapter.root)
@@ -27,18 +27,19 @@ def roof_table(chapter: Chapter) -> pd.DataFrame:
                 best = fine.loc[fine[metric].astype(float).idxmax()] if len(fine) else None
                 measured = math.nan if best is None else float(best[metric])
                 out.append({
-                    "machine": machine, "roof": f"GEMM, {dtype}" if kind == "matmul" else "copy", "unit": unit,
+                    "machine": machine,
+                    "roof": f"GEMM, {figures.label(dtype)}" if kind == "matmul" else "copy", "unit": unit,
                     "data sheet": sheet.get(dtype, math.nan), "measured": measured,
-                    "share, %": 100 * measured / sheet.get(dtype, math.nan),
-                    "at size": math.nan if best is None else best["size"],
-                    "FLOP/byte to be compute-bound": measured / (found.tb_per_s or math.nan)
+                    "of data sheet, %": 100 * measured / sheet.get(dtype, math.nan),
+                    "at side, or MiB": math.nan if best is None else best["size"] / (1 if kind == "matmul" else 2**20),
+                    "ridge, FLOP/byte": measured / (found.tb_per_s or math.nan)
                     if kind == "matmul" else math.nan,
                 })  # fmt: skip
-    return pd.DataFrame(out).astype({"at size": "Int64"})
+    return pd.DataFrame(out).astype({"at side, or MiB": "Int64"})
 
 
 def launch_table(chapter: Chapter) -> pd.DataFrame:
-    """Microseconds that a launch costs the host: one by one, and inside a CUDA graph, by how many follow each other."""
+    """Microseconds per launch of a tiny kernel: one by one, and inside a CUDA graph, by how many follow each other."""
     rows = chapter.rows(kind=["launch", "launch_graph"], repeat=0)
     wide = rows.set_index(["machine", "size", "kind"])["us_per_launch"].unstack("kind").reset_index()
     names = {
@@ -59,8 +60,8 @@ def links_table(chapter: Chapter) -> pd.DataFrame:
         sheet = roofs(machine, chapter.root).sheet
         link = sheet.nvlink_one_way_gb_per_s if sheet else None
         out.append({
-            "machine": machine, "GPUs": size, "at bytes": best["num_bytes"], "bus, GB/s": best["bus_gb_per_s"],
-            "NVLink, GB/s": link or math.nan, "share, %": 100 * best["bus_gb_per_s"] / (link or math.nan),
+            "machine": machine, "GPUs": size, "at MiB": best["num_bytes"] // 2**20, "bus, GB/s": best["bus_gb_per_s"],
+            "NVLink, GB/s": link or math.nan, "of NVLink, %": 100 * best["bus_gb_per_s"] / (link or math.nan),
         })  # fmt: skip
     return pd.DataFrame(out)
 
@@ -83,22 +84,19 @@ def roof_figure(rows: pd.DataFrame, roof: Roofs) -> Figure:
 
 
 def roofline_points(chapter: Chapter) -> pd.DataFrame:
-    """bf16 kernels of this book by arithmetic intensity (FLOP/byte) and rate (TFLOP/s): square GEMMs, and causal
-    attention, forward, at head dimension 64 by sequence length: ours with 16 heads, plain PyTorch with one."""
+    """bf16 kernels of this book by arithmetic intensity (FLOP/byte) and rate (TFLOP/s): square GEMMs by side; causal
+    attention, forward, one head of dimension 64, by sequence length."""
     gemms = chapter.measured(kind="matmul", dtype="bf16", repeat=0)
     out = [
         {"kernel": "GEMM", "size": r.size, "intensity": r.size / 3, "tflops": float(r.tflops)}
         for r in gemms.itertuples(index=False)
     ]
     flash = Chapter("flash_bench", measure="no", preset="full", root=chapter.root)
-    case = {"head_dim": 64, "dtype": "bf16", "repeat": 0}
-    for impl, heads, name in (
-        ("flash_triton", 16, "attention, ours"),
-        ("reference", 1, "attention, plain PyTorch"),
-    ):
-        for r in flash.measured(impl=impl, heads=heads, **case).itertuples(index=False):
-            flops = accounting.attention_flops(heads, r.seq_len, r.seq_len, 64, True, "forward")
-            moved = accounting.attention_bytes(heads, r.seq_len, r.seq_len, 64, 2, "forward")
+    case = {"heads": 1, "head_dim": 64, "dtype": "bf16", "repeat": 0}
+    for impl, name in (("flash_triton", "attention, ours"), ("reference", "attention, plain PyTorch")):
+        for r in flash.measured(impl=impl, **case).itertuples(index=False):
+            flops = accounting.attention_flops(1, r.seq_len, r.seq_len, 64, True, "forward")
+            moved = accounting.attention_bytes(1, r.seq_len, r.seq_len, 64, 2, "forward")
             rate = flops / float(r.forward_gpu_ms) / 1e9
             out.append({"kernel": name, "size": r.seq_len, "intensity": flops / moved, "tflops": rate})
     return pd.DataFrame(out, columns=["kernel", "size", "intensity", "tflops"]).dropna()
@@ -112,7 +110,7 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
     if points.empty or not peak or not memory:
         figures.nothing(ax)
         return figure
-    intensity = np.logspace(0, 4.2, 200)
+    intensity = np.logspace(0, 4.4, 200)
     ax.plot(
         intensity,
         np.minimum(peak, memory * intensity),
@@ -123,9 +121,11 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
     for place, (name, part) in enumerate(points.groupby("kernel", sort=False)):
         color, marker = ("#0072B2", "#D55E00", "#6b6b6b")[place], "osD"[place]
         ax.plot(part["intensity"], part["tflops"], marker, color=color, ms=5, label=name, ls=":", lw=0.8)
-        ends = part.iloc[[0, -1]]
+        ends = part.sort_values("size").iloc[[0, -1]]
         for x, y, size in zip(ends["intensity"], ends["tflops"], ends["size"], strict=True):
-            ax.annotate(figures.short(size), (x, y), xytext=(4, -9), textcoords="offset points", fontsize=7.5)
+            offset = (-4, 6) if name == "GEMM" else (6, -7)  # GEMMs stand above attention
+            ax.annotate(figures.short(size), (x, y), xytext=offset, textcoords="offset points", fontsize=8)
+    ax.margins(y=0.12)
     ax.set(xscale="log", yscale="log", xlabel="FLOP/byte that must move", ylabel="TFLOP/s")
     ax.legend(loc="lower right")
     return figure

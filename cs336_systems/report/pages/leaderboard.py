@@ -20,7 +20,7 @@ HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
 UNITS = {
     "products": "tensor cores: GEMMs",
-    "exps": "special function units: exponentials",
+    "exps": "SFUs: exponentials",
     "instructions": "schedulers: other instructions",
     "shared": "shared memory: operands of GEMMs",
 }
@@ -141,36 +141,32 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
 
 def _title(step: steps.Step) -> str:
     """A step's title without module names, in the book's words."""
-    return re.sub(r" \(`\w+`\)", "", step.title).replace("products", "GEMMs").replace("product", "GEMM")
+    return re.sub(r"\bproduct(s?)\b", r"GEMM\1", re.sub(r" \(`\w+`\)", "", step.title))
 
 
-def ladder_figure(rows: pd.DataFrame) -> Figure:
-    """Both ladders: a bar for each step's time, with its gain (and over which step, unless it is the one above), a mark
-    where it was expected, the least time of the slowest unit."""
-    found = {part: ladder(rows, part) for part in ("forward", "backward")}
-    drawn, axes = figures.panels(rows=2, height=0.4 + 0.165 * max(map(len, found.values())))
-    for ax, (part, frame) in zip(axes[:, 0], found.items(), strict=True):
-        ax.set_title(f"{part}, ms")
-        for place, (step, (_, row)) in enumerate(zip(steps.of_part(part), frame.iterrows(), strict=True)):
-            kind = "hopper" if "hopper" in step.name else "production" if "production" in step.name else "own"
-            ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
-            known = not math.isnan(ms)
-            ax.barh(place, ms if known else 0, color=_COLORS[kind], height=0.62, zorder=2)
-            mark = ax.plot([expected] * 2, [place - 0.4, place + 0.4], color="#D55E00", lw=2, zorder=3)
-            over = "" if math.isnan(gain) else f"   {gain:.2f}×" + f" over {base}" * (base != place)
-            text = f"{ms:.2f}{over}" if known else "not measured"
-            ax.annotate(text, (max(ms if known else 0, expected), place), xytext=(3, 0), va="center", fontsize=8,
-                        textcoords="offset points")  # fmt: skip
-        line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
-        ax.set_yticks(
-            range(len(frame)),
-            [f"{n}  {s}" for n, s in zip(frame["#"], frame["step"], strict=True)],
-            fontsize=8,
-        )
-        ax.margins(x=0.12)
-        ax.invert_yaxis()
-        ax.grid(axis="y", visible=False)
-    bars = [axes[0, 0].barh(0, 0, color=color) for color in _COLORS.values()]
+def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:
+    """A bar for each step's time, with its gain (and over which step, unless it is the one above), a mark where it was
+    expected, the least time of the slowest unit."""
+    frame = ladder(rows, part)
+    drawn, axes = figures.panels(height=0.7 + 0.165 * len(frame))
+    ax = axes[0, 0]
+    for place, (step, (_, row)) in enumerate(zip(steps.of_part(part), frame.iterrows(), strict=True)):
+        kind = "hopper" if "hopper" in step.name else "production" if "production" in step.name else "own"
+        ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
+        known = not math.isnan(ms)
+        ax.barh(place, ms if known else 0, color=_COLORS[kind], height=0.62, zorder=2)
+        mark = ax.plot([expected] * 2, [place - 0.4, place + 0.4], color="#D55E00", lw=2, zorder=3)
+        over = "" if math.isnan(gain) else f"   {gain:.2f}×" + f" over {base}" * (base != place)
+        ax.annotate(f"{ms:.2f}{over}" if known else "not measured", (max(ms if known else 0, expected), place),
+                    xytext=(3, 0), va="center", fontsize=8, textcoords="offset points")  # fmt: skip
+    line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
+    names = [f"{n}  {title}" for n, title in zip(frame["#"], frame["step"], strict=True)]
+    ax.set_yticks(range(len(frame)), names, fontsize=8)
+    ax.set_xlabel(f"{part}, ms")
+    ax.margins(x=0.12, y=0.02)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    bars = [ax.barh(0, 0, color=color) for color in _COLORS.values()]
     names = ["Triton, the ladder's", "Triton, in use", "Gluon", "expected", "slowest unit alone"]
     drawn.legend([*bars, mark[0], line], names, loc="outside lower center", ncols=5)
     return drawn
@@ -194,15 +190,14 @@ def kernels_table(rows: pd.DataFrame, impls: tuple[str, ...], fp32: bool = False
 def counters_table(rows: pd.DataFrame) -> pd.DataFrame:
     """How busy each unit was in percent of a pass's cycles, and instructions by lanes for each pair visited, of the
     implementations in COUNTED."""
-    shown = [impl in COUNTED.get(d, ()) for impl, d in zip(rows["impl"], rows["head_dim"], strict=True)]
-    rows = rows[(rows["repeat"] == 0) & shown].sort_values(
-        ["part", "head_dim"], ascending=[False, True], kind="stable"
-    )
+    rows = rows[rows["repeat"] == 0]
+    rows = pd.concat(rows[(rows["head_dim"] == d) & rows["impl"].isin(impls)] for d, impls in COUNTED.items())
+    rows = rows.sort_values("part", ascending=False, kind="stable")
     pairs = [accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part) for part in rows["part"]]
     return pd.DataFrame({
         "machine": rows["machine"], "pass": rows["part"], "d": rows["head_dim"],
         "implementation": rows["impl"].map(label),
-        "tensor cores, %": rows["tensor_pct"], "exponentials, %": rows["exp_pct"], "schedulers, %": rows["issue_pct"],
+        "tensor cores, %": rows["tensor_pct"], "SFUs, %": rows["exp_pct"], "schedulers, %": rows["issue_pct"],
         "shared memory, %": rows["shared_pct"], "instructions per pair": 32 * rows["instructions"] / pairs,
     })  # fmt: skip
 

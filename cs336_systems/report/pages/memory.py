@@ -154,15 +154,22 @@ def timelines_figure(chapter: Chapter) -> Figure:
     two steps at the shortest and at the longest."""
     contexts = sorted(set(largest_model(chapter.rows())["context_length"])) or [0]
     short, long = contexts[0], contexts[-1]
-    figure, axes = figures.panels(columns=3, height=3.1, width_ratios=(1, 1.25, 1.25))
+    figure, axes = figures.panels(columns=2, rows=2, height=1.85, height_ratios=(1, 1.8))
+    axes[0, 1].remove()
+    axes[0, 0].set_subplotspec(axes[0, 0].get_gridspec()[0, :])
     panels = (
-        ("forward", long, "forward"),
-        ("train_step", short, "forward 2"),
-        ("train_step", long, "forward 2"),
+        (axes[0, 0], "forward", long, "forward"),
+        (axes[1, 0], "train_step", short, "forward 2"),
+        (axes[1, 1], "train_step", long, "forward 2"),
     )
-    for ax, (mode, context, first) in zip(axes[0], panels, strict=True):
+    for ax, mode, context, first in panels:
         step = mode == "train_step"
-        ax.set_title(f"{'step' if step else 'forward'}, context {context}", pad=26)
+        title = (
+            "second step, context {}"
+            if step
+            else "forward pass without a graph, context {}, beyond the weights"
+        )
+        ax.set_title(title.format(context), pad=26 if step else 6)
         _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
         if found is None:
             figures.nothing(ax)
@@ -173,6 +180,6 @@ def timelines_figure(chapter: Chapter) -> Figure:
             cropped(found, first if first in names else names[0]),
             () if step else ("before recording", "weights"),
         )
-        ax.set_ylabel("GiB" if step else "GiB beyond the weights")
-    axes[0, 1].sharey(axes[0, 2])
+        ax.set_ylabel("GiB")
+    axes[1, 0].sharey(axes[1, 1])
     return figure

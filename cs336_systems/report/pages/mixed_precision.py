@@ -31,8 +31,8 @@ PARTS = {
     "ends": "input and output only",
     "fp32_inside": "the same, fp32 inside",
     "mean": "mean",
-    "variance": "variance, by halves",
-    "running": "variance, one by one",
+    "variance": "variance, pairwise sum",
+    "running": "variance, running sum",
     "one_pass": "variance as E[x²] − E[x]²",
     "normalize": "(x − μ) / σ",
     "all": "everything",
@@ -194,7 +194,7 @@ def blocks_figure(rows: pd.DataFrame) -> Figure:
     figures.lines(ax, frame, "at", "ms", "dtype", log_y=True, binary_x=False)
     if names:
         ax.set_xticks(range(len(names)), [f"{n}\nwidth {SIZES[n].d_model}" for n in names])
-        ax.set_ylabel("ms a block")
+        ax.set_ylabel("ms per block")
         ax.legend(loc="upper left")
     return figure
 

@@ -30,12 +30,12 @@ VARIANTS = {
     "torch_zero": "torch, sharded",
 }
 MOMENTS = {
-    "initialized": "model initialized",
-    "first_before": "before first step",
-    "first_after": "after it",
+    "initialized": "after initialization",
+    "first_before": "before first update",
+    "first_after": "after first update",
     "later_forward": "after a later forward",
-    "later_before": "before a later step",
-    "later_after": "after that",
+    "later_before": "before a later update",
+    "later_after": "after a later update",
 }
 PARTS = {
     "parameters_bytes": "parameters, GiB",
@@ -201,7 +201,7 @@ def schedule_figure(rows: pd.DataFrame) -> Figure:
         handles = [
             axes[0, 0].barh(0, 0, **_UPDATE),
             axes[0, 0].barh(0, 0, **_BROADCAST),
-            axes[0, 0].plot([], [], color="#222222", lw=2)[0],
+            axes[0, 0].plot([], [], "|", color="#222222", ms=11, mew=2)[0],
         ]
         drawn.legend(
             handles, ["update", "broadcasts", "phase, measured"], loc="outside lower center", ncols=3
@@ -235,12 +235,12 @@ def traffic(rows: pd.DataFrame) -> pd.DataFrame:
             sent = accounting.zero_step_bytes(scheme, gpus, whole, whole)
             measured = by_variant["link_sent_bytes"].get(variant, np.nan)
             lines.append({
-                "machine": machine, "GPUs": gpus, "": labels[variant],
+                "machine": machine, "GPUs": gpus, "scheme": labels[variant],
                 "gradients, GiB": sent["gradients"] / GIB, "parameters, GiB": sent["parameters"] / GIB,
                 "together, GiB": sum(sent.values()) / GIB, "measured, GiB": measured / GIB,
             })  # fmt: skip
     parts = ["gradients, GiB", "parameters, GiB", "together, GiB", "measured, GiB"]
-    return pd.DataFrame(lines, columns=["machine", "GPUs", "", *parts])
+    return pd.DataFrame(lines, columns=["machine", "GPUs", "scheme", *parts])
 
 
 def imbalance(ranks: Sequence[int], name: str = "xl") -> list[float]:
