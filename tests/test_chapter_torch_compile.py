@@ -99,8 +99,9 @@ def test_eager_and_compiled_attention_stand_side_by_side():
         ms("reference", 9.0, cap_gib=24), ms("reference_compiled", 9.0, dtype="bf16"),
         ms("reference", 1.0, head_dim=64),
     )  # fmt: skip
-    [line] = page.attention_times(rows, "fp32").to_dict("records")
-    assert list(line.values()) == ["x", 16, 16384, 3.0, 2.0, 6.0, 4.0]
+    [line] = page.attention_times(rows).to_dict("records")
+    assert list(line.values()) == ["x", "fp32", 16, 16384, 3.0, 2.0, 6.0, 4.0]
+    assert list(page.attention_times(rows[:0])) == list(line)
     found = page.attention_speedups(rows, {"x": Roofs(tflops={"fp32": 1e6}, tb_per_s=1.0)}).set_index("pass")
     assert list(found["measured, ×"]) == [1.5, 1.5]
     # where nothing but matrices of scores counts

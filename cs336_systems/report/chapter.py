@@ -271,12 +271,12 @@ class Chapter:
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
         """`tables.show`, with a note under it where rows of this table were measured with earlier code.
 
-        A column `machine` that holds only one name is left out, and the caption says the name.
+        A column `machine` that holds only one name is left out; where the chapter shows several machines, the caption
+        says the name.
         """
         if "machine" in frame and frame["machine"].nunique() == 1:
-            name_of = frame["machine"].iloc[0]
+            caption += f" Machine: `{frame['machine'].iloc[0]}`." if len(self.machines) > 1 else ""
             frame = frame.drop(columns="machine")
-            caption += f" Machine: `{name_of}`." if name_of in self.machines else ""
         earlier = "some rows of this chapter were measured with earlier code" if len(self.stale()) else ""
         note = "; ".join(filter(None, [options.pop("note", ""), earlier]))
         show(frame, caption=caption, name=name, note=note, **options)

@@ -35,16 +35,15 @@ def attention_pairs(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
     return [(row, compiled[shape(row)]) for row in plain if shape(row) in compiled]
 
 
-def attention_times(rows: pd.DataFrame, dtype: str) -> pd.DataFrame:
-    """Median ms of eager and compiled attention in one dtype, forward (F) and backward (B): a line for each shape."""
+def attention_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median ms of eager and compiled attention, forward (F) and backward (B): a line for each dtype and shape."""
     out = []
-    for pair in attention_pairs(rows[rows["dtype"] == dtype]):
-        line = {"machine": pair[0].machine, "d": pair[0].head_dim, "n": pair[0].seq_len}
-        for part, letter in zip(PARTS, "FB", strict=True):
-            for row, head in zip(pair, ("eager", "compiled"), strict=True):
-                line[f"{letter} {head}, ms"] = getattr(row, f"{part}_ms_p50")
-        out.append(line)
-    return pd.DataFrame(out)
+    for dtype in BYTES:
+        for pair in attention_pairs(rows[rows["dtype"] == dtype]):
+            line = [pair[0].machine, dtype, pair[0].head_dim, pair[0].seq_len]
+            out.append([*line, *(getattr(row, f"{part}_ms_p50") for part in PARTS for row in pair)])
+    heads = [f"{letter} {how}, ms" for letter in "FB" for how in ("eager", "compiled")]
+    return pd.DataFrame(out, columns=["machine", "dtype", "d", "n", *heads])
 
 
 def attention_speedups(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
