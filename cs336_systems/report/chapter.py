@@ -260,13 +260,11 @@ class Chapter:
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         environments = {k: e for table in tables for k, e in table.environments(machine).items()}
         what = "; ".join(_environment_words(e) for e in environments.values())
-        skipped = int(there["status"].str.startswith("skipped").sum())
-        measured = len(there) - skipped
-        count = f"{measured}" if measured == len(frame) else f"{measured} of {len(frame)}"
-        beside = f" {skipped} were skipped." if skipped else ""
+        measured = int((~there["status"].str.startswith("skipped")).sum())
+        count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
         old = sum((table.stale()["machine"] == machine).sum() for table in tables)
         earlier = f" **{old} of them were measured with earlier code.**" if old else ""
-        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{beside}{earlier}"
+        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier}"
 
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
         """`tables.show`, with a note under it where rows of this table were measured with earlier code.
