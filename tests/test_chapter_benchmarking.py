@@ -252,10 +252,10 @@ def test_cold_starts_are_passes_added_up_step_by_step(made_up):
     both = [f + b for f, b in zip(each(row["forward_ms_each"]), each(row["backward_ms_each"]), strict=True)]
     assert cold["first_ms"] == both[0] and cold["second_ms"] == both[1] and cold["std_ms"] > cold["mean_ms"]
     table = page.warmups(found[~(found["size"].eq("xl") & found["warmup"].eq(1))])
-    heads = [f"{what} after {count}, ms" for what in ("mean", "std") for count in (0, 1, 2, 5)]
+    heads = [f"{what} {count}, ms" for what in ("mean", "std") for count in (0, 1, 2, 5)]
     assert list(table.columns) == ["machine", "size", *heads] and list(table["size"]) == list(HANDOUT_SIZES)
-    assert table.set_index("size").loc["small", "mean after 0, ms"] == cold["mean_ms"]
-    assert math.isnan(table.set_index("size").loc["xl", "mean after 1, ms"])
+    assert table.set_index("size").loc["small", "mean 0, ms"] == cold["mean_ms"]
+    assert math.isnan(table.set_index("size").loc["xl", "mean 1, ms"])
 
 
 def test_steps_by_length():

@@ -24,7 +24,7 @@ def book(tmp_path, monkeypatch):
     (tmp_path / "book").mkdir()
     (tmp_path / "_toc.yml").write_text("chapters:\n  - file: one\n  - file: references\n")
     notebook(tmp_path / "book" / "index.ipynb", "x = 1")
-    monkeypatch.setattr(claims, "parts", lambda year: ["a (a)", "a (b)"])
+    monkeypatch.setattr(claims, "parts", lambda: ["a (a)", "a (b)"])
     return tmp_path
 
 

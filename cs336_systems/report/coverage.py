@@ -21,7 +21,6 @@ class Problem:
     points: int | None
     chapter: str
     parts: str = ""
-    year: int = 2025
 
 
 PROBLEMS = (
@@ -48,24 +47,14 @@ PROBLEMS = (
     Problem("communication_accounting", 10, "parallelism", "abcd"),
     Problem("optimizer_state_sharding", 15, "zero"),
     Problem("optimizer_state_sharding_accounting", 5, "zero", "abc"),
-    Problem("gradient_checkpointing", None, "", year=2026),
-    Problem("fsdp", None, "", year=2026),
-    Problem("fsdp_accounting", None, "", year=2026),
-    Problem("alternate_ring_all_reduce", None, "", year=2026),
-    Problem("data_parallel_calcs", None, "", year=2026),
-    Problem("fsdp_calcs", None, "", year=2026),
-    Problem("tp_calcs", None, "", year=2026),
-    Problem("fsdp_tp_calcs", None, "", year=2026),
-    Problem("leaderboard (2026)", None, "", year=2026),
 )
 
 
-def parts(year: int) -> list[str]:
+def parts() -> list[str]:
     """What is to be answered, in the handout's order: `"nsys_profile (a)"`, or a problem's id where it has no parts."""
     return [
         part
         for problem in PROBLEMS
-        if problem.year == year
         for part in ([f"{problem.id} ({letter})" for letter in problem.parts] or [problem.id])
     ]
 
@@ -97,7 +86,7 @@ def table(answers: dict[str, str]) -> pd.DataFrame:
     """The parts of the 2025 handout with one line of answer each (a dash where `answers` has none): columns problem,
     points, answer; the problem is a link to the answer's box in its chapter."""
     out = []
-    for problem in (p for p in PROBLEMS if p.year == 2025):
+    for problem in PROBLEMS:
         letters = [f" ({letter})" for letter in problem.parts] or [""]
         for place, letter in enumerate(letters):
             part = problem.id + letter
