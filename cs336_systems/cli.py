@@ -174,7 +174,8 @@ def book(
     pdf: Annotated[bool, typer.Option("--pdf", help="Build the PDF as well (needs XeLaTeX).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where rows are missing or old.")] = False,
     claims: Annotated[
-        bool, typer.Option("--claims", help="Build nothing: hold the sentences against the rows, list what fails.")
+        bool,
+        typer.Option("--claims", help="Build nothing: hold the sentences against the rows, list what fails."),
     ] = False,
 ) -> None:
     """Build the book from the rows, and print where it is."""

@@ -312,14 +312,9 @@ def test_scaling_shows_what_every_number_of_gpus_has():
         "variant"
     )
     assert list(found.index) == ["no communication", "naive"]
-    assert (
-        found.loc["naive", "exposed, 4 GPUs"] == 120.0
-        and found.loc["naive", "scaling, 2 GPUs"] == 50.0
-    )
+    assert found.loc["naive", "exposed, 4 GPUs"] == 120.0 and found.loc["naive", "scaling, 2 GPUs"] == 50.0
     twice = page.scaling(steps(*given, *(row | {"machine": "y"} for row in given)))
-    assert (
-        "step, 2 GPUs of y" in twice and page.scaling(steps(timed("none", math.nan, status="oom"))).empty
-    )
+    assert "step, 2 GPUs of y" in twice and page.scaling(steps(timed("none", math.nan, status="oom"))).empty
 
 
 def test_figures(results_root):

@@ -14,6 +14,7 @@ sentence with one in it is replaced by a line that says what is not measured.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -197,7 +198,8 @@ def _readable(text: str) -> tuple[str, bool]:
     """The text, or the reasons why a number in it is missing; and whether one is."""
     pieces = text.split(MARK)
     if len(pieces) == 1:
-        return text, False
+        unknown = re.search(r"\bnan\b", text) is not None  # of numbers that are not `Number`s
+        return ("*Not measured.*" if unknown else text), unknown
     reasons = "; ".join(dict.fromkeys(pieces[1::2]))
     return f"*Not measured: {reasons}.*".replace(": not measured", ""), True
 
