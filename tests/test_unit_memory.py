@@ -711,8 +711,7 @@ def test_a_timeline_is_cropped_to_its_later_stages(tmp_path, drawn):
     assert [s.name for s in part.stages] == ["forward 2", "backward 2", "optimizer 2"]
     assert part.events[0] == part.stages[0].begin and part.peak == whole.peak
     assert drawn.cropped(whole, "optimizer 2").peak.bytes < whole.peak.bytes
-    with pytest.raises(ValueError, match="unknown stage 'loss'; allowed: model, forward, backward"):
-        drawn.cropped(whole, "loss")
+    assert drawn.cropped(whole, "loss").stages == whole.stages  # a stage that this recording lacks
 
 
 def test_the_table_of_largest_allocations(tmp_path, drawn):
@@ -720,5 +719,3 @@ def test_the_table_of_largest_allocations(tmp_path, drawn):
     table = drawn.largest_allocations(found, "forward")
     assert list(table["MiB"]) == pytest.approx([70, 5 / MIB]) and list(table["count"]) == [3, 3]
     assert table["code"][0] == "cs336_systems/model.py:81 forward" and table["category"][0] == "activations"
-    with pytest.raises(ValueError, match="unknown stage 'x'; allowed: model, forward"):
-        drawn.largest_allocations(found, "x")

@@ -1249,10 +1249,8 @@ def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
     figure = drawn.steps_figure({"A step": step, "another": short})
     above, below = figure.axes
     assert {"forward", "backward"} <= {text.get_text() for text in above.texts} and not below.texts
-    assert above.get_title(loc="left") == "A step" and above.get_xlim() == below.get_xlim() == (
-        0,
-        step.length_ns / 1e6,
-    )
+    assert "A step" in (above.get_title(), above.get_title(loc="left"))
+    assert above.get_xlim() == below.get_xlim() == (0, step.length_ns / 1e6)
     groups = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "GEMMs" in groups and set(groups) <= set(drawn.GROUPS)
     assert figure.get_size_inches()[0] == 7

@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,31 +102,22 @@ class Chapter:
 
     @classmethod
     def from_parameters(cls, name: str, namespace: Mapping[str, Any]) -> Chapter:
-        """The chapter with the parameters that a notebook's globals hold.
-
-        papermill only logs a misspelled `-p` name, so the cell it injects is read again here: a name in it
-        that is not a parameter of the chapter is a ValueError.
-        """
-        allowed = [*_COMMON, *experiments.fields(experiments.load(name))]
-        unknown = [n for n in last_parameters(namespace.get("In", [])) if n not in allowed]
-        if unknown:
-            raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-        return cls(name, **{n: namespace[n] for n in allowed if n in namespace})
+        """The chapter with the parameters that a notebook's globals hold."""
+        fields = experiments.fields(experiments.load(name))
+        return cls(name, **given_parameters(namespace, [*_COMMON, *fields]))
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
-        if wanted == "auto" and (self.building or measure == "no"):
+        reading = self.building or measure == "no"
+        if wanted == "auto" and reading:
             return reference_machines(self.name, self.root), False
-        if self.building or measure == "no":
-            return [self._known(m.strip()) for m in wanted.split(",")], False
-        this = _this_machine()
-        named = [this] if wanted in ("auto", "this") else [self._known(m.strip()) for m in wanted.split(",")]
-        if named != [this]:
-            if measure == "yes":
-                raise ValueError(
-                    f"measure={measure} needs machine=this; this machine is {this}, not {wanted}"
-                )
-            return named, False
-        return named, True
+        named = [self._known(m.strip()) for m in (wanted if wanted != "auto" else "this").split(",")]
+        if reading or named == [_this_machine()]:
+            return named, not reading
+        if measure == "yes":
+            raise ValueError(
+                f"measure=yes needs machine=this; this machine is {_this_machine()}, not {wanted}"
+            )
+        return named, False
 
     def _known(self, machine: str) -> str:
         if machine == "this":
@@ -173,9 +164,8 @@ class Chapter:
             raise store.MeasurementError("; ".join(failed))
         quoted = reference_machines(self.name, self.root)
         if self.measuring and quoted and self.machines[0] not in quoted:
-            print(
-                f'Below are the rows of {self.machines[0]}; machine = "{quoted[0]}" shows those of the book.'
-            )
+            here = self.machines[0]
+            print(f'Below are the rows of {here}; machine = "{quoted[0]}" shows those of the book.')
 
     def rows(self, **where: Any) -> pd.DataFrame:
         """One row for each machine and chosen case, with the chapter's columns, `machine` first.
@@ -215,12 +205,11 @@ class Chapter:
             frame = grid.reindex(columns=store.columns(self.experiment))
         else:
             known = store.read(self.experiment, machine, self.root)
-            known = known.astype({f: grid[f].dtype for f in fields}) if len(known) else known.astype(object)
-            frame = (
-                grid.merge(known, on=fields, how="left")
-                if len(known)
-                else grid.reindex(columns=known.columns)
-            )
+            if len(known):
+                known = known.astype({f: grid[f].dtype for f in fields})
+                frame = grid.merge(known, on=fields, how="left")
+            else:
+                frame = grid.reindex(columns=known.columns)
         frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), NOT_MEASURED)
         frame.insert(0, "machine", machine)
         return frame
@@ -296,27 +285,27 @@ def _this_machine() -> str:
     return machine_name()
 
 
-def last_parameters(history: Iterable[str]) -> list[str]:
-    """The names assigned in the newest cell that begins with `# Parameters`, which is the one papermill
-    injects.
+def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
+    """The parameters, of those that are allowed, that a notebook's globals hold.
+
+    papermill only logs a misspelled `-p` name, so the newest cell that begins with `# Parameters`, the one that it
+    injects, is read again here: a name in it that is not allowed is a ValueError.
     """
-    for source in reversed(list(history)):
-        if source.lstrip().startswith("# Parameters"):
-            out = []
-            for statement in ast.parse(source).body:
-                targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-                out += [t.id for t in targets if isinstance(t, ast.Name)]
-            return out
-    return []
+    cells = [cell for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters")]
+    names: list[str] = []
+    for statement in ast.parse(cells[-1]).body if cells else []:
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    return {name: namespace[name] for name in allowed if name in namespace}
 
 
 def _environment_words(env: Mapping[str, Any]) -> str:
     gpus = env.get("gpus", 0)
     of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
-    hardware = (
-        f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
-        if gpus
-        else f"{env.get('cpu', 'unknown CPU')}"
-    )
-    cores = f", {env['cores']} cores" if "cores" in env and not gpus else ""
-    return f"{hardware}{cores}, torch {env.get('torch')}, triton {env.get('triton')}"
+    if gpus:
+        hardware = f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
+    else:
+        hardware = env.get("cpu", "unknown CPU") + (f", {env['cores']} cores" if "cores" in env else "")
+    return f"{hardware}, torch {env.get('torch')}, triton {env.get('triton')}"

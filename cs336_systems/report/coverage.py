@@ -18,35 +18,34 @@ class Problem:
     """One problem of the handout. `chapter` is the notebook that answers it; `parts` are its letters, if it has any."""
 
     id: str
-    points: int | None
     chapter: str
     parts: str = ""
 
 
 PROBLEMS = (
-    Problem("benchmarking_script", 4, "benchmarking", "abc"),
-    Problem("nsys_profile", 5, "profiling", "abcde"),
-    Problem("mixed_precision_accumulation", 1, "mixed_precision"),
-    Problem("benchmarking_mixed_precision", 2, "mixed_precision", "abc"),
-    Problem("memory_profiling", 4, "memory", "abcde"),
-    Problem("pytorch_attention", 2, "attention"),
-    Problem("torch_compile", 2, "torch_compile", "ab"),
-    Problem("flash_forward", 15, "flash_bench", "abc"),
-    Problem("flash_backward", 5, "flash_bench"),
-    Problem("flash_benchmarking", 5, "flash_bench"),
-    Problem("leaderboard", None, "leaderboard"),
-    Problem("flash_backward_triton", None, "flash_bench"),
-    Problem("distributed_communication_single_node", 5, "allreduce"),
-    Problem("naive_ddp", 5, "ddp"),
-    Problem("naive_ddp_benchmarking", 3, "ddp"),
-    Problem("minimal_ddp_flat_benchmarking", 2, "ddp"),
-    Problem("ddp_overlap_individual_parameters", 5, "ddp"),
-    Problem("ddp_overlap_individual_parameters_benchmarking", 1, "ddp", "ab"),
-    Problem("ddp_overlap_bucketed", 8, "ddp"),
-    Problem("ddp_bucketed_benchmarking", 3, "ddp", "ab"),
-    Problem("communication_accounting", 10, "parallelism", "abcd"),
-    Problem("optimizer_state_sharding", 15, "zero"),
-    Problem("optimizer_state_sharding_accounting", 5, "zero", "abc"),
+    Problem("benchmarking_script", "benchmarking", "abc"),
+    Problem("nsys_profile", "profiling", "abcde"),
+    Problem("mixed_precision_accumulation", "mixed_precision"),
+    Problem("benchmarking_mixed_precision", "mixed_precision", "abc"),
+    Problem("memory_profiling", "memory", "abcde"),
+    Problem("pytorch_attention", "attention"),
+    Problem("torch_compile", "torch_compile", "ab"),
+    Problem("flash_forward", "flash_bench", "abc"),
+    Problem("flash_backward", "flash_bench"),
+    Problem("flash_benchmarking", "flash_bench"),
+    Problem("leaderboard", "leaderboard"),
+    Problem("flash_backward_triton", "flash_bench"),
+    Problem("distributed_communication_single_node", "allreduce"),
+    Problem("naive_ddp", "ddp"),
+    Problem("naive_ddp_benchmarking", "ddp"),
+    Problem("minimal_ddp_flat_benchmarking", "ddp"),
+    Problem("ddp_overlap_individual_parameters", "ddp"),
+    Problem("ddp_overlap_individual_parameters_benchmarking", "ddp", "ab"),
+    Problem("ddp_overlap_bucketed", "ddp"),
+    Problem("ddp_bucketed_benchmarking", "ddp", "ab"),
+    Problem("communication_accounting", "parallelism", "abcd"),
+    Problem("optimizer_state_sharding", "zero"),
+    Problem("optimizer_state_sharding_accounting", "zero", "abc"),
 )
 
 
@@ -83,16 +82,16 @@ def chapters_in_toc(root: Path | None = None) -> list[str]:
 
 
 def table(answers: dict[str, str]) -> pd.DataFrame:
-    """The parts of the 2025 handout with one line of answer each (a dash where `answers` has none): columns problem,
-    points, answer; the problem is a link to the answer's box in its chapter."""
+    """The parts of the 2025 handout with one line of answer each (a dash where `answers` has none): columns chapter,
+    problem, answer; the problem is a link to the answer's box."""
     out = []
     for problem in PROBLEMS:
         letters = [f" ({letter})" for letter in problem.parts] or [""]
-        for place, letter in enumerate(letters):
+        for letter in letters:
             part = problem.id + letter
             out.append({
+                "chapter": f"[{problem.chapter}]({problem.chapter}.ipynb)",
                 "problem": f"[{part}](#{anchor(part)})",
-                "points": "" if place or problem.points is None else problem.points,
                 "answer": answers.get(part, EMPTY),
             })  # fmt: skip
     return pd.DataFrame(out)

@@ -6,7 +6,7 @@ Colours are Okabe and Ito's, which colour-blind readers tell apart; markers say 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -67,22 +67,18 @@ _STYLE = {
 
 def use() -> None:
     """Sets the style, and vector output in notebooks (SVG for the screen, PDF for LaTeX)."""
+    from IPython import get_ipython
+
     plt.rcParams.update(_STYLE)
-    try:
-        from IPython import get_ipython
-    except ImportError:  # plain Python: figures are saved, not displayed
-        return
     if get_ipython() is not None:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
         set_matplotlib_formats("svg", "pdf")
 
 
-@contextmanager
-def styled() -> Any:
+def styled() -> AbstractContextManager[None]:
     """The style for one figure, outside notebooks."""
-    with plt.rc_context(_STYLE):
-        yield
+    return plt.rc_context(_STYLE)
 
 
 def look(name: str, position: int = 0) -> tuple[str, str, str]:
@@ -104,9 +100,9 @@ def panels(columns: int = 1, rows: int = 1, height: float = 2.8, **options: Any)
     return figure, axes
 
 
-def nothing(ax: Axes, text: str = "not measured") -> None:
+def nothing(ax: Axes) -> None:
     """Says in an empty plot why it is empty."""
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")
+    ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")
 
 
 def legend_below(figure: Figure, *axes: Axes) -> None:
@@ -119,21 +115,10 @@ def legend_below(figure: Figure, *axes: Axes) -> None:
 
 
 def lines(
-    ax: Axes,
-    frame: pd.DataFrame,
-    x: str,
-    y: str,
-    series: str,
-    low: str | None = None,
-    high: str | None = None,
-    log_y: bool = False,
-    binary_x: bool = True,
+    ax: Axes, frame: pd.DataFrame, x: str, y: str, series: str, log_y: bool = False, binary_x: bool = True
 ) -> None:
-    """One line for each value of `series` over a logarithmic axis, with the band from `low` to `high`
-    behind it.
-
-    Rows without a number in `y` are left out: the line ends there.
-    """
+    """One line for each value of `series`, over an axis of powers of two (`binary_x`) or a plain one. Rows without a
+    number in `y` are left out: the line ends there."""
     frame = frame[pd.to_numeric(frame[y], errors="coerce").notna()]
     if frame.empty:
         nothing(ax)
@@ -143,10 +128,6 @@ def lines(
         part = part.sort_values(x)
         xs, ys = part[x].to_numpy(float), part[y].to_numpy(float)
         ax.plot(xs, ys, color=colour, marker=marker, label=text, zorder=3)
-        if low and high:
-            ax.fill_between(
-                xs, part[low].to_numpy(float), part[high].to_numpy(float), color=colour, alpha=0.2, lw=0
-            )
     if binary_x:
         ticks = sorted(frame[x].unique())
         ax.set_xscale("log", base=2)
@@ -186,22 +167,15 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
         ax.set_ylim(0, max(ax.get_ylim()[1], value * 1.12))
 
 
-def heat(
-    ax: Axes,
-    table: pd.DataFrame,
-    center: float = 1.0,
-    limit: float = 8.0,
-    words: pd.DataFrame | None = None,
-) -> None:
-    """A map of ratios with the number in each cell: blue above `center`, red below it, on a logarithmic
-    scale.
+def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None) -> None:
+    """A map of ratios with the number in each cell: blue above 1, red below it, on a logarithmic scale.
 
     `table` has one row for each y value and one column for each x value; `words` (of the same shape) says
     what stands in a cell without a number.
     """
     values = table.to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
-        strength = np.clip(np.log(values / center) / np.log(limit), -1, 1)
+        strength = np.clip(np.log(values) / np.log(limit), -1, 1)
     colours = plt.get_cmap("RdBu")(0.5 + 0.42 * np.nan_to_num(strength))
     colours[np.isnan(values)] = (0.93, 0.93, 0.93, 1)
     ax.imshow(colours, aspect="auto")
@@ -209,16 +183,8 @@ def heat(
         for j in range(values.shape[1]):
             empty = np.isnan(values[i, j])
             text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], 2)
-            dark = not empty and abs(strength[i, j]) > 0.62
-            ax.text(
-                j,
-                i,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7 if empty else 8,
-                color="white" if dark else "#222222",
-            )
+            color = "white" if not empty and abs(strength[i, j]) > 0.62 else "#222222"
+            ax.text(j, i, text, ha="center", va="center", fontsize=7 if empty else 8, color=color)
     ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])
     ax.set_yticks(range(values.shape[0]), [str(r) for r in table.index])
     ax.grid(visible=False)

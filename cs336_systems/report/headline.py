@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.tables import in_order
 
 SMALL = {"size": "small", "context_length": 1024, "mode": "train_step", "dtype": "bf16", "repeat": 0}
 STEPS = {  # attention, compile, batch → label
@@ -24,7 +25,7 @@ STEPS = {  # attention, compile, batch → label
 }
 WRAPPERS = {  # wrapper, bucket_mb → label
     ("none", 0): "no communication",
-    ("in_place", 100): "100 MB buckets",
+    ("in_place", 100): "100 MB buckets, in place",
     ("overlapped", 0): "one by one, overlapped",
     ("flat", 0): "one flat tensor",
     ("naive", 0): "naive",
@@ -63,8 +64,7 @@ def overlap(root: Path | None = None) -> pd.DataFrame:
 def _labeled(rows: pd.DataFrame, fields: list[str], labels: dict[tuple, str]) -> pd.DataFrame:
     """The rows whose fields have a label, in the labels' order, with a column `label`."""
     rows = rows.assign(label=[labels.get(tuple(row)) for row in rows[fields].itertuples(index=False)])
-    order = {label: place for place, label in enumerate(labels.values())}
-    return rows.dropna(subset="label").sort_values("label", key=lambda c: c.map(order), ignore_index=True)
+    return in_order(rows.dropna(subset="label"), ["label"], labels.values())
 
 
 def figure(root: Path | None = None) -> Figure:
@@ -75,13 +75,8 @@ def figure(root: Path | None = None) -> Figure:
     ours = harness["impl"].isin(["flash_triton", "plain_triton"])
     thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, eager"
     beside = ~ddp["label"].isin(["naive", "one flat tensor"])
-    _bars(
-        axes[0, 0],
-        "1  Attention, time over ours",
-        harness["impl"].map(figures.label),
-        harness["over_ours"],
-        ours,
-    )
+    names = harness["impl"].map(figures.label)
+    _bars(axes[0, 0], "1  Attention, time over ours", names, harness["over_ours"], ours)
     _bars(axes[0, 1], "2  Training, 1,000 tokens/s", steps["label"], thousands, tuned)
     _bars(axes[0, 2], "3  Exposed communication, ms", ddp["label"], ddp["exposed_ms"], beside)
     return drawn

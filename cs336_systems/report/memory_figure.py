@@ -27,11 +27,9 @@ FONT = 8  # in points; printed pages scale a figure to nine tenths
 
 
 def cropped(timeline: Timeline, first: str) -> Timeline:
-    """The timeline from the beginning of a stage on; ValueError for an unknown stage."""
+    """The timeline from the beginning of a stage on; from its first stage where it has none of this name."""
     names = [stage.name for stage in timeline.stages]
-    if first not in names:
-        raise ValueError(f"unknown stage {first!r}; allowed: {', '.join(names)}")
-    stages = timeline.stages[names.index(first) :]
+    stages = timeline.stages[names.index(first) if first in names else 0 :]
     place = timeline.events.index(stages[0].begin)
     return dataclasses.replace(
         timeline,
@@ -130,18 +128,9 @@ def label_stages(ax: Axes, stages: Sequence[tuple[str, float, float]]) -> None:
 
 def largest_allocations(timeline: Timeline, stage: str) -> pd.DataFrame:
     """The largest allocations of a stage: MiB of one, how many of this size from the same line of code, their category,
-    and the line. The smallest size that the recording lists is left out: it need not list all of it.
-
-    ValueError for an unknown stage.
-    """
-    names = [s.name for s in timeline.stages]
-    if stage not in names:
-        raise ValueError(f"unknown stage {stage!r}; allowed: {', '.join(names)}")
-    groups = [g for g in timeline.largest if g.stage == stage]
-    found = pd.DataFrame(
-        [(g.bytes / MIB, g.count, g.category, g.code) for g in groups],
-        columns=["MiB", "count", "category", "code"],
-    )
+    and the line. The smallest size that the recording lists is left out: it need not list all of it."""
+    groups = [(g.bytes / MIB, g.count, g.category, g.code) for g in timeline.largest if g.stage == stage]
+    found = pd.DataFrame(groups, columns=["MiB", "count", "category", "code"])
     found = found[found["MiB"] > found["MiB"].min()] if found["MiB"].nunique() > 1 else found
     keys = ["MiB", "code", "category"]
     found = found.groupby(keys, sort=False, as_index=False)["count"].sum()

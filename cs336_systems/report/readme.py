@@ -8,6 +8,7 @@ digest of the rows it was drawn from: that is what is compared, since its bytes 
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -70,18 +71,14 @@ def draw(root: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Writes or checks the README of the checkout; the exit status."""
-    if {"-h", "--help"} & set(arguments):
-        print(
-            "python -m cs336_systems.report.readme [--check]: write, or check, the README's table and picture"
-        )
-        return 0
-    if arguments not in ([], ["--check"]):
-        raise ValueError(f"unknown arguments {arguments}; allowed: --check, or none")
+    parser = argparse.ArgumentParser(prog="python -m cs336_systems.report.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
     root = project_root()
     path = root / "README.md"
     old = path.read_text(encoding="utf-8")
     new = rewritten(old, root)
-    if not arguments:
+    if not check:
         path.write_text(new, encoding="utf-8")
         draw(root)
         return 0

@@ -9,12 +9,13 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 EMPTY = "–"
+_LONG = 30  # rows: what Sphinx sets as a table of several pages
 
 
 def fmt(value: Any, digits: int = 3) -> str:
@@ -70,6 +71,13 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     return out
 
 
+def in_order(rows: pd.DataFrame, by: Sequence[str], *orders: Iterable[str]) -> pd.DataFrame:
+    """The rows sorted by these columns, numbered anew; values that one of the orders names stand as there."""
+    place = {name: number for names in orders for number, name in enumerate(names)}
+    key = lambda column: column.map(place) if column.isin(place).any() else column
+    return rows.sort_values(list(by), key=key, kind="stable", ignore_index=True)
+
+
 def _word(status: str) -> str:
     """What a cell says in place of a number: `OOM`, `skipped`, `error`, or a dash."""
     return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(status, status.partition(":")[0])
@@ -104,10 +112,15 @@ def _numeric(texts: Sequence[str]) -> bool:
     return bool(looks) and sum(looks) * 2 >= len(looks)
 
 
+def _plain(text: str) -> str:
+    """Markdown without the targets of its links."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
 def _wraps(texts: Sequence[str]) -> bool:
     """Whether a column of the PDF is to break into lines: long texts, made of words that fit a narrow column (in the
     PDF a word may break after an underscore)."""
-    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text) for text in texts]
+    plain = [_plain(text) for text in texts]
     longest_word = max((len(word) for text in plain for word in re.split(r"[\s_]+", text)), default=0)
     return max(map(len, plain), default=0) > 24 and longest_word <= 20
 
@@ -155,11 +168,19 @@ def to_markdown(
     rule = "| " + " | ".join("---:" if n else ":---" for n in numeric) + " |"
     grid = "\n".join([line(heads), rule, *(line(r) for r in rows)])
     columns = [[row[i] for row in rows] for i in range(len(heads))]
-    kinds = "".join(
+    kinds = [
         "r" if n else "L" if wrap and _wraps(column) else "l"
         for n, column in zip(numeric, columns, strict=True)
-    )
-    latex = f"```{{tabularcolumns}} {kinds}\n```\n\n"
+    ]
+    if wrap and len(rows) > _LONG:  # a table of several pages knows no L: paragraphs, wider for longer texts
+        lengths = [
+            (4 + max((len(_plain(t)) for t in c), default=0)) ** 0.75 * (k != "r")
+            for c, k in zip(columns, kinds, strict=True)
+        ]
+        shares = [0.95 * length / sum(lengths) for length in lengths]
+        paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
+        kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
+    latex = f"```{{tabularcolumns}} {''.join(kinds)}\n```\n\n"
     label = f":name: {name}\n" if name else ""
     kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap]))
     table = f"{grid}\n"

@@ -39,27 +39,26 @@ def steps_figure(steps: Mapping[str, Step]) -> Figure:
     proportion to the time that each group of kernels took of it: full height is a busy device, white is idle time, and
     areas are time, also where thousands of kernels are shorter than a column.
     """
-    with figures.styled():
-        figure, axes = figures.panels(rows=max(1, len(steps)), height=1.15, sharex=True)
-        if not steps:
-            figures.nothing(axes[0, 0])
-            axes[0, 0].set_axis_off()
-            return figure
-        length = max(max(step.length_ns for step in steps.values()) / 1e6, 1e-6)
-        drawn: set[str] = set()
-        for ax, (title, step) in zip(axes[:, 0], steps.items(), strict=True):
-            ax.set_title(title)
-            _draw_phases(ax, step, length)
-            drawn |= _draw_device(ax, step, length)
-            ax.set(xlim=(0, length), ylim=(_DEVICE[1] + 0.02, 0))
-            ax.set_yticks([sum(_HOST) / 2, sum(_DEVICE) / 2], ["host", "GPU"])
-            ax.tick_params(axis="y", length=0)
-            ax.grid(axis="y", visible=False)
-            ax.spines["left"].set_visible(False)
-        axes[-1, 0].set_xlabel("time since the start of the step, ms")
-        patches = [Patch(color=color, label=name) for name, (color, _) in GROUPS.items() if name in drawn]
-        if patches:
-            figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    figure, axes = figures.panels(rows=max(1, len(steps)), height=1.15, sharex=True)
+    if not steps:
+        figures.nothing(axes[0, 0])
+        axes[0, 0].set_axis_off()
+        return figure
+    length = max(max(step.length_ns for step in steps.values()) / 1e6, 1e-6)
+    drawn: set[str] = set()
+    for ax, (title, step) in zip(axes[:, 0], steps.items(), strict=True):
+        ax.set_title(title)
+        _draw_phases(ax, step, length)
+        drawn |= _draw_device(ax, step, length)
+        ax.set(xlim=(0, length), ylim=(_DEVICE[1] + 0.02, 0))
+        ax.set_yticks([sum(_HOST) / 2, sum(_DEVICE) / 2], ["host", "GPU"])
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="y", visible=False)
+        ax.spines["left"].set_visible(False)
+    axes[-1, 0].set_xlabel("time since the start of the step, ms")
+    patches = [Patch(color=color, label=name) for name, (color, _) in GROUPS.items() if name in drawn]
+    if patches:
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 
 
@@ -70,19 +69,11 @@ def _draw_phases(ax: Axes, step: Step, length: float) -> None:
         if found.level != 1 or found.thread != 0:
             continue
         start, width = found.start_ns / 1e6, found.length_ns / 1e6
-        ax.broken_barh(
-            [(start, width)], (top, bottom - top), facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2
-        )
+        bar = [(start, width)], (top, bottom - top)
+        ax.broken_barh(*bar, facecolor=_BAR, edgecolor=_EDGE, lw=0.5, zorder=2)
         if PLOT_POINTS * width / length > LETTER_POINTS * len(found.name):
-            ax.text(
-                start + width / 2,
-                (top + bottom) / 2,
-                found.name,
-                ha="center",
-                va="center",
-                fontsize=8.5,
-                zorder=3,
-            )
+            middle = start + width / 2, (top + bottom) / 2
+            ax.text(*middle, found.name, ha="center", va="center", fontsize=8.5, zorder=3)
 
 
 def _draw_device(ax: Axes, step: Step, length: float) -> set[str]:

@@ -72,12 +72,8 @@ def longest(gib: float, head_dim: int, dtype: str, impl: str = PLAIN) -> int:
 
 def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
     """Kernel → the least ms that it takes by its machine's roofs; NaN without them."""
-    roof = found.get(row.machine, Roofs())
-    kernels = accounting.attention_kernels(
-        *_shape(row.head_dim, row.seq_len, row.dtype),
-        _form(row.impl, getattr(row, f"{part}_kernels")),
-        part,
-    )
+    roof, form = found.get(row.machine, Roofs()), _form(row.impl, getattr(row, f"{part}_kernels"))
+    kernels = accounting.attention_kernels(*_shape(row.head_dim, row.seq_len, row.dtype), form, part)
     rates = [roof.tflops.get(row.dtype, math.nan)]
     if row.impl == OURS and row.dtype == "fp32":  # three products in TF32, or six in bf16, for one in fp32
         rates += [roof.tflops[t] / count for t, count in (("tf32", 3), ("bf16", 6)) if t in roof.tflops]
@@ -95,9 +91,8 @@ def passes(rows: pd.DataFrame) -> pd.DataFrame:
 def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Median ms of plain attention on the whole GPU: a line for each dtype, pass and d, a column for each length."""
     chosen = rows[(rows["impl"] == PLAIN) & (rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
-    long = passes(chosen).rename(columns={"head_dim": "d"}).sort_values(["d", "seq_len"], kind="stable")
-    order = {name: place for place, name in enumerate([*BYTES, *PARTS])}
-    long = long.sort_values(["dtype", "pass"], key=lambda column: column.map(order), kind="stable")
+    long = passes(chosen).rename(columns={"head_dim": "d"})
+    long = tables.in_order(long, ["dtype", "pass", "d", "seq_len"], BYTES, PARTS)
     return tables.pivot(long, ["machine", "dtype", "pass", "d"], "seq_len", "ms")
 
 
@@ -105,8 +100,7 @@ def before_backward(rows: pd.DataFrame) -> pd.DataFrame:
     """GiB in use before the backward pass of plain attention, or that a pass ran out of memory: a line for each dtype,
     cap and d, a column for each length."""
     chosen = rows[(rows["impl"] == PLAIN) & (rows["repeat"] == 0)]
-    chosen = chosen.sort_values(["cap_gib", "head_dim", "seq_len"], kind="stable")
-    chosen = chosen.sort_values("dtype", key=lambda c: c.map(list(BYTES).index), kind="stable")
+    chosen = tables.in_order(chosen, ["dtype", "cap_gib", "head_dim", "seq_len"], BYTES)
     chosen = chosen.assign(
         d=chosen["head_dim"],
         GiB=chosen["before_backward_gib"].where(chosen["status"] == "ok"),
@@ -170,14 +164,10 @@ def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
     plain, ours = (chosen[chosen["impl"] == impl].set_index(keys) for impl in (PLAIN, OURS))
     out = {}
     for part, letter in zip(PARTS, "FB", strict=True):
-        first, second = (
-            found[f"{part}_ms_p50"].astype(float).reindex(plain.index) for found in (plain, ours)
-        )
+        first, second = (ms[f"{part}_ms_p50"].astype(float).reindex(plain.index) for ms in (plain, ours))
         out |= {f"plain {letter}, ms": first, f"ours {letter}, ms": second, f"{letter}, ×": first / second}
     frame = pd.DataFrame(out).reset_index().rename(columns={"head_dim": "d"})
-    return frame.sort_values("dtype", key=lambda c: c.map(list(BYTES).index), kind="stable").reset_index(
-        drop=True
-    )
+    return tables.in_order(frame, ["dtype"], BYTES)
 
 
 def complete(rows: pd.DataFrame) -> pd.DataFrame:
@@ -196,12 +186,8 @@ def memory_figure(rows: pd.DataFrame, cap_gib: int) -> Figure:
     """GiB before backward and at the peak over the length, by implementation; dashed: a GPU of `cap_gib`."""
     rows = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0) & (rows["status"] == "ok")]
     figure, axes = figures.panels(columns=2, height=2.4, sharey=True)
-    for ax, column, title in zip(
-        axes[0],
-        ("before_backward_gib", "peak_gib"),
-        ("in use before backward", "at the peak"),
-        strict=True,
-    ):
+    titles = {"before_backward_gib": "in use before backward", "peak_gib": "at the peak"}
+    for ax, (column, title) in zip(axes[0], titles.items(), strict=True):
         figures.lines(ax, rows, "seq_len", column, "impl", log_y=True)
         if rows[column].notna().any():
             figures.roof(ax, cap_gib, f"{cap_gib} GiB")

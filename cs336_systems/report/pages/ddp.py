@@ -14,9 +14,8 @@ from matplotlib.patches import Patch
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments.ddp import ALONE, PHASES, Case, overlap_path
 from cs336_systems.measure import trace_overlap
-from cs336_systems.measure.trace_overlap import Overlap
 from cs336_systems.report import Chapter, figures
-from cs336_systems.report.tables import pivot
+from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -26,7 +25,6 @@ NAMES = {
 TORCH = ("torch", "torch_view")  # wait for the last all-reduce inside their backward pass
 SHOWN_MB = (0, 0.1, 100)  # 0: without buckets, or torch's default; 0.1: of the tiny model
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
-_ORDER = {wrapper: place for place, wrapper in enumerate(NAMES)}
 _RUN = ["machine", "run", "size", "context_length", "batch", "dtype", "world_size"]
 
 
@@ -126,17 +124,11 @@ def variants(steps: pd.DataFrame) -> pd.DataFrame:
     """The step of each variant, and what is exposed of its communication: beside the backward pass, or after it."""
     rows = main(steps)
     rows = rows[rows["bucket_mb"].isin(SHOWN_MB) & (rows["wrapper"] != ALONE)]
-    rows = rows.sort_values(["machine", "wrapper"], key=lambda c: c.map(_ORDER) if c.name == "wrapper" else c)
+    rows = in_order(rows, ["machine", "wrapper"], NAMES)
     table = pivot(rows.assign(head="step, ms"), ["machine", "variant"], "head", "step_ms_p50")
     table.insert(2, "all-reduces", rows["collectives"].astype("Float64").astype("Int64").array)
-    heads = {
-        "exposed_ms": "exposed",
-        "longer_ms": "backward longer by",
-        "wait_ms": "wait after it",
-        "predicted_ms": "predicted wait",
-    }
-    for column, head in heads.items():
-        table[f"{head}, ms"] = rows[column].to_numpy(float)
+    heads = ("exposed, ms", "backward longer by, ms", "wait after it, ms", "predicted wait, ms")
+    table[list(heads)] = rows[["exposed_ms", "longer_ms", "wait_ms", "predicted_ms"]].to_numpy(float)
     return table
 
 
@@ -144,12 +136,8 @@ def sweep(steps: pd.DataFrame) -> pd.DataFrame:
     """The step by size of buckets, with a buffer and in place; how many there are, and the last message in MB."""
     rows = main(steps).sort_values("bucket_mb")
     rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
-    table = pivot(
-        rows.assign(head=rows["wrapper"].map(NAMES) + ": step, ms"),
-        ["machine", "bucket_mb"],
-        "head",
-        "step_ms_p50",
-    )
+    rows = rows.assign(head=rows["wrapper"].map(NAMES) + ": step, ms")
+    table = pivot(rows, ["machine", "bucket_mb"], "head", "step_ms_p50")
     sent = [messages(name, "bucketed", mb) for name in rows["size"].unique() for mb in table["bucket_mb"]]
     table.insert(2, "all-reduces", [len(m) for m in sent])
     table.insert(3, "last message, MB", [m[-1] / closed.MB for m in sent])
@@ -203,12 +191,8 @@ def schematic() -> Figure:
         for lane, kind, start, length, text in bars + [(y + 1, "communication", *block) for block in blocks]:
             ax.barh(lane, length, 0.9, start, color=COLORS.get(kind, "#d9d9d9"), edgecolor="white", zorder=3)
             ax.text(start + length / 2, lane, text, color="white", ha="center", va="center", fontsize=8)
-    lanes = [
-        (2.4 * i + j, f"{name}: backward" if j == 0 else "all-reduce")
-        for i, name in enumerate(sent)
-        for j in (0, 1)
-    ]
-    ax.set_yticks(*map(list, zip(*lanes, strict=True)))
+    names = [text for name in sent for text in (f"{name}: backward", "all-reduce")]
+    ax.set_yticks([2.4 * i + lane for i in range(len(sent)) for lane in (0, 1)], names)
     ax.set(ylim=(6.4, -0.6), xticks=[])
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
@@ -218,21 +202,17 @@ def schematic() -> Figure:
 def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
     """By the size of buckets: exposed time beside the handout's model, the wait beside the last message's time."""
     rows = main(steps)
-    rows = rows[
-        rows["wrapper"].isin(["bucketed", "in_place"]) & rows["machine"].isin(rows["machine"].head(1))
-    ]
-    rows = rows.assign(series=rows["wrapper"].map(NAMES))
+    rows = rows[rows["machine"].isin(rows["machine"].head(1))].assign(series=rows["wrapper"].map(NAMES))
+    rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
     ours = rows[rows["wrapper"] == "bucketed"]
     overheads = [math.nan if model is None else 1e3 * model.overhead_s(n) for n in ours["collectives"]]
-    expected = (
-        ours.assign(series="the handout's model", exposed_ms=overheads),
-        ours.assign(series="the last message", wait_ms=ours["predicted_ms"]),
-    )
-    titles = {"exposed_ms": "exposed communication, ms", "wait_ms": "wait after the backward pass, ms"}
-    figure, axes = figures.panels(columns=2, height=2.15)
-    for ax, (column, title), more in zip(axes[0], titles.items(), expected, strict=True):
-        figures.lines(ax, pd.concat([rows, more]), "bucket_mb", column, "series")
-        ax.set(title=title, xlabel="limit of a bucket, MB")
+    modeled = ours.assign(series="the handout's model", exposed_ms=overheads)
+    last = ours.assign(series="the last message", wait_ms=ours["predicted_ms"])
+    figure, (axes,) = figures.panels(columns=2, height=2.15)
+    figures.lines(axes[0], pd.concat([rows, modeled]), "bucket_mb", "exposed_ms", "series")
+    figures.lines(axes[1], pd.concat([rows, last]), "bucket_mb", "wait_ms", "series")
+    for ax, what in zip(axes, ("exposed communication", "wait after the backward pass"), strict=True):
+        ax.set(title=f"{what}, ms", xlabel="limit of a bucket, MB")
         ax.legend(*ax.get_legend_handles_labels())
     return figure
 
@@ -240,7 +220,7 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    found: dict[str, list[Overlap]] = {}
+    found: dict[str, list[trace_overlap.Overlap]] = {}
     for row in chapter.measured(kind="trace", wrapper=list(wrappers)).to_dict("records"):
         case = Case(**{field: row[field] for field in Case.__dataclass_fields__})
         path = overlap_path(case, row["machine"], chapter.root)
@@ -251,12 +231,8 @@ def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
         figures.nothing(axes[0, 0])
     for ax, (wrapper, ranks) in zip(axes[:, 0], found.items(), strict=False):
         ax.set_title(NAMES[wrapper])
-        lanes = [
-            (2.3 * n + j, f"rank {n}: {what}")
-            for n in range(len(ranks))
-            for j, what in enumerate(("kernels", "NCCL"))
-        ]
-        ax.set_yticks(*map(list, zip(*lanes, strict=True)), fontsize=8)
+        names = [f"rank {n}: {what}" for n in range(len(ranks)) for what in ("kernels", "NCCL")]
+        ax.set_yticks([2.3 * n + lane for n in range(len(ranks)) for lane in (0, 1)], names, fontsize=8)
         for n, step in enumerate(ranks):
             bars = [("communication", 2.3 * n + 1, step.communication)]
             for name, begin, length in step.phases:
@@ -267,10 +243,8 @@ def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
                 ax.broken_barh(spans, (lane - 0.45, 0.9), facecolor=COLORS.get(name), lw=0, zorder=3)
         ax.set_ylim(2.3 * len(ranks) - 0.7, -0.7)
         ax.grid(axis="y", visible=False)
-    axes[-1, 0].set(
-        xlabel="time since the start of the step, ms",
-        xlim=(0, max((step.length_ms for ranks in found.values() for step in ranks), default=1)),
-    )
+    length = max((step.length_ms for ranks in found.values() for step in ranks), default=1)
+    axes[-1, 0].set(xlabel="time since the start of the step, ms", xlim=(0, length))
     patches = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure

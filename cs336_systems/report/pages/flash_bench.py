@@ -20,16 +20,13 @@ SHORT = {"flash_triton": "ours", "flash_torch": "tiled", "reference": "plain", "
          "sdpa": "SDPA", "sdpa_flash": "SDPA flash", "sdpa_cudnn": "cuDNN", "flex_compiled": "Flex"}  # fmt: skip
 BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 SHAPE = ["machine", "heads", "dtype", "head_dim", "seq_len"]
-KERNEL_TOKENS = (
-    8192  # up to here every call is short enough for a CUDA graph, and speedups are of kernel times
-)
+KERNEL_TOKENS = 8192  # up to here every call is short enough for a CUDA graph: speedups of kernel times
 _QUERY, _KEY, _SEEN = "#0072B2", "#D55E00", "#dce6ef"  # colors of the drawing
 
 
 def first_machine(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the first machine, each case once: what a figure shows."""
-    rows = rows[rows["repeat"] == 0]
-    return rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
+    return rows[(rows["repeat"] == 0) & rows["machine"].isin(rows["machine"].head(1))]
 
 
 def kernel_ms(rows: pd.DataFrame) -> pd.Series:
@@ -71,17 +68,8 @@ def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
             kernel = 1e3 * getattr(row, f"{part}_gpu_ms")
             line = {"pass": part, "heads": heads, "n": n} | least | {"kernel time, µs": kernel}
             out.append(line | {"floor, %": 100 * max(least.values()) / kernel})
-    columns = [
-        "pass",
-        "heads",
-        "n",
-        "GEMMs, µs",
-        "exponentials, µs",
-        "memory, µs",
-        "kernel time, µs",
-        "floor, %",
-    ]
-    return pd.DataFrame(out, columns=columns)
+    parts = ["GEMMs, µs", "exponentials, µs", "memory, µs"]
+    return pd.DataFrame(out, columns=["pass", "heads", "n", *parts, "kernel time, µs", "floor, %"])
 
 
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,9 +97,10 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 # ------------------------------------------------------------------------------------------------ figures
-def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
-    """Left: the causal scores in tiles, the `row` that a program of the forward pass walks and the `column` of one of
-    the backward pass. Right: where a forward program keeps what. A drawing: no numbers."""
+def tiling_figure() -> Figure:
+    """Left: the causal scores in tiles, the row that a program of the forward pass walks and the column of one of the
+    backward pass. Right: where a forward program keeps what. A drawing: no numbers."""
+    tiles, row, column = 7, 4, 2
     figure, axes = figures.panels(columns=2, height=2.9, gridspec_kw={"width_ratios": [1, 1.1]})
     left, right = axes[0]
     for i in range(tiles):
@@ -120,9 +109,8 @@ def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
             seen = {"fc": _SEEN, "ec": "#777777", "hatch": "////" if i == j else ""}
             left.add_patch(Rectangle((j, i), 1, 1, lw=0.7, **(skipped if j > i else seen)))
     left.add_patch(Rectangle((0, row), row + 1, 1, fill=False, ec=_QUERY, lw=2.4, zorder=3))
-    left.add_patch(
-        Rectangle((column, column), 1, tiles - column, fill=False, ec=_KEY, lw=2.4, ls="--", zorder=3)
-    )
+    walked = Rectangle((column, column), 1, tiles - column, fill=False, ec=_KEY, lw=2.4, ls="--", zorder=3)
+    left.add_patch(walked)
     _arrow(left, (0.1, row + 0.5), (row + 0.9, row + 0.5), _QUERY)
     _arrow(left, (column + 0.5, column + 0.1), (column + 0.5, tiles - 0.1), _KEY)
     _box(left, (-1.3, row), 1.1, 1, "$Q_i$", _QUERY)
@@ -138,14 +126,8 @@ def tiling_figure(tiles: int = 7, row: int = 4, column: int = 2) -> Figure:
 
     _box(right, (0, 3.3), 10, 6.7, "", "white", ec="#777777", ls="--")
     right.text(0.3, 9.5, "on the chip: one program of the forward pass", va="center", fontsize=8)
-    _box(
-        right,
-        (0.4, 6.6),
-        9.2,
-        2.4,
-        r"registers, fp32:  $S_{ij}$, $\tilde P_{ij}$;  $m$, $\ell$, $\tilde O_i$",
-        _SEEN,
-    )
+    registers = r"registers, fp32:  $S_{ij}$, $\tilde P_{ij}$;  $m$, $\ell$, $\tilde O_i$"
+    _box(right, (0.4, 6.6), 9.2, 2.4, registers, _SEEN)
     _box(right, (0.4, 3.6), 9.2, 1.8, "shared memory:  $K_j, V_j$", _SEEN)
     _box(right, (0, 0), 10, 1.7, "GPU memory:  $Q, K, V, O$ and $L$; no scores", "#f4f4f4", ec="#777777")
     for x, start, end, y, text in (
@@ -201,18 +183,17 @@ def kernel_figure(rows: pd.DataFrame, dtypes: tuple[str, ...]) -> Figure:
         shown = rows[rows["dtype"] == dtype]
         figures.lines(ax, shown, "seq_len", "kernel", "impl", log_y=True)
         ours = shown[(shown["impl"] == OURS) & shown["end_to_end_ms_p50"].notna() & shown["kernel"].notna()]
-        ax.plot(
-            ours["seq_len"], ours["end_to_end_ms_p50"], color=figures.ROOF, ls="--", label="wall time of ours"
-        )
-        ax.set_title(figures.label(dtype))
-        ax.set_xlabel("sequence length")
+        wall = ours["seq_len"], ours["end_to_end_ms_p50"]
+        ax.plot(*wall, color=figures.ROOF, ls="--", label="wall time of ours")
+        ax.set(title=figures.label(dtype), xlabel="sequence length")
     axes[0, 0].set_ylabel("ms, forward + backward")
     figures.legend_below(figure, *axes[0])
     return figure
 
 
-def rate_figure(rows: pd.DataFrame, roof: Roofs, dtype: str = "bf16") -> Figure:
-    """TFLOP/s of both passes by kernel time over the length, a panel for each head dimension, below the best GEMM."""
+def rate_figure(rows: pd.DataFrame, roof: Roofs) -> Figure:
+    """TFLOP/s of both passes in bf16 by kernel time over the length, a panel for each head dimension, below the best
+    GEMM."""
     rows = first_machine(rows)
     flops = [accounting.attention_flops(h, n, n, d, True, "end_to_end")
              for h, n, d in zip(rows["heads"], rows["seq_len"], rows["head_dim"], strict=True)]  # fmt: skip
@@ -221,9 +202,8 @@ def rate_figure(rows: pd.DataFrame, roof: Roofs, dtype: str = "bf16") -> Figure:
     figure, axes = figures.panels(columns=len(dims), height=2.7, sharey=True)
     for ax, d in zip(axes[0], dims, strict=True):
         figures.lines(ax, rows[rows["head_dim"] == d], "seq_len", "rate", "impl")
-        figures.roof(ax, roof.tflops.get(dtype), "best GEMM measured")
-        ax.set_title(f"d = {d}")
-        ax.set_xlabel("sequence length")
+        figures.roof(ax, roof.tflops.get("bf16"), "best GEMM measured")
+        ax.set(title=f"d = {d}", xlabel="sequence length")
     axes[0, 0].set_ylabel("TFLOP/s, forward + backward")
     figures.legend_below(figure, *axes[0])
     return figure

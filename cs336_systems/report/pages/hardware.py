@@ -42,12 +42,8 @@ def launch_table(chapter: Chapter) -> pd.DataFrame:
     """Microseconds per launch of a tiny kernel: one by one, and inside a CUDA graph, by how many follow each other."""
     rows = chapter.rows(kind=["launch", "launch_graph"], repeat=0)
     wide = rows.set_index(["machine", "size", "kind"])["us_per_launch"].unstack("kind").reset_index()
-    names = {
-        "size": "launches in a row",
-        "launch": "one by one, µs each",
-        "launch_graph": "CUDA graph, µs each",
-    }
-    return wide.rename(columns=names).rename_axis(columns=None)
+    names = {"launch": "one by one, µs each", "launch_graph": "CUDA graph, µs each"}
+    return wide.rename(columns=names | {"size": "launches in a row"}).rename_axis(columns=None)
 
 
 def links_table(chapter: Chapter) -> pd.DataFrame:
@@ -111,13 +107,8 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
         figures.nothing(ax)
         return figure
     intensity = np.logspace(0, 4.4, 200)
-    ax.plot(
-        intensity,
-        np.minimum(peak, memory * intensity),
-        color=figures.ROOF,
-        lw=1.4,
-        label="roofline, measured",
-    )
+    roofline = np.minimum(peak, memory * intensity)
+    ax.plot(intensity, roofline, color=figures.ROOF, lw=1.4, label="roofline, measured")
     for place, (name, part) in enumerate(points.groupby("kernel", sort=False)):
         color, marker = ("#0072B2", "#D55E00", "#6b6b6b")[place], "osD"[place]
         ax.plot(part["intensity"], part["tflops"], marker, color=color, ms=5, label=name, ls=":", lw=0.8)

@@ -25,10 +25,7 @@ UNITS = {
     "shared": "shared memory: operands of GEMMs",
 }
 ENTRIES = ("best verified", "fastest unverified")  # published for this work
-COUNTED = {
-    64: ("flash_triton", "plain_triton", "sdpa_cudnn"),
-    128: ("flash_triton",),
-}  # shown by head dimension
+COUNTED = {64: ("flash_triton", "plain_triton", "sdpa_cudnn"), 128: ("flash_triton",)}  # by head dimension
 _COLORS = {"own": "#a6cee3", "production": "#4292c6", "hopper": "#08306b"}
 
 
@@ -53,12 +50,9 @@ def harness(rows: pd.DataFrame) -> pd.DataFrame:
         "power, W": short["power_w"],
     })  # fmt: skip
     if (rows["seq_len"] == TOKENS).any():
-        others = [
-            {"machine": rows["machine"].iloc[0], "implementation": f"[{what} entry]({record.source})",
-             "official mean, ms": float(record.value)}
-            for what, record in ((what, published(what)) for what in ENTRIES)
-        ]  # fmt: skip
-        frame = pd.concat([frame, pd.DataFrame(others)], ignore_index=True)
+        entries = [(f"[{e} entry]({published(e).source})", float(published(e).value)) for e in ENTRIES]
+        others = pd.DataFrame(entries, columns=["implementation", "official mean, ms"])
+        frame = pd.concat([frame, others.assign(machine=rows["machine"].iloc[0])], ignore_index=True)
     order = frame["median, ms"].fillna(frame["official mean, ms"]).sort_values().index
     return frame.loc[order].reset_index(drop=True)
 
@@ -86,16 +80,12 @@ def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
         moved = accounting.attention_bytes(HEADS, TOKENS, TOKENS, HEAD_DIM, BF16_BYTES, part)
         ours = of_the_work(kernels, part)
         ours = ours.loc[ours["impl"] == "flash_triton", "ms_p50"]
-        out.append(
-            {UNITS[unit]: least[unit] for unit in UNITS}
-            | {"GEMMs, exponentials, instructions in turn": in_turn(part)}
-            | {"memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9)}
-            | {
-                "GEMMs, at the best rate measured": work_flops(part)
-                / (roof.tflops.get("bf16", math.nan) * 1e9)
-            }
-            | {"ours, measured": ours.iloc[0] if len(ours) else math.nan}
-        )
+        out.append({UNITS[unit]: least[unit] for unit in UNITS} | {
+            "GEMMs, exponentials, instructions in turn": in_turn(part),
+            "memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9),
+            "GEMMs, at the best rate measured": work_flops(part) / (roof.tflops.get("bf16", math.nan) * 1e9),
+            "ours, measured": ours.iloc[0] if len(ours) else math.nan,
+        })  # fmt: skip
     frame = pd.DataFrame(out, index=["forward, ms", "backward, ms"]).T
     return frame.rename_axis("limit").reset_index()
 
@@ -119,23 +109,18 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     """The steps of one pass in their order: what each cost and was expected to cost, its gain over the step that it
     changes (of one run), registers a thread, bytes spilled, shared memory, and why it was expected to cost that."""
     found = rows[(rows["part"] == part) & (rows["repeat"] == 0)].drop_duplicates("impl").set_index("impl")
+    lacking = pd.Series(math.nan, found.columns)
     number = {step.name: place for place, step in enumerate(steps.of_part(part), 1)}
     out = []
     for step in steps.of_part(part):
-        row, base = (found.loc[name] if name in found.index else None for name in (step.name, step.base))
-        line = {
-"#": number[step.name], "step": _title(step), "from": number.get(step.base),
-            "expected, ms": steps.predicted_ms(step), "ms": math.nan if row is None else row["ms_p50"],
-            "gain": base["ms_p50"] / row["ms_p50"] if row is not None and base is not None and base["run"] == row["run"]
-            else math.nan,
-        }  # fmt: skip
-        for column, head in (
-            ("registers", "registers"),
-            ("spill_bytes", "spill, B"),
-            ("shared_kib", "shared, KiB"),
-        ):
-            line[head] = math.nan if row is None else row[column]
-        out.append(line | {"because": step.why})
+        row, base = (found.loc[name] if name in found.index else lacking for name in (step.name, step.base))
+        out.append({
+            "#": number[step.name], "step": _title(step), "from": number.get(step.base),
+            "expected, ms": steps.predicted_ms(step), "ms": row["ms_p50"],
+            "gain": base["ms_p50"] / row["ms_p50"] if base["run"] == row["run"] else math.nan,
+            "registers": row["registers"], "spill, B": row["spill_bytes"], "shared, KiB": row["shared_kib"],
+            "because": step.why,
+        })  # fmt: skip
     return pd.DataFrame(out).astype({"from": "Int64"})
 
 

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments import memory
-from cs336_systems.measure import rows as store
 from cs336_systems.measure.memory_timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.memory_figure import GIB, MIB, cropped, draw, largest_allocations
-from cs336_systems.report.tables import pivot
+from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.sizes import SIZES, ModelConfig, size
 
 REFERENCE = SIZES["2.7B"]  # the hyperparameters that the handout asks about
@@ -61,18 +60,14 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     columns for each precision. Size and optimizer are left out where there is one."""
     rows = rows[rows["repeat"] == 0]
     predicted = [predicted_bytes(row) / GIB for row in rows.to_dict("records")]
-    order = {name: place for names in (SIZES, PASSES, memory.DTYPES) for place, name in enumerate(names)}
     by = ["machine", "size", "context_length", "mode", "optimizer", "dtype"]
-    rows = rows.assign(predicted=predicted).sort_values(
-        by, key=lambda c: c.map(order) if c.name in ("size", "mode", "dtype") else c
-    )
+    rows = in_order(rows.assign(predicted=predicted), by, SIZES, PASSES, memory.DTYPES)
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
     table = pivot(rows.assign(head=rows["dtype"] + ", GiB"), index, "head", "peak_gib")
     expected = pivot(rows.assign(head=rows["dtype"] + " predicted"), index, "head", "predicted")
-    for place, dtype in enumerate(dict.fromkeys(rows["dtype"])):
-        head = f"{dtype} predicted"
+    for place, head in enumerate(expected.columns[len(index) :]):
         table.insert(len(index) + 2 * place, head, expected[head])
     return table
 
@@ -94,8 +89,7 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
     """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
     first = chapter.measured(machine=chapter.machines[:1])
-    there = store.read(memory, machine, chapter.root)
-    both = first.merge(there[there["status"] == "ok"], on=list(_FIELDS), suffixes=("", "_there"))
+    both = first.merge(chapter.on(machine).measured(), on=list(_FIELDS), suffixes=("", "_there"))
     return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
 
 
@@ -157,29 +151,20 @@ def timelines_figure(chapter: Chapter) -> Figure:
     figure, axes = figures.panels(columns=2, rows=2, height=1.85, height_ratios=(1, 1.8))
     axes[0, 1].remove()
     axes[0, 0].set_subplotspec(axes[0, 0].get_gridspec()[0, :])
-    panels = (
-        (axes[0, 0], "forward", long, "forward"),
-        (axes[1, 0], "train_step", short, "forward 2"),
-        (axes[1, 1], "train_step", long, "forward 2"),
-    )
-    for ax, mode, context, first in panels:
-        step = mode == "train_step"
-        title = (
-            "second step, context {}"
-            if step
-            else "forward pass without a graph, context {}, beyond the weights"
-        )
-        ax.set_title(title.format(context), pad=26 if step else 6)
+    for ax, mode, context in (
+        (axes[0, 0], "forward", long), (axes[1, 0], "train_step", short), (axes[1, 1], "train_step", long)
+    ):  # fmt: skip
+        if mode == "forward":
+            title, pad = f"forward pass without a graph, context {context}, beyond the weights", 6
+            first, without = "forward", ("before recording", "weights")
+        else:
+            title, pad, first, without = f"second step, context {context}", 26, "forward 2", ()
+        ax.set_title(title, pad=pad)
         _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
         if found is None:
             figures.nothing(ax)
             continue
-        names = [stage.name for stage in found.stages]
-        draw(
-            ax,
-            cropped(found, first if first in names else names[0]),
-            () if step else ("before recording", "weights"),
-        )
+        draw(ax, cropped(found, first), without)
         ax.set_ylabel("GiB")
     axes[1, 0].sharey(axes[1, 1])
     return figure

@@ -63,15 +63,11 @@ def mispredicted(rows: pd.DataFrame) -> Number:
     rows = rows[rows["status"] == "ok"]
     if rows.empty:
         return Number(math.nan, "the running sums: not measured")
-    return Number(
-        sum(
-            measured != expected
-            for row in rows.itertuples()
-            for measured, expected in zip(
-                each(row.sums), predicted_sums(row.dtype, row.what)[KEPT::KEPT], strict=True
-            )
-        )
-    )
+    wrong = 0
+    for row in rows.itertuples():
+        pairs = zip(each(row.sums), predicted_sums(row.dtype, row.what)[KEPT::KEPT], strict=True)
+        wrong += sum(measured != expected for measured, expected in pairs)
+    return Number(wrong)
 
 
 def stall(dtype: str) -> Number:
@@ -125,8 +121,7 @@ def dtypes(rows: pd.DataFrame) -> pd.DataFrame:
     wide = rows.pivot(index=["machine", "what"], columns="dtype", values="observed")
     wide = wide.reindex(columns=list(AUTOCAST)).rename(columns=lambda dtype: f"under {dtype} autocast")
     found = wide.reset_index().rename(columns={"what": "tensor"}).rename_axis(columns=None)
-    found = found.sort_values("tensor", key=lambda c: c.map(list(place).index), ignore_index=True)
-    return found.assign(tensor=found["tensor"].map(place))
+    return tables.in_order(found.assign(tensor=found["tensor"].map(place)), ["tensor"], TENSORS)
 
 
 # ------------------------------------------------------------------------------------------ layer norm
@@ -142,12 +137,9 @@ def norm(rows: pd.DataFrame) -> pd.DataFrame:
         part=rows["what"].map(PARTS),
         status=rows["status"].mask(infinite, "∞"),
     )
-    heads = [f"{dtype}: {name}" for dtype in AUTOCAST for name in INPUTS]
-    rows = rows.sort_values(
-        ["machine", "what"], key=lambda c: c.map(list(PARTS).index) if c.name == "what" else c, kind="stable"
-    )
+    rows = tables.in_order(rows, ["machine", "what"], PARTS)
     found = tables.pivot(rows, ["machine", "part"], "head", "output_error")
-    heads = [head for head in heads if head in found]
+    heads = [head for dtype in AUTOCAST for name in INPUTS if (head := f"{dtype}: {name}") in found]
     return found[["machine", "part", *heads]].rename(columns={"part": "in 16 bits"})
 
 
@@ -156,14 +148,11 @@ def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward in fp32 and bf16, ms, and how many times faster bf16 is, also in a training step."""
     rows, keys = rows[(rows["repeat"] == 0) & rows["dtype"].isin(("fp32", "bf16"))], ["machine", "size"]
     both = rows[rows["mode"] == "forward_backward"]
-    times = [
-        both.assign(head=f"{name} " + both["dtype"] + ", ms", ms=both[f"{name}_ms_p50"]) for name in PASSES
-    ]
+    times = [both.assign(head=f"{p} " + both["dtype"] + ", ms", ms=both[f"{p}_ms_p50"]) for p in PASSES]
     found = tables.pivot(pd.concat(times, ignore_index=True), keys, "head", "ms")
     for name in PASSES:
-        found[f"{name}, ×"] = found.get(f"{name} fp32, ms", math.nan) / found.get(
-            f"{name} bf16, ms", math.nan
-        )
+        fp32, bf16 = (found.get(f"{name} {dtype}, ms", math.nan) for dtype in ("fp32", "bf16"))
+        found[f"{name}, ×"] = fp32 / bf16
     whole = rows[rows["mode"] == "train_step"].pivot(index=keys, columns="dtype", values="step_ms_p50")
     whole = whole.reindex(index=pd.MultiIndex.from_frame(found[keys]), columns=["fp32", "bf16"]).astype(float)
     found["step, ×"] = (whole["fp32"] / whole["bf16"]).to_numpy()
@@ -185,7 +174,7 @@ def blocks_figure(rows: pd.DataFrame) -> Figure:
     figure, axes = figures.panels(height=2.0)
     ax = axes[0, 0]
     rows = rows[(rows["mode"] == "train_step") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
-    rows = rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
+    rows = rows[rows["machine"].isin(rows["machine"].head(1))]
     names = [name for name in SIZES if name in set(rows["size"])]
     frame = rows.assign(
         at=rows["size"].map(names.index),
@@ -213,9 +202,8 @@ def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         accounting.model_flops(SIZES[index[1]], batch, context, "forward_backward")
         for index, batch, context in zip(found.index, found["batch"], found["context_length"], strict=True)
     ]
-    walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)].set_index(keys)[
-        "step_ms_p50"
-    ]
+    walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)]
+    walls = walls.set_index(keys)["step_ms_p50"]
     frame = pd.DataFrame({
         "launches": found["kernels"].astype("Int64"), "gemm_ms": found["matrix_product_ms"],
         "cast_ms": found["copy_cast_ms"],
@@ -223,7 +211,4 @@ def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         "kernel_ms": found["kernel_ms"], "wall_ms": walls.reindex(found.index).astype(float),
         "gemm_tflops": np.array(flops, float) / found["matrix_product_ms"] / 1e9,
     }).reset_index()  # fmt: skip
-    order = lambda c: c.map(
-        {n: i for i, n in enumerate(SIZES)} if c.name == "size" else {"fp32": 0, "bf16": 1}
-    )
-    return frame.sort_values(["size", "dtype"], key=order, kind="stable", ignore_index=True)
+    return tables.in_order(frame, ["size", "dtype"], SIZES, ("fp32", "bf16"))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cs336_systems.accounting import parallelism as model
 from cs336_systems.accounting.parallelism import GB, GIB, HANDOUT, OVERLAPS, TPU_V5P, WIDE, XXL, Layout
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import last_parameters
+from cs336_systems.report.chapter import given_parameters
 from cs336_systems.report.prose import Number
 from cs336_systems.report.tables import fmt
 
@@ -52,13 +52,11 @@ class Setting:
     @classmethod
     def from_parameters(cls, namespace: Mapping[str, Any]) -> Setting:
         """The setting that a notebook's globals hold. Names in an injected cell that are no parameters are refused."""
-        allowed = ["measure", *(field.name for field in fields(cls))]
-        if unknown := [n for n in last_parameters(namespace.get("In", [])) if n not in allowed]:
-            raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-        measure = namespace.get("measure", "no")
+        given = given_parameters(namespace, ["measure", *(field.name for field in fields(cls))])
+        measure = given.pop("measure", "no")
         if str(measure).lower() not in ("no", "false"):
             raise ValueError(f"unknown measure {measure!r}; this page only computes: no")
-        return cls(**{name: namespace[name] for name in allowed[1:] if name in namespace})
+        return cls(**given)
 
     @property
     def layout(self) -> Layout:

@@ -18,11 +18,11 @@ from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
 from cs336_systems.measure.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.measure.trace_step import Step
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.pages.benchmarking import primary as primary
 from cs336_systems.report.tables import pivot
 from cs336_systems.report.trace_figure import steps_figure
 from cs336_systems.sizes import SIZES
 
-PRIMARY = 512
 SHAPE = ["machine", "size", "context_length", "dtype"]
 PHASES = ("forward", "backward", "optimizer")
 PARTS = {
@@ -43,12 +43,6 @@ ATTENTION_HEADS = {
     "flops_pct": "FLOPs, %", "softmax_tb_s": "softmax, TB/s",
 }  # fmt: skip
 _SUMS = ["python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values()]
-
-
-def primary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows at the context that single-context tables show: 512, or the longest there is."""
-    lengths = set(rows["context_length"])
-    return rows[rows["context_length"] == (PRIMARY if PRIMARY in lengths else max(lengths, default=0))]
 
 
 def sums(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
@@ -119,20 +113,16 @@ def top_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def short(name: object) -> str:
     """A kernel's name without its architecture and types: `xmma_gemm_tn 128x128x8`."""
-    return re.sub(
-        r"^sm\d+_|_f32f32_f32f32_f32|_n(?= )|_80_simt|_align\d|_sm90_tst|_\dx\d_[hv]_bz(_coop[AB])?",
-        "",
-        str(name),
-    )
+    left_out = r"^sm\d+_|_f32f32_f32f32_f32|_n(?= )|_80_simt|_align\d|_sm90_tst|_\dx\d_[hv]_bz(_coop[AB])?"
+    return re.sub(left_out, "", str(name))
 
 
 def kinds_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Kernel time of the forward pass, and the share of its classes in percent; the rest: memcpy, reductions, ..."""
     found = sums(rows, "forward")
     share = lambda kind: 100 * found[CLASS_COLUMNS[kind]] / found["kernel_ms"]
-    table = found[SHAPE].assign(
-        **{"kernels, ms": found["kernel_ms"]} | {h: share(k) for k, h in KIND_HEADS.items()}
-    )
+    table = found[SHAPE].assign(**{"kernels, ms": found["kernel_ms"]})
+    table = table.assign(**{head: share(kind) for kind, head in KIND_HEADS.items()})
     return _headed(table.assign(**{"rest, %": 100 - table[[*KIND_HEADS.values()]].sum(axis=1, skipna=False)}))
 
 
@@ -140,9 +130,8 @@ def share_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The share of GEMMs in the kernel time of each part of a step, and AdamW's share of the step, in percent."""
     parts = [sums(rows, *ranges).assign(part=f"{name}, %", of=PRODUCT) for name, ranges in PARTS.items()]
     parts.append(sums(rows, *PHASES).assign(part="AdamW in step, %", of=OPTIMIZER))
-    parts = [
-        p.assign(share=100 * p[CLASS_COLUMNS[p["of"].iloc[0]]] / p["kernel_ms"]) for p in parts if len(p)
-    ]
+    share = lambda part: 100 * part[CLASS_COLUMNS[part["of"].iloc[0]]] / part["kernel_ms"]
+    parts = [part.assign(share=share) for part in parts if len(part)]
     return _headed(pivot(pd.concat(parts), SHAPE, "part", "share")) if parts else _headed(rows[SHAPE][:0])
 
 

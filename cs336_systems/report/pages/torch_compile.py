@@ -15,7 +15,7 @@ from cs336_systems.experiments.attention import PARTS
 from cs336_systems.experiments.torch_compile import SPEED_CONTEXT
 from cs336_systems.report import figures, tables
 from cs336_systems.report.figures import label
-from cs336_systems.report.pages.attention import BYTES, COMPILED, PLAIN, kernel_floors
+from cs336_systems.report.pages.attention import BYTES, COMPILED, OURS, PLAIN, kernel_floors
 from cs336_systems.report.prose import compare, one
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.sizes import SIZES
@@ -27,9 +27,7 @@ MODES = {"off": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs"
 def attention_pairs(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
     """The rows of attention on the whole GPU as named tuples, eager and compiled, by shape."""
     shape = attrgetter("machine", "dtype", "head_dim", "seq_len")
-    chosen = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)].sort_values(
-        ["head_dim", "seq_len"], kind="stable"
-    )
+    chosen = tables.in_order(rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)], ["head_dim", "seq_len"])
     compiled = {shape(row): row for row in chosen[chosen["impl"] == COMPILED].itertuples()}
     plain = chosen[chosen["impl"] == PLAIN].itertuples()
     return [(row, compiled[shape(row)]) for row in plain if shape(row) in compiled]
@@ -80,11 +78,9 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
             if cells["ratio"].isna().all():
                 figures.nothing(ax)
                 continue
-            ratio, noise = (
-                cells.pivot(index="head_dim", columns="seq_len", values=v) for v in ("ratio", "noise")
-            )
-            figures.heat(ax, ratio, limit=4.0)
-            within = np.maximum(ratio, 1 / ratio) - 1 <= noise
+            wide = cells.pivot(index="head_dim", columns="seq_len")
+            figures.heat(ax, wide["ratio"], limit=4.0)
+            within = np.maximum(wide["ratio"], 1 / wide["ratio"]) - 1 <= wide["noise"]
             for text, even in zip(ax.texts, within.to_numpy().flat, strict=True):
                 text.set_text(f"({text.get_text()})" if even else text.get_text())
         line[0].set_ylabel("d")
@@ -114,9 +110,7 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
             out["again, ms"] = pick(mode, "off", 1)["step_ms_p50"].astype(float)
         out[f"{head} compiled, ms"] = compiled_ms
         out[f"{head}, ×"] = (ms / compiled_ms).where(eager["run"] == compiled["run"])
-    order = {name: place for place, name in enumerate(SIZES)}
-    frame = pd.DataFrame(out).reset_index()
-    return frame.sort_values("size", key=lambda c: c.map(order), kind="stable", ignore_index=True)
+    return tables.in_order(pd.DataFrame(out).reset_index(), ["size"], SIZES)
 
 
 # ---------------------------------------------------------------------------- the fastest training step
@@ -133,9 +127,9 @@ def speed(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
     """By mode, attention, size and batch, each in its own order."""
-    order = {name: place for place, name in enumerate([*MODES, "reference", "sdpa", "flash_triton", *SIZES])}
-    keys = ["compile", "attention", "size", "batch"]
-    return rows.sort_values(keys, key=lambda c: c.map(lambda value: order.get(value, value)), kind="stable")
+    return tables.in_order(
+        rows, ["compile", "attention", "size", "batch"], MODES, (PLAIN, "sdpa", OURS), SIZES
+    )
 
 
 def complete(rows: pd.DataFrame) -> pd.DataFrame:

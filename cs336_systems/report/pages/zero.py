@@ -64,13 +64,8 @@ def _case(row: Any) -> experiment.Case:
 
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     """No repetitions; in the order of context, GPUs, moment and variant."""
-    moments = [*STEP_MOMENTS, experiment.TIMED]
-    rows = rows[rows["repeat"] == 0].assign(
-        _moment=rows["moment"].map(moments.index), _variant=rows["variant"].map(list(VARIANTS).index)
-    )
-    return rows.sort_values(
-        ["context_length", "world_size", "machine", "_moment", "_variant"], ignore_index=True
-    )
+    by = ["context_length", "world_size", "machine", "moment", "variant"]
+    return tables.in_order(rows[rows["repeat"] == 0], by, [*STEP_MOMENTS, experiment.TIMED], VARIANTS)
 
 
 def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> pd.DataFrame:
@@ -198,14 +193,10 @@ def schedule_figure(rows: pd.DataFrame) -> Figure:
         ax.margins(x=0.1)
     if teams:
         axes[0, 0].invert_yaxis()
-        handles = [
-            axes[0, 0].barh(0, 0, **_UPDATE),
-            axes[0, 0].barh(0, 0, **_BROADCAST),
-            axes[0, 0].plot([], [], "|", color="#222222", ms=11, mew=2)[0],
-        ]
-        drawn.legend(
-            handles, ["update", "broadcasts", "phase, measured"], loc="outside lower center", ncols=3
-        )
+        bars = [axes[0, 0].barh(0, 0, **look) for look in (_UPDATE, _BROADCAST)]
+        mark = axes[0, 0].plot([], [], "|", color="#222222", ms=11, mew=2)
+        names = ["update", "broadcasts", "phase, measured"]
+        drawn.legend([*bars, *mark], names, loc="outside lower center", ncols=3)
     return drawn
 
 
@@ -243,6 +234,6 @@ def traffic(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["machine", "GPUs", "scheme", *parts])
 
 
-def imbalance(ranks: Sequence[int], name: str = "xl") -> list[float]:
-    """By how much the fullest rank's share exceeds the mean, for each number of ranks."""
-    return [accounting.zero.shard_imbalance(size(name), n) for n in ranks]
+def imbalance(ranks: Sequence[int]) -> list[float]:
+    """By how much the fullest rank's share of model xl exceeds the mean, for each number of ranks."""
+    return [accounting.zero.shard_imbalance(size("xl"), n) for n in ranks]
