@@ -252,7 +252,9 @@ def test_problems_belong_to_chapters_of_the_book(project_root):
 
 
 def test_rows_stand_in_the_order_of_names():
-    rows = pd.DataFrame({"machine": ["y", "x", "x"], "size": ["xl", "xl", "small"], "n": [1, 2, 3]}, [7, 8, 9])
+    rows = pd.DataFrame(
+        {"machine": ["y", "x", "x"], "size": ["xl", "xl", "small"], "n": [1, 2, 3]}, [7, 8, 9]
+    )
     for frame in (rows, rows[::-1]):
         found = tables.in_order(frame, ["machine", "size"], ("small", "xl"))
         assert list(found["n"]) == [3, 2, 1] and list(found.index) == [0, 1, 2]

@@ -137,10 +137,10 @@ def lines(
     if log_y:
         ax.set_yscale("log")
         low_y, high_y = ax.get_ylim()
-        if high_y / low_y < 100:  # few powers of ten: plain numbers between them
+        if high_y / low_y < 100:  # few powers of ten: numbers between them
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt(value, 1)))
             ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt(value, 1)))
     else:
         ax.set_ylim(bottom=0)
 

@@ -12,6 +12,7 @@ from cs336_systems import accounting
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.roofs import Roofs, roofs
+from cs336_systems.report.tables import fmt
 
 
 def roof_table(chapter: Chapter) -> pd.DataFrame:
@@ -118,5 +119,7 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
             ax.annotate(figures.short(size), (x, y), xytext=offset, textcoords="offset points", fontsize=8)
     ax.margins(y=0.12)
     ax.set(xscale="log", yscale="log", xlabel="FLOP/byte that must move", ylabel="TFLOP/s")
+    for axis in (ax.xaxis, ax.yaxis):  # exponents would be too small in print
+        axis.set_major_formatter(lambda value, _: fmt(value, 1))
     ax.legend(loc="lower right")
     return figure

@@ -140,11 +140,11 @@ def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:
         ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
         known = not math.isnan(ms)
         ax.barh(place, ms if known else 0, color=_COLORS[kind], height=0.62, zorder=2)
-        mark = ax.plot([expected] * 2, [place - 0.4, place + 0.4], color="#D55E00", lw=2, zorder=3)
+        mark = ax.plot(expected, place, "D", color="#D55E00", mec="white", ms=5, zorder=4)
         over = "" if math.isnan(gain) else f"   {gain:.2f}×" + f" over {base}" * (base != place)
         ax.annotate(f"{ms:.2f}{over}" if known else "not measured", (max(ms if known else 0, expected), place),
                     xytext=(3, 0), va="center", fontsize=8, textcoords="offset points")  # fmt: skip
-    line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=1)
+    line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=3)
     names = [f"{n}  {title}" for n, title in zip(frame["#"], frame["step"], strict=True)]
     ax.set_yticks(range(len(frame)), names, fontsize=8)
     ax.set_xlabel(f"{part}, ms")

@@ -76,6 +76,17 @@ def timer_table(rows: pd.DataFrame) -> pd.DataFrame:
     return _headed(found).rename(columns=TIMER_HEADS)
 
 
+def contexts_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """The forward pass in fp32 over the contexts: wall time in the trace, and that over the timer's."""
+    found = timer(rows, "forward")
+    found = found[found["dtype"] == "fp32"]
+    parts = [
+        found.assign(head=found["context_length"].map(f"{{}}{unit}".format), value=found[column])
+        for column, unit in (("host_ms", ", ms"), ("ratio", ", ×"))
+    ]
+    return pivot(pd.concat(parts), ["machine", "size"], "head", "value")
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 def longest(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
     """The longest kernels of these ranges taken together: name, class, calls a step, ms, percent of all kernel time;
