@@ -180,7 +180,7 @@ def to_markdown(
         shares = [0.95 * length / sum(lengths) for length in lengths]
         paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
-    between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # many columns stand closer, or print is too small
+    between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
     latex = f"```{{tabularcolumns}} {between.join(kinds)}\n```\n\n"
     label = f":name: {name}\n" if name else ""
     kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap]))

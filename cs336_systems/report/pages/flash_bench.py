@@ -48,6 +48,12 @@ def times(
     return tables.pivot(long, index, "column", "ms").rename(columns={"head_dim": "d", "seq_len": "n"})
 
 
+def of_lengths(rows: pd.DataFrame, lengths: tuple[int, ...]) -> pd.DataFrame:
+    """The rows of these lengths; all rows of a small grid that has none of them."""
+    found = rows[rows["seq_len"].isin(lengths)]
+    return found if len(found) else rows
+
+
 def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
     """Ours by pass and shape: the least times in µs that GEMMs (at the best rate measured), exponentials (at the clock
     seen) and memory traffic (at the best copy measured) imply, the kernel time, and the longest of the three in
