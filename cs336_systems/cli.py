@@ -81,7 +81,7 @@ def _team() -> Iterator[bool]:
 
     The others take part in what that one measures; for them this returns when it has ended.
     """
-    from cs336_systems.parallel import team
+    from cs336_systems.launch import team
 
     rank = team.rank_here()
     if rank is None:
@@ -139,8 +139,8 @@ def run(
     Under torchrun, rank 0 runs them, and the chapters that need several processes use all ranks.
     """
     from cs336_systems import experiments, notebooks
-    from cs336_systems.measure.rows import REFRESH
     from cs336_systems.report.coverage import project_root
+    from cs336_systems.store.measuring import REFRESH
 
     with _wrong_input():
         names = chapters or list(experiments.CHAPTERS)
@@ -213,7 +213,7 @@ def merge(
 ) -> None:
     """Take in the rows of another results folder; the newest row of a case wins."""
     from cs336_systems import experiments
-    from cs336_systems.measure import rows
+    from cs336_systems.store import rows
 
     with _wrong_input():
         merged = rows.merge(
@@ -319,7 +319,7 @@ def _tune(given: dict[str, str]) -> str:
                     f"--tune needs one --{field.replace('_', '-')}, a whole number; got {text!r}"
                 )
             sizes[field] = int(text)
-    from cs336_systems.attention.tune import tune
+    from cs336_systems.attention.triton_kernels.tune import tune
 
     try:
         with _wrong_input():
@@ -343,15 +343,15 @@ def _bench(
     options: dict[str, Any] | None = None,
 ) -> None:
     from cs336_systems import experiments
-    from cs336_systems.measure import rows
-    from cs336_systems.measure.machine import machine_name
+    from cs336_systems.store import measuring, rows
+    from cs336_systems.store.machine import machine_name
 
     machine = machine_name()
     with _wrong_input():
         experiment = experiments.load(chapter)
         cases = choose(experiment, experiments.resolve_preset(preset, machine), given, off_grid)
-        if refresh not in rows.REFRESH:
-            raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(rows.REFRESH)}")
+        if refresh not in measuring.REFRESH:
+            raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(measuring.REFRESH)}")
         root = rows.results_root() if save else None
     if hasattr(experiment, "forecast"):
         for line in experiment.forecast(cases):
@@ -363,7 +363,7 @@ def _bench(
     with tempfile.TemporaryDirectory() as scratch:
         root = root or Path(scratch)
         try:
-            rows.measure(
+            measuring.measure(
                 experiment,
                 cases,
                 refresh=refresh,
@@ -371,7 +371,7 @@ def _bench(
                 log=functools.partial(tqdm.write, file=sys.stderr),
                 progress=_bar,
             )
-        except rows.MeasurementError as error:
+        except measuring.MeasurementError as error:
             failure = error
         frame = rows.read(experiment, machine, root)
     fields = rows.case_fields(experiment)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from cs336_systems import __version__, attention
 from cs336_systems.accounting import peaks
-from cs336_systems.measure import machine
+from cs336_systems.store import machine
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if worker or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
         return
     from cs336_systems.experiments import gpu_tests
-    from cs336_systems.measure import machine, rows
-    from cs336_systems.measure.code import code_digest
+    from cs336_systems.store import machine, rows
+    from cs336_systems.store.code import code_digest
 
     provenance = {
         "status": "ok",

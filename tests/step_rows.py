@@ -4,11 +4,11 @@ import dataclasses
 import random
 
 from cs336_systems import accounting
-from cs336_systems.experiments import steps
-from cs336_systems.measure import rows
-from cs336_systems.measure.code import code_digests
-from cs336_systems.measure.phases import Series
+from cs336_systems.experiments.shared import steps
+from cs336_systems.measure.clocks.phases import Series
 from cs336_systems.sizes import size
+from cs336_systems.store import rows
+from cs336_systems.store.code import code_digests
 
 SPEED = {"fp32": 40.0, "tf32": 250.0, "bf16": 500.0}  # TFLOP/s
 GAIN = {"off": 1.0, "default": 0.7, "reduce-overhead": 0.5, "max-autotune": 0.5}

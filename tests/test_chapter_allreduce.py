@@ -10,14 +10,15 @@ import sys
 import pytest
 import step_rows
 
-from cs336_systems import accounting, experiments, parallel
+from cs336_systems import accounting, experiments
 from cs336_systems.experiments import allreduce
 from cs336_systems.experiments.allreduce import HANDOUT, MB, Case
-from cs336_systems.measure import machine, rows
+from cs336_systems.launch.group import TEAM_VARIABLE, process_group
 from cs336_systems.report import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import allreduce as page
 from cs336_systems.report.tables import printed
+from cs336_systems.store import machine, measuring, rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -72,7 +73,7 @@ def test_values_that_the_grid_does_not_have_are_named():
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once."""
     root = tmp_path_factory.mktemp("results")
-    rows.measure(allreduce, allreduce.grid("smoke"), root=root, log=lambda line: None)
+    measuring.measure(allreduce, allreduce.grid("smoke"), root=root, log=lambda line: None)
     [name] = [p.name for p in root.iterdir()]
     return rows.read(allreduce, name, root)
 
@@ -123,7 +124,7 @@ def test_a_wrong_sum_is_an_error_row(monkeypatch):
         if tensor.numel() > 1000:
             tensor[123] = 0
 
-    with parallel.process_group("gloo", "cpu") as rank:
+    with process_group("gloo", "cpu") as rank:
         monkeypatch.setattr(dist, "all_reduce", loses_one)
         found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)])
         monkeypatch.undo()
@@ -136,7 +137,7 @@ def test_what_does_not_fit_is_a_row_on_all_ranks(monkeypatch):
     def full(*args, **options):
         raise MemoryError
 
-    with parallel.process_group("gloo", "cpu") as rank:
+    with process_group("gloo", "cpu") as rank:
         monkeypatch.setattr(allreduce, "_Operation", full)
         found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)] * 2)
     assert found == [{"status": "oom"}] * 2
@@ -159,7 +160,7 @@ def test_a_machine_with_too_little_memory_skips(monkeypatch):
 
 
 def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_root, monkeypatch):
-    from cs336_systems.parallel import launch as module
+    from cs336_systems.launch import start as module
 
     def launch(function, world_size, *args, **options):
         if world_size == 2:
@@ -167,8 +168,8 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
         return [[{"ms_p50": 1.0}] * 7] * world_size
 
     monkeypatch.setattr(module, "launch", launch)
-    with pytest.raises(rows.MeasurementError, match="7 cases of allreduce ended in an error"):
-        rows.measure(allreduce, allreduce.grid("smoke"), log=lambda line: None)
+    with pytest.raises(measuring.MeasurementError, match="7 cases of allreduce ended in an error"):
+        measuring.measure(allreduce, allreduce.grid("smoke"), log=lambda line: None)
     found = rows.read(allreduce, machine.machine_name())
     assert set(found[found["world_size"] == 2]["status"]) == {
         "error: LaunchError: rank 1 of 2: signal SIGKILL"
@@ -180,7 +181,7 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
 def test_a_team_measures_the_groups_of_its_size_only(monkeypatch):
     cases = allreduce.grid("full")
     assert experiments.of_this_team(allreduce, cases) == cases
-    monkeypatch.setenv(parallel.TEAM_VARIABLE, "4")
+    monkeypatch.setenv(TEAM_VARIABLE, "4")
     said = []
     here = experiments.of_this_team(allreduce, cases, said.append)
     assert {(c.backend, c.world_size) for c in here} == {("gloo", 4), ("nccl", 4)}

@@ -16,11 +16,11 @@ import pytest
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import attention as experiment
-from cs336_systems.measure import rows as store
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
+from cs336_systems.store import rows as store
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -126,7 +126,7 @@ def test_recompiling_is_an_error_while_times_are_taken(quick):
 
 
 def test_without_a_compiler_the_row_says_so(quick, monkeypatch):
-    from cs336_systems.measure.rows import Skip
+    from cs336_systems.store.status import Skip
 
     monkeypatch.setattr(experiment, "cpp_compiler", lambda: None)
     with pytest.raises(Skip, match=r"^needs a C\+\+ compiler$"):
@@ -268,7 +268,7 @@ def test_no_cap_sets_nothing(eighty_gib):
 
 
 def test_a_gpu_below_the_cap_is_skipped(eighty_gib):
-    from cs336_systems.measure.rows import Skip
+    from cs336_systems.store.status import Skip
 
     with pytest.raises(Skip, match=r"^needs a GPU with more than 80 GiB$"), experiment.capped(80, "cuda"):
         pass

@@ -10,10 +10,10 @@ import step_rows
 from typer.testing import CliRunner
 
 from cs336_systems import cli, experiments
-from cs336_systems.experiments import benchmarking, steps
-from cs336_systems.experiments.steps import Case
-from cs336_systems.measure import machine, rows
-from cs336_systems.measure.phases import each
+from cs336_systems.experiments import benchmarking
+from cs336_systems.experiments.shared import steps
+from cs336_systems.experiments.shared.steps import Case
+from cs336_systems.measure.clocks.phases import each
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import benchmarking as page
@@ -21,6 +21,7 @@ from cs336_systems.report.prose import one
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
+from cs336_systems.store import machine, rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -139,7 +140,7 @@ def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
     monkeypatch.setattr(steps, "call", call)
     found = list(steps.run_group([case(warmup=0), case(warmup=0, repeat=1)]))
     assert found == [{"step_ms_p50": 1.0}] * 2 and len(asked) == 2
-    assert asked[0][0] == "cs336_systems.experiments.steps:_alone"
+    assert asked[0][0] == "cs336_systems.experiments.shared.steps:_alone"
     assert asked[0][1]["case"] == dataclasses.asdict(case(warmup=0))
     list(steps.run_group([case()]))
     assert len(asked) == 2  # warm cases stay in this process
@@ -173,7 +174,7 @@ def test_snapshot_files_have_the_case_in_their_name_where_there_are_several(tmp_
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    from cs336_systems.measure.memory import read_snapshot
+    from cs336_systems.measure.memory.memory import read_snapshot
 
     cases = [case(mode="train_step", dtype=d) for d in ("fp32", "tf32", "bf16")]
     for c, found in zip(

@@ -13,13 +13,15 @@ from cs336_systems import experiments
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments import ddp, zero
 from cs336_systems.experiments.ddp import Case
-from cs336_systems.measure import machine, nsys, rows, trace_overlap
-from cs336_systems.measure.process import ChildError
-from cs336_systems.measure.trace import Range, Trace
+from cs336_systems.measure.trace import nsys
+from cs336_systems.measure.trace import overlap as trace_overlap
+from cs336_systems.measure.trace.events import Range, Trace
 from cs336_systems.report import Chapter, tables
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import PROBLEMS, parts
 from cs336_systems.report.pages import ddp as page
+from cs336_systems.store import machine, rows
+from cs336_systems.store.process import ChildError
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -144,7 +146,7 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     monkeypatch.setattr(ddp.nsys, "record_nsys", record_nsys)
     monkeypatch.setattr(ddp.nsys, "find", lambda: "/usr/bin/nsys")
     monkeypatch.setattr(ddp.nsys, "version", lambda: "2025.3")
-    monkeypatch.setattr(ddp.trace_overlap, "overlap", overlap)
+    monkeypatch.setattr(ddp.overlap, "overlap", overlap)
     monkeypatch.setattr(ddp.machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
     found = list(ddp.run_group(group))
     assert all(row["source"] == "nsys" and row["tool_version"] == "2025.3" for row in found)

@@ -12,11 +12,11 @@ import pytest
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import flash_bench
-from cs336_systems.measure import rows as store
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
+from cs336_systems.store import rows as store
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -67,7 +67,7 @@ def test_many_heads_are_measured_against_the_library_kernels():
 def quick():
     """`interleaved` with next to no repetitions: what is tested here are the rows, not their numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        from cs336_systems.measure import timing
+        from cs336_systems.measure.clocks import timing
 
         slow = timing.interleaved
         patch.setattr(

@@ -6,9 +6,9 @@ import pytest
 
 from cs336_systems import experiments, report
 from cs336_systems.experiments import hardware
-from cs336_systems.measure import rows
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import hardware as page
+from cs336_systems.store import measuring, rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -18,7 +18,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once."""
     root = tmp_path_factory.mktemp("results")
-    rows.measure(hardware, hardware.grid("smoke"), root=root)
+    measuring.measure(hardware, hardware.grid("smoke"), root=root)
     [machine] = [p.name for p in root.iterdir()]
     return rows.read(hardware, machine, root)
 

@@ -15,15 +15,16 @@ from test_unit_memory import FakeAllocator, training_step
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import memory
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.machine import machine_name
-from cs336_systems.measure.memory_timeline import Timeline, timeline
-from cs336_systems.measure.process import ChildError
+from cs336_systems.measure.memory.timeline import Timeline, timeline
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import memory as page
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import SIZES, size
+from cs336_systems.store import measuring
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import machine_name
+from cs336_systems.store.process import ChildError
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -116,7 +117,7 @@ def smoke(tmp_path_factory):
     root = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CS336_RESULTS", str(root))
-        store.measure(memory, memory.grid("smoke"))
+        measuring.measure(memory, memory.grid("smoke"))
     return store.read(memory, machine_name(), root), root
 
 

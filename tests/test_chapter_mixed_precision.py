@@ -10,14 +10,15 @@ import step_rows
 
 from cs336_systems import accounting, experiments
 from cs336_systems.accounting.formats import FORMATS, number_format, running_sums, stagnation
-from cs336_systems.experiments import mixed_precision, steps
+from cs336_systems.experiments import mixed_precision
 from cs336_systems.experiments.mixed_precision import Case
-from cs336_systems.measure import rows
+from cs336_systems.experiments.shared import steps
 from cs336_systems.report import tables
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import mixed_precision as page
 from cs336_systems.sizes import size
+from cs336_systems.store import measuring, rows
 
 torch = pytest.importorskip("torch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +103,7 @@ def one_thread():
 
 def test_smoke_is_measured_and_read_back(results_root, one_thread, project_root):
     """The whole smoke preset through the CSV: what the page reads is what was measured, and its notebook runs."""
-    assert rows.measure(mixed_precision, mixed_precision.grid("smoke"), root=results_root) == 4
+    assert measuring.measure(mixed_precision, mixed_precision.grid("smoke"), root=results_root) == 4
     chapter = Chapter("mixed_precision", measure="no", machine="this", preset="smoke")
     assert set(chapter.rows()["status"]) == {"ok"}
     assert page.mispredicted(chapter.rows(kind="accumulation")) == 0

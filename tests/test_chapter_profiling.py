@@ -10,12 +10,13 @@ import pytest
 from cs336_systems import experiments
 from cs336_systems.experiments import profiling
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, Case
-from cs336_systems.measure import kernels, nsys, rows
-from cs336_systems.measure.machine import machine_name
-from cs336_systems.measure.trace import Kernel, Range, Trace
+from cs336_systems.measure.trace import kernels, nsys
+from cs336_systems.measure.trace.events import Kernel, Range, Trace
 from cs336_systems.report import tables
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import profiling as page
+from cs336_systems.store import measuring, rows
+from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -206,7 +207,7 @@ def smoke(tmp_path_factory):
     (root / "reference.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CS336_RESULTS", str(root))
-        rows.measure(profiling, profiling.grid("smoke"), root=root)
+        measuring.measure(profiling, profiling.grid("smoke"), root=root)
     return root
 
 

@@ -13,12 +13,12 @@ from cs336_systems import experiments
 from cs336_systems.experiments import attention as attention_experiment
 from cs336_systems.experiments import torch_compile
 from cs336_systems.experiments.torch_compile import Case
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.machine import cpp_compiler
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import torch_compile as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import cpp_compiler
 
 torch = pytest.importorskip("torch")
 
@@ -60,7 +60,7 @@ def test_compiled_and_eager_in_turns():
 
 def test_code_that_is_not_compiled_is_an_error(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, **kw: fn)
-    monkeypatch.setattr("cs336_systems.measure.machine.cpp_compiler", lambda: "c++")
+    monkeypatch.setattr("cs336_systems.store.machine.cpp_compiler", lambda: "c++")
     [found] = torch_compile.run_group([Case("tiny", 16, "forward", compile="default", batch=2, steps=2)])
     assert found["status"].startswith("error: RuntimeError: torch.compile made no graph")
 

@@ -14,13 +14,13 @@ from cs336_systems.accounting import Peaks
 from cs336_systems.accounting.zero import STEP_MOMENTS, tensor_sizes
 from cs336_systems.experiments import zero
 from cs336_systems.experiments.zero import Case
-from cs336_systems.measure import rows
-from cs336_systems.measure.machine import machine_name
-from cs336_systems.parallel.launch import LaunchError
+from cs336_systems.launch.start import LaunchError
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import zero as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.sizes import size
+from cs336_systems.store import measuring, rows
+from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -63,7 +63,7 @@ def test_full_has_every_variant_and_fits_the_time():
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once; and their root."""
     root = tmp_path_factory.mktemp("results")
-    rows.measure(zero, zero.grid("smoke"), root=root)
+    measuring.measure(zero, zero.grid("smoke"), root=root)
     return rows.read(zero, machine_name(), root).to_dict("records"), root
 
 

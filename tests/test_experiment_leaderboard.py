@@ -10,20 +10,21 @@ from collections import Counter
 import pytest
 
 from cs336_systems import experiments
-from cs336_systems.experiments import attention_peers as peers
 from cs336_systems.experiments import (
     leaderboard,
     leaderboard_counters,
     leaderboard_first_calls,
     leaderboard_kernels,
     leaderboard_ladder,
-    leaderboard_turns,
 )
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import leaderboard_turns
 from cs336_systems.ladder import steps
-from cs336_systems.measure import ncu, process
-from cs336_systems.measure import rows as store
+from cs336_systems.measure.counters import ncu
 from cs336_systems.report import Chapter, build
+from cs336_systems.store import measuring, process
+from cs336_systems.store import rows as store
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -138,7 +139,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     chapter = Chapter(
         "leaderboard", measure="yes", machine="this", preset="smoke", impl="flash_triton,f_production"
     )
-    with pytest.raises(store.MeasurementError, match="leaderboard_kernels ended in an error"):
+    with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
     counts = {table.name: len(table.measured()) for table in chapter.tables}
     assert list(counts.values()) == [1, 0, 2, 4, 0]  # the last one has other implementations

@@ -8,8 +8,9 @@ import torch
 from attention_checks import check, fresh, relative, run
 
 pytest.importorskip("triton")
-from cs336_systems.attention import attention, hopper_reason, tiles, triton_launch
+from cs336_systems.attention import attention, hopper_reason
 from cs336_systems.attention.reference import exact_attention
+from cs336_systems.attention.triton_kernels import launch, tiles
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -133,7 +134,7 @@ def test_tf32_products_follow_the_setting(heads):
 def test_tiles_of_many_and_of_few_programs(multiprocessors, head_dim, dtype, precision, monkeypatch):
     """As if the GPU were so small that these programs are many, and so large that they are few."""
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: multiprocessors)
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(launch, "_remembered", {})
     torch.set_float32_matmul_precision(precision)
     # cuBLAS makes products of narrow heads in fp32 all the same; ours cut what they take to the ten bits of TF32
     floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
@@ -154,9 +155,9 @@ def test_kernels_that_are_mistrusted_have_others_in_their_place(head_dim, dtype,
         asked.append(arguments)
         return tiles.tiles_without_wgmma(*arguments)
 
-    monkeypatch.setattr(triton_launch, "_mistrusted", lambda *arguments: True)
-    monkeypatch.setattr(triton_launch, "tiles_without_wgmma", without_wgmma)
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(launch, "_mistrusted", lambda *arguments: True)
+    monkeypatch.setattr(launch, "tiles_without_wgmma", without_wgmma)
+    monkeypatch.setattr(launch, "_remembered", {})
     torch.set_float32_matmul_precision(precision)
     floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
     for num_queries, num_keys in ((200, 130), (77, 411)):

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cs336_systems.measure import collectives  # noqa: E402
-from cs336_systems.measure.collectives import Collectives, beside, link_bytes  # noqa: E402
-from cs336_systems.measure.trace import Kernel, Trace  # noqa: E402
+from cs336_systems.measure.counters import collectives  # noqa: E402
+from cs336_systems.measure.counters.collectives import Collectives, beside, link_bytes  # noqa: E402
+from cs336_systems.measure.trace.events import Kernel, Trace  # noqa: E402
 
 NCCL = "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ADAM = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>(...)"

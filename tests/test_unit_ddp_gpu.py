@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.measure import ranks
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks import ranks
 from cs336_systems.parallel.ddp import average
-from cs336_systems.parallel.launch import launch
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.training.parallel_step import (
     OPTIMIZERS,
@@ -130,7 +130,7 @@ def die_in_the_middle_of_a_step(rank):
 
 
 def test_a_rank_that_dies_ends_the_run():
-    from cs336_systems.parallel.launch import LaunchError
+    from cs336_systems.launch.start import LaunchError
 
     with pytest.raises(LaunchError, match="rank 1 of 2: signal SIGKILL"):
         launch(f"{__name__}:die_in_the_middle_of_a_step", 2, collective_timeout_s=30, timeout_s=120)

@@ -13,12 +13,12 @@ import cs336_systems.attention
 
 pytest.importorskip("triton")
 from cs336_systems.attention import attention, flash_triton, hopper_reason
-from cs336_systems.attention import triton_launch as portable
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.hopper import tma
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.tiles import SHARED_MEMORY_KIB
+from cs336_systems.attention.triton_kernels import launch as portable
+from cs336_systems.attention.triton_kernels.tiles import SHARED_MEMORY_KIB
 from cs336_systems.ladder.steps import HOPPER, STEPS
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -458,7 +458,7 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
 
 # --------------------------------------------------------------------------------- what the compiler says
 def _compile(kernel, head_dim, is_causal, config=None, dtype="bf16"):
-    from cs336_systems.attention import aot
+    from cs336_systems.attention.checks import aot
 
     config = config or {"forward": hopper.FORWARD, "backward": hopper.BACKWARD}[kernel][head_dim]
     return aot.compile_hopper_kernel(kernel, head_dim, dtype, config, is_causal=is_causal)

@@ -86,7 +86,7 @@ def test_an_arrow_that_turns_round_is_seen():
     ]
     assert turned_round("from cs336_systems import report", "experiments") == ["report"]
     assert turned_round("import cs336_systems.cli as c", "report") == ["cli"]
-    assert turned_round("from cs336_systems.measure import rows", "attention") == ["measure"]
+    assert turned_round("from cs336_systems.store import rows", "attention") == ["measure"]
     assert turned_round("from cs336_systems import experiments", "cli") == []
 
 
@@ -111,7 +111,7 @@ def test_everything_imports_without_torch_and_triton():
         f"for name in {['cs336_systems', 'cs336_systems.attention', *modules]}:\n"
         "    importlib.import_module(name)\n"
         "from cs336_systems import attention, doctor, experiments\n"
-        "from cs336_systems.measure import code, machine\n"
+        "from cs336_systems.store import code, machine\n"
         "assert machine.machine_name().startswith('cpu-')\n"
         "assert all(reason for reason in attention.availability().values())\n"
         "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import parallel
-from cs336_systems.parallel import backend_and_device, process_group
-from cs336_systems.parallel import launch as module
-from cs336_systems.parallel.launch import LaunchError, launch
-from cs336_systems.parallel.outcome import failure, outcome
+from cs336_systems.launch import group
+from cs336_systems.launch import start as module
+from cs336_systems.launch.group import backend_and_device, process_group
+from cs336_systems.launch.outcome import failure, outcome
+from cs336_systems.launch.start import LaunchError, launch
 
 torch = pytest.importorskip("torch")
 from torch import distributed as dist  # noqa: E402
@@ -167,9 +167,9 @@ def test_in_a_thread_beside_a_taken_port_and_another_torchrun(tmp_path, monkeypa
 def test_under_torchrun():
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "cs336_systems.parallel.launch", here(total), '{"word": "x"}', "--backend", "gloo", "--device", "cpu",
+        "-m", "cs336_systems.launch.start", here(total), '{"word": "x"}', "--backend", "gloo", "--device", "cpu",
     ]  # fmt: skip
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(parallel.__file__).parents[2])])
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(group.__file__).parents[2])])
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
     )
@@ -187,7 +187,7 @@ def test_a_process_alone(monkeypatch):
     for error in (None, KeyError("in the block")):
         try:
             with process_group("gloo", "cpu") as rank:
-                assert rank == parallel.Rank(0, 0, 1, 1, "cpu", "gloo") and dist.get_world_size() == 1
+                assert rank == group.Rank(0, 0, 1, 1, "cpu", "gloo") and dist.get_world_size() == 1
                 if error:
                     raise error
         except KeyError as caught:
@@ -257,8 +257,8 @@ def test_nothing_outlives_a_script_without_main_guard(name, tmp_path):
     script.write_text(
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(parallel.__file__).parents[2])]}\n"
-        "from cs336_systems.parallel.launch import launch\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(group.__file__).parents[2])]}\n"
+        "from cs336_systems.launch.start import launch\n"
         f"launch('{here(sleep)}', 2, {{'folder': {str(tmp_path)!r}}}, backend='gloo', device='cpu')\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed caller leaves its folder
@@ -406,10 +406,10 @@ def test_without_torch():
     script = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
-        "from cs336_systems.parallel.launch import launch\n"
+        "from cs336_systems.launch.start import launch\n"
         "launch('m:f', 2)\n"
     )
-    root = Path(parallel.__file__).parents[2]
+    root = Path(group.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=root
     )

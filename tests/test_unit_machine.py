@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cs336_systems.measure import machine
+from cs336_systems.store import machine
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import types
 import pytest
 from attention_checks import compiler
 
-from cs336_systems.attention import machine_code, tiles
+from cs336_systems.attention.checks import machine_code
+from cs336_systems.attention.triton_kernels import tiles
 
 pytest.importorskip("triton")
 
@@ -174,7 +175,7 @@ def test_where_code_cannot_be_read_that_is_said(cache, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ what then
 def test_who_is_mistrusted(monkeypatch):
-    triton_launch = pytest.importorskip("cs336_systems.attention.triton_launch")
+    launch = pytest.importorskip("cs336_systems.attention.triton_kernels.launch")
     device = types.SimpleNamespace(type="cuda", index=0)
     faulty, asked = [False], []
 
@@ -182,9 +183,9 @@ def test_who_is_mistrusted(monkeypatch):
         def warmup(self, **options):
             asked.append(options)
 
-    monkeypatch.setattr(triton_launch, "faulty", lambda compiled: faulty[0])
-    monkeypatch.setattr(triton_launch, "KERNELS", {"forward": Kernel()})
-    monkeypatch.setattr(triton_launch, "capability_of", lambda index: capability)
+    monkeypatch.setattr(launch, "faulty", lambda compiled: faulty[0])
+    monkeypatch.setattr(launch, "KERNELS", {"forward": Kernel()})
+    monkeypatch.setattr(launch, "capability_of", lambda index: capability)
 
     def mistrusted(column):
         strides = {"q": (1, 1, 64, 1), "k": (1, 1, 64, column), "l": (1, 1, 1)}
@@ -192,7 +193,7 @@ def test_who_is_mistrusted(monkeypatch):
             name: types.SimpleNamespace(device=device, ndim=len(s), stride=s.__getitem__)
             for name, s in strides.items()
         }
-        return triton_launch._mistrusted("forward", tensors, {"argument": 1}, tiles.Tiles(64, 64, 4, 3))
+        return launch._mistrusted("forward", tensors, {"argument": 1}, tiles.Tiles(64, 64, 4, 3))
 
     capability = 90
     assert not mistrusted(1) and not mistrusted(0) and mistrusted(2)
@@ -225,7 +226,7 @@ def _searched():
     from triton import knobs
     from triton.runtime import driver
 
-    from cs336_systems.attention import triton_launch
+    from cs336_systems.attention.triton_kernels import launch
 
     driver.set_active(_NamesItsTarget())
     chosen = tiles.tiles("forward", 90, 20, "half")
@@ -236,8 +237,8 @@ def _searched():
     faulty = []
     for k in (apart.contiguous(), apart):
         tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), l=torch.empty(2, 4, 13))
-        arguments = triton_launch._arguments("forward", tensors, True, chosen)
-        compiled = triton_launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **options)
+        arguments = launch._arguments("forward", tensors, True, chosen)
+        compiled = launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **options)
         assert "wgmma" in compiled.asm["ptx"]
         faulty.append(machine_code.faulty(compiled))
     return knobs.nvidia.ptxas.version, faulty
@@ -250,7 +251,7 @@ def test_what_a_launch_would_compile_is_searched():
 
 
 def _compile(*args, **options):
-    from cs336_systems.attention import aot
+    from cs336_systems.attention.checks import aot
 
     return aot.compile_kernel(*args, **options)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.measure import memory, memory_timeline, memory_trace
-from cs336_systems.measure.memory import Mark, read_snapshot, recording
-from cs336_systems.measure.memory_timeline import Timeline, timeline
-from cs336_systems.measure.rows import Skip
+from cs336_systems.measure.memory import memory, replay
+from cs336_systems.measure.memory import timeline as memory_timeline
+from cs336_systems.measure.memory.memory import Mark, read_snapshot, recording
+from cs336_systems.measure.memory.timeline import Timeline, timeline
+from cs336_systems.store.status import Skip
 
 GIB, MIB = 2**30, 2**20
 
@@ -74,8 +75,8 @@ class FakeAllocator:
 
     def mark(self, name, frames=True):
         self.event("segment_alloc", addr=1, size=0)
-        stack = [frame("/home/me/book/cs336_systems/measure/memory.py", 9, f"_mark_{name}"), *FORWARD]
-        self.free(self.alloc(memory_trace.MARK_BYTES, stack if frames else []))
+        stack = [frame("/home/me/book/cs336_systems/measure/memory/memory.py", 9, f"_mark_{name}"), *FORWARD]
+        self.free(self.alloc(replay.MARK_BYTES, stack if frames else []))
 
     def snapshot(self, **more):
         segments = []
@@ -169,9 +170,9 @@ def test_where_allocations_come_from(tmp_path):
 
 
 def test_an_operation_names_itself_where_no_node_does():
-    stack = memory_trace.Allocation(1, 0, 1, NODE[:2])
+    stack = replay.Allocation(1, 0, 1, NODE[:2])
     assert memory_timeline._Origins(())(stack) == ("", "mm")
-    assert memory_timeline._Origins(())(memory_trace.Allocation(1, 0, 1)) == ("", "")
+    assert memory_timeline._Origins(())(replay.Allocation(1, 0, 1)) == ("", "")
 
 
 def test_memory_from_before_the_recording_is_a_base(tmp_path):
@@ -398,7 +399,7 @@ def test_torch_names_a_marker_after_its_stage(monkeypatch):
     memory._marker("forward 2")()
     [frames] = symbolize_tracebacks(kept)
     assert frames[1]["name"] == "_mark_forward 2" and Path(frames[1]["filename"]).name == "memory.py"
-    assert memory_trace._marked(frames) == "forward 2"
+    assert replay._marked(frames) == "forward 2"
 
 
 def test_a_recording_that_fails_is_written_and_ended(fake_cuda, tmp_path):
@@ -561,7 +562,7 @@ def counted(gpu):
     active = sum(size for size, _ in gpu.active.values())
     sizes = [active]
     for event in reversed(gpu.trace):
-        if event["size"] != memory_trace.MARK_BYTES:
+        if event["size"] != replay.MARK_BYTES:
             active += {"alloc": -1, "free_completed": 1}.get(event["action"], 0) * event["size"]
         sizes.append(active)
     return sizes[::-1]
@@ -590,7 +591,7 @@ def test_condensing_keeps_the_peaks(tmp_path, seed):
 
 def test_points_are_few(tmp_path):
     snapshot = read_snapshot(random_history(random.Random(1), 20_000).write(tmp_path / "s.pickle"))
-    snapshot = memory_trace.Snapshot(**{**vars(snapshot), "marks": snapshot.marks[:10]})
+    snapshot = replay.Snapshot(**{**vars(snapshot), "marks": snapshot.marks[:10]})
     found = timeline(snapshot)
     assert 200 < len(found.events) <= memory_timeline.MAX_POINTS
     found.to_json(tmp_path / "t.json")

@@ -5,8 +5,9 @@ import stat
 
 import pytest
 
-from cs336_systems.measure import ncu, process
-from cs336_systems.measure.rows import Skip
+from cs336_systems.measure.counters import ncu
+from cs336_systems.store import process
+from cs336_systems.store.status import Skip
 
 HEAD = ["ID", "Process ID", "Kernel Name", "Block Size", *ncu.COUNTERS.values()]
 UNITS = ["", "", "", "block", "ns", "%", "%", "%", "%", "%", "inst", "", "cycle"]

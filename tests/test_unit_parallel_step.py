@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.measure import ranks
-from cs336_systems.parallel import Rank
-from cs336_systems.parallel.launch import LaunchError, launch
+from cs336_systems.launch.group import Rank
+from cs336_systems.launch.start import LaunchError, launch
+from cs336_systems.measure.clocks import ranks
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.training import parallel_step
 from cs336_systems.training.parallel_step import (
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_others():
         launch(f"{__name__}:die_in_the_middle_of_a_step", 2, device="cpu", backend="gloo", timeout_s=100)
 
 
-# -------------------------------------------------------------------------------------------------- measure.ranks
+# -------------------------------------------------------------------------------------------- measure.clocks.ranks
 def test_the_slowest_rank_counts_with_all_its_phases():
     first = [{"a": 1.0, "b": 5.0, "step": 6.0}, {"a": 1.0, "b": 1.0, "step": 2.0}]
     second = [{"a": 2.0, "b": 3.0, "step": 5.0}, {"a": 2.0, "b": 2.0, "step": 4.0}]

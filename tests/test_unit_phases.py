@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from cs336_systems.measure import phases
-from cs336_systems.measure.phases import Series, columns, each, pooled, time_phases
+from cs336_systems.measure.clocks import phases
+from cs336_systems.measure.clocks.phases import Series, columns, each, pooled, time_phases
 
 
 @pytest.fixture

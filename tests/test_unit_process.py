@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cs336_systems.measure.process import ChildError, call
-from cs336_systems.parallel import TEAM_VARIABLE
+from cs336_systems.launch.group import TEAM_VARIABLE
+from cs336_systems.store.process import ChildError, call
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 from cs336_systems import experiments, report
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.code import code_digest
 from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.roofs import Roofs, roofs
+from cs336_systems.store import rows as store
+from cs336_systems.store.code import code_digest
 
 EXPERIMENT = experiments.load("hardware")
 

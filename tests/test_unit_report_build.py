@@ -11,10 +11,10 @@ from sphinx.errors import ExtensionError
 
 from cs336_systems import experiments
 from cs336_systems.experiments import ddp, leaderboard
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.code import code_digest
 from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
+from cs336_systems.store import rows as store
+from cs336_systems.store.code import code_digest
 
 
 def test_latex_log():

@@ -11,12 +11,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from cs336_systems.measure import code, rows
-from cs336_systems.measure.process import ChildError
+from cs336_systems.store import code, measuring, rows
+from cs336_systems.store.process import ChildError
+from cs336_systems.store.status import Skip
 
 FAKE = """
 from dataclasses import dataclass
-from cs336_systems.measure.rows import Skip, oom_is_a_row
+from cs336_systems.store.status import Skip, oom_is_a_row
 
 METRICS = ("ms_p50", "source")
 GROUP = ("size",)
@@ -71,7 +72,7 @@ def root(tmp_path, monkeypatch):
 
 def measure(fake, root, **options):
     log = []
-    count = rows.measure(fake, fake.grid("full"), root=root, log=log.append, **options)
+    count = measuring.measure(fake, fake.grid("full"), root=root, log=log.append, **options)
     return count, log
 
 
@@ -189,7 +190,9 @@ def test_second_run_measures_nothing(fake, root):
 
 
 def test_only_the_groups_with_missing_rows_are_measured(fake, root):
-    rows.measure(fake, [fake.Case(1, "a", True), fake.Case(2, "a", True), fake.Case(2, "b", True)], root=root)
+    measuring.measure(
+        fake, [fake.Case(1, "a", True), fake.Case(2, "a", True), fake.Case(2, "b", True)], root=root
+    )
     fake.CALLS.clear()
     assert measure(fake, root)[0] == 2
     assert fake.CALLS == [(1, "a"), (1, "b"), (30, "a"), (30, "b")]
@@ -231,7 +234,7 @@ def status_of(fake, root):
 
 
 def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
-    fake.RAISES[30, "a"] = rows.Skip("needs a CUDA device")
+    fake.RAISES[30, "a"] = Skip("needs a CUDA device")
     measure(fake, root)
     assert status_of(fake, root) == {(30, "a"): "skipped: needs a CUDA device"}
     assert measure(fake, root)[0] == 0
@@ -244,7 +247,7 @@ def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
 def test_an_error_is_a_row_and_the_others_still_run(fake, root, capsys):
     fake.RAISES[1, "b"] = KeyError("what")
     with pytest.raises(
-        rows.MeasurementError, match=r"1 cases of fake_chapter ended in an error.*KeyError: 'what'"
+        measuring.MeasurementError, match=r"1 cases of fake_chapter ended in an error.*KeyError: 'what'"
     ):
         measure(fake, root)
     assert status_of(fake, root) == {(1, "b"): "error: KeyError: 'what'"}
@@ -257,11 +260,11 @@ def test_an_error_is_a_row_and_the_others_still_run(fake, root, capsys):
 
 def test_a_lost_context_ends_the_run_and_comes_last_in_the_next(fake, root):
     fake.RAISES[1, "a"] = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(rows.MeasurementError, match=r"lost its CUDA context at size=1"):
+    with pytest.raises(measuring.MeasurementError, match=r"lost its CUDA context at size=1"):
         measure(fake, root)
     assert len(rows.read(fake, "cpu-test", root)) == 2  # the group has its rows, the others are missing
     fake.CALLS.clear()
-    with pytest.raises(rows.MeasurementError):
+    with pytest.raises(measuring.MeasurementError):
         measure(fake, root)
     assert [size for size, _ in fake.CALLS] == [2, 2, 30, 30, 1]
 
@@ -269,7 +272,7 @@ def test_a_lost_context_ends_the_run_and_comes_last_in_the_next(fake, root):
 def test_a_context_lost_by_another_process_is_an_error_row(fake, root):
     """torch adds to each CUDA error how device-side assertions are switched on."""
     fake.RAISES[1, "a"] = ChildError("Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions")
-    with pytest.raises(rows.MeasurementError, match="ended in an error"):
+    with pytest.raises(measuring.MeasurementError, match="ended in an error"):
         measure(fake, root)
     assert len(rows.read(fake, "cpu-test", root)) == 6
 
@@ -293,7 +296,7 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
     script = textwrap.dedent("""
         import sys, time
         import fake_chapter
-        from cs336_systems.measure import rows
+        from cs336_systems.store import rows
         quick = fake_chapter.run_group
         def slow(cases):
             if "slow" in sys.argv and cases[0].size == 2:
@@ -330,7 +333,7 @@ def test_two_writers_lose_nothing(tmp_path):
     script = textwrap.dedent("""
         import sys
         import fake_chapter
-        from cs336_systems.measure import rows
+        from cs336_systems.store import rows
         base = {"impl": "a", "causal": True, "rate": 0.1, "status": "ok", "run": "r", "env": "e", "code": "c"}
         for i in range(10):
             size = 10 * int(sys.argv[1]) + i

@@ -6,13 +6,14 @@ from attention_checks import FLOOR, check, compiler, fresh, relative
 
 from cs336_systems.attention import hopper_reason
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.tiles import SHARED_MEMORY_KIB, Tiles
+from cs336_systems.attention.triton_kernels.tiles import SHARED_MEMORY_KIB, Tiles
 
 pytest.importorskip("triton")
 
-from cs336_systems.attention import aot, flash_triton
-from cs336_systems.attention import triton_launch as portable
+from cs336_systems.attention import flash_triton
+from cs336_systems.attention.checks import aot
 from cs336_systems.attention.hopper import split_launch as launch
+from cs336_systems.attention.triton_kernels import launch as portable
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = (

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import parallel
-from cs336_systems.measure import machine
-from cs336_systems.parallel import team
+from cs336_systems.launch import group, team
+from cs336_systems.store import machine
 
 torch = pytest.importorskip("torch")
 from torch import distributed as dist  # noqa: E402
@@ -22,8 +21,8 @@ from torch import distributed as dist  # noqa: E402
 CPU = {"backend": "gloo", "device": "cpu"}
 SMALL = """
     import json, sys
-    from cs336_systems.parallel import team
-    from cs336_systems.parallel.launch import LaunchError, launch
+    from cs336_systems.launch import team
+    from cs336_systems.launch.start import LaunchError, launch
     CPU = {"backend": "gloo", "device": "cpu"}
     folder, m = sys.argv[1], "test_unit_team:"
     if team.rank_here() != 0:
@@ -77,7 +76,7 @@ def note_pid(rank, folder):
 def torchrun(script, folder, size=2, arguments=("--standalone",), **variables):
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(parallel.__file__).parents[2])])
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(group.__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *arguments]
     return subprocess.Popen(
@@ -183,7 +182,7 @@ def test_two_nodes(tmp_path):
     script = (
         SMALL
         + """
-    from cs336_systems.measure import machine
+    from cs336_systems.store import machine
     with team.leading():
         ranks = launch(m + "total", 2, {"folder": folder}, **CPU)
         found = [ranks, machine.machine_name(), machine.environment().get("nodes")]
@@ -234,10 +233,10 @@ def test_a_port_that_is_taken(tmp_path):
         printed = run.communicate(timeout=100)[0]
         assert run.returncode != 0 and "address already in use" in printed and port in printed, printed
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
-        code = "from cs336_systems.parallel import process_group\nwith process_group('gloo', 'cpu'): pass"
+        code = "from cs336_systems.launch.group import process_group\nwith process_group('gloo', 'cpu'): pass"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100,
-            cwd=Path(parallel.__file__).parents[2],
+            cwd=Path(group.__file__).parents[2],
             env={**os.environ, **variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         )  # fmt: skip
     last = done.stderr.strip().splitlines()[-1]

@@ -6,7 +6,7 @@ import types
 import pytest
 from attention_checks import compiler
 
-from cs336_systems.attention import tiles
+from cs336_systems.attention.triton_kernels import tiles
 
 pytest.importorskip("triton")
 PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}
@@ -21,7 +21,7 @@ SPILL_BYTES_D256 = (
 
 
 def _compile(kernel, capability, head_dim, dtype, chosen, variant):
-    from cs336_systems.attention import aot
+    from cs336_systems.attention.checks import aot
 
     return aot.compile_kernel(kernel, capability, head_dim, dtype, chosen, **variant)
 

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 
-from cs336_systems.measure import timing
-from cs336_systems.measure.rows import Skip
-from cs336_systems.measure.timing import Timing, Watch, captured, host_us, interleaved, peak_gib
+from cs336_systems.measure.clocks import timing
+from cs336_systems.measure.clocks.timing import Timing, Watch, captured, host_us, interleaved, peak_gib
+from cs336_systems.store.status import Skip
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")

@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 import cs336_systems
-from cs336_systems.measure import kernels, nsys, trace_step, trace_torch
-from cs336_systems.measure import process as measure_process
-from cs336_systems.measure.kernels import CLASSES, class_of, short_name
-from cs336_systems.measure.rows import Skip
-from cs336_systems.measure.trace import (
+from cs336_systems.measure.trace import condensed, kernels, nsys, profiler
+from cs336_systems.measure.trace.condensed import Step, condense
+from cs336_systems.measure.trace.events import (
     Kernel,
     Range,
     Trace,
@@ -32,9 +30,11 @@ from cs336_systems.measure.trace import (
     union_ns,
     usage,
 )
-from cs336_systems.measure.trace_nsys import read_nsys
-from cs336_systems.measure.trace_step import Step, condense
-from cs336_systems.measure.trace_torch import read_torch, record_torch, span
+from cs336_systems.measure.trace.kernels import CLASSES, class_of, short_name
+from cs336_systems.measure.trace.profiler import read_torch, record_torch, span
+from cs336_systems.measure.trace.sqlite import read_nsys
+from cs336_systems.store import process as measure_process
+from cs336_systems.store.status import Skip
 
 GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas"  # noqa: E501
 MUL = (
@@ -648,7 +648,7 @@ def test_torch_traces_in_all_forms(tmp_path, form):
 
 
 def test_launches_without_kernels_are_noted():
-    events = [event for event in torch_events() if event.get("cat") not in trace_torch.DEVICE]
+    events = [event for event in torch_events() if event.get("cat") not in profiler.DEVICE]
     trace = read_torch(events)
     assert trace.source == "torch-cpu" and calls(trace, "forward") == {"aten::mm": 1}
     assert trace.notes[1] == "the program has called CUDA, but what it launched was not recorded"
@@ -896,7 +896,9 @@ def test_the_table_of_classes_is_whole():
 
 
 def test_our_own_kernels_are_attention():
-    source = (Path(cs336_systems.__file__).parent / "attention" / "triton_kernels.py").read_text("utf-8")
+    source = (Path(cs336_systems.__file__).parent / "attention" / "triton_kernels" / "kernels.py").read_text(
+        "utf-8"
+    )
     functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     launched = [name for name in functions if not name.startswith("_")]
     assert len(launched) >= 3 and {class_of(name) for name in launched} == {"attention"}
@@ -1149,7 +1151,7 @@ def test_a_function_under_nsys(tmp_path, fake_nsys):
         nsys.OPTIONS
     )
     assert {"--sample=none", "--cpuctxsw=none", "--kill=none", "--force-overwrite=true"} < set(nsys.OPTIONS)
-    assert profile[program + 1 : program + 3] == ["-m", "cs336_systems.measure.process"]
+    assert profile[program + 1 : program + 3] == ["-m", "cs336_systems.store.process"]
     assert export == [
         "export", "--type=sqlite", "--force-overwrite=true",
         f"--output={keep / 'report.sqlite'}", str(keep / "report.nsys-rep"),
@@ -1278,9 +1280,7 @@ def test_areas_are_time(drawn):
 
 
 def test_overlapping_kernels_fill_a_column_once(drawn):
-    streams = [
-        trace_step.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))
-    ]
+    streams = [condensed.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
     step = dataclasses.replace(condense(long_trace(steps=1), "step"), streams=tuple(streams))
     filled = drawn._fill(step, np.array([0.0, 0.5, 1.0, 2.0]))
     assert filled[0] == pytest.approx([0.5, 0.5, 0]) and filled.sum(axis=0) == pytest.approx([1, 1, 0])

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from cs336_systems.measure import trace_overlap
-from cs336_systems.measure.trace import Kernel, Range, Trace
-from cs336_systems.measure.trace_overlap import from_dict, from_json, merged, overlap, to_json
+from cs336_systems.measure.trace import overlap as trace_overlap
+from cs336_systems.measure.trace.events import Kernel, Range, Trace
+from cs336_systems.measure.trace.overlap import from_dict, from_json, merged, overlap, to_json
 
 PHASES = ("forward", "backward", "synchronization", "optimizer")
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
-from cs336_systems.measure.collectives import Collectives
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.counters.collectives import Collectives
 from cs336_systems.model import build
 from cs336_systems.parallel.ddp import BucketedDDP
-from cs336_systems.parallel.launch import launch
 from cs336_systems.parallel.readers import readers
 from cs336_systems.parallel.shares import assign
 from cs336_systems.parallel.zero import ShardedOptimizer

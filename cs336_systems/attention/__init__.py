@@ -37,7 +37,7 @@ def triton_reason() -> str | None:
         return None
     import torch
 
-    from cs336_systems.attention.tiles import OLDEST
+    from cs336_systems.attention.triton_kernels.tiles import OLDEST
 
     if not torch.cuda.is_available():
         return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"

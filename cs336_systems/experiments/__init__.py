@@ -1,7 +1,7 @@
 """The measured chapters, each a notebook in `book/` and its tables. A table is a module here, and the CSV of its name
 in `results/`. Most chapters have one, of their own name; `TABLES` names those of the others.
 
-`steps`, `attention_peers`, `leaderboard_turns` and `zero_ranks` are no tables: they are what tables share.
+`zero_ranks` is no table: it is what `zero` runs on its ranks. What tables share stands in `shared`.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
@@ -13,16 +13,16 @@ What an experiment module offers (none of it needs torch before `run_group` is c
     The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
 `PER_CASE` (optional)
     Modules of which the numbers of a case depend only on what `also_measures` names; on everything else that
-    `run_group` reaches they all do: changing it makes rows "measured with earlier code" (`measure.code`).
+    `run_group` reaches they all do: changing it makes rows "measured with earlier code" (`store.code`).
 `also_measures(case) -> tuple[str, ...]` (optional)
     What the numbers of a case depend on beside that: `"module"`, `"package.*"` or `"module:definition"`.
 `grid(preset) -> list[Case]`
     Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
 `run_group(cases) -> Iterable[dict]`
     Measures the cases of one group in one process, interleaved; one dict of metrics for each, in order. A
-    dict may carry `status` (see `measure.rows`).
+    dict may carry `status` (see `store.status`).
 
-A chapter of several processes has a field `world_size` in `Case`, and measures by `parallel.launch.launch`. That call
+A chapter of several processes has a field `world_size` in `Case`, and measures by `launch.start.launch`. That call
 starts processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
 
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce
@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from cs336_systems.measure import rows
-from cs336_systems.parallel import team_size
+from cs336_systems.launch.group import team_size
+from cs336_systems.store import rows
 
 CHAPTERS = (
     "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",

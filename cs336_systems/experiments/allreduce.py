@@ -37,14 +37,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import bus_factor
-from cs336_systems.measure import machine
-from cs336_systems.measure.rows import Skip, oom_is_a_row
-from cs336_systems.measure.timing import Timing
+from cs336_systems.measure.clocks.timing import Timing
+from cs336_systems.store import machine
+from cs336_systems.store.status import Skip, oom_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-    from cs336_systems.parallel import Rank
+    from cs336_systems.launch.group import Rank
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # and the device that each is measured on
 HOWS = ("all_reduce", "bucket")
@@ -172,9 +172,9 @@ def refuse(case: Case) -> None:
 def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     """The metrics of the cases of one set of processes; see the package's docstring for the contract.
 
-    ValueError as `check`; `parallel.launch.LaunchError` where a process fails.
+    ValueError as `check`; `launch.start.LaunchError` where a process fails.
     """
-    from cs336_systems.parallel.launch import launch
+    from cs336_systems.launch.start import launch
 
     results: list[dict[str, Any]] = [{} for _ in cases]
     for case, metrics in zip(cases, results, strict=True):

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention import attention, availability
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure.machine import cpp_compiler, has_module
-from cs336_systems.measure.rows import Skip, failure_is_a_row, oom_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.store.machine import cpp_compiler, has_module
+from cs336_systems.store.status import Skip, failure_is_a_row, oom_is_a_row
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def estimate_s(group: list[Case]) -> float:
 def capped(cap_gib: int, device: str) -> Iterator[None]:
     """Within its block, this process can take `cap_gib` GiB of the GPU's memory, what its allocator caches included.
 
-    0 is no cap. (The context and the code of the kernels do not count.) Raises `rows.Skip` where there is nothing to
+    0 is no cap. (The context and the code of the kernels do not count.) Raises `Skip` where there is nothing to
     cap, ValueError for a negative number.
     """
     if cap_gib < 0:
@@ -165,7 +165,7 @@ def _no_recompiling() -> AbstractContextManager[Any]:
 def _function(impl: str, device: str) -> Callable[..., torch.Tensor]:
     """The function (q, k, v) → o of an implementation.
 
-    Raises `rows.Skip` where this machine cannot run it, ValueError for an unknown name.
+    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
     """
     import torch
 
@@ -244,7 +244,7 @@ class _Candidate:
         """A forward and a backward pass; notes the memory between them, the most there was, and where it failed."""
         import torch
 
-        from cs336_systems.measure.phases import synchronizer
+        from cs336_systems.measure.clocks.phases import synchronizer
 
         wait, on_gpu = synchronizer(self.device), self.device != "cpu"
         self.forget()
@@ -286,7 +286,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 def _measure(cases: list[Case], rows: list[dict[str, Any]], device: str) -> None:
     import torch
 
-    from cs336_systems.measure.phases import time_phases
+    from cs336_systems.measure.clocks.phases import time_phases
 
     workspace_gib = _workspace_gib() if device != "cpu" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cases[0].dtype]

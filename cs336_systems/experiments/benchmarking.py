@@ -11,9 +11,9 @@ again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; at
 from __future__ import annotations
 
 from cs336_systems.accounting import MODES
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments import steps
-from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import steps
+from cs336_systems.experiments.shared.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
 
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]

@@ -24,15 +24,17 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure import machine, nsys, process, ranks, trace_overlap, trace_torch
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.rows import Skip, failure_is_a_row
-from cs336_systems.measure.trace_overlap import Overlap
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.trace import nsys, overlap, profiler
+from cs336_systems.measure.trace.overlap import Overlap
 from cs336_systems.sizes import size
+from cs336_systems.store import machine, process
+from cs336_systems.store import rows as store
+from cs336_systems.store.status import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
-    from cs336_systems.parallel import Rank
+    from cs336_systems.launch.group import Rank
     from cs336_systems.training.parallel_step import ParallelWorkload
 
 PER_CASE = peers.PER_CASE
@@ -185,7 +187,7 @@ def _launched(cases: list[Case]) -> list[dict[str, Any]]:
 
 def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
     """A function of this module on the ranks of these cases; results in their order."""
-    from cs336_systems.parallel.launch import launch
+    from cs336_systems.launch.start import launch
 
     arguments |= {"cases": [dataclasses.asdict(case) for case in cases]}
     return launch(
@@ -230,7 +232,7 @@ def _turn(work: ParallelWorkload, case: Case, steps: int) -> _Turn:
     """One turn of a case: wrapped, warmed up, timed, unwrapped."""
     import torch
 
-    from cs336_systems.measure.timing import Watch
+    from cs336_systems.measure.clocks.timing import Watch
 
     rank = work.rank
     wrapper = "none" if case.wrapper == ALONE else case.wrapper
@@ -282,7 +284,7 @@ def _traced(cases: list[Case]) -> list[dict[str, Any]]:
     for case, by_rank in zip(cases, everyones, strict=True):
         path = overlap_path(case, machine.machine_name())
         path.parent.mkdir(parents=True, exist_ok=True)
-        trace_overlap.to_json([steps[-1] for steps in by_rank], path)
+        overlap.to_json([steps[-1] for steps in by_rank], path)
     return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
 
 
@@ -299,10 +301,7 @@ def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str
         if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
             raise nsys.NsysError(f"its report lacks {', '.join(lacking)}")
         return [
-            [
-                trace_overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES)
-                for rank in range(count)
-            ]
+            [overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES) for rank in range(count)]
             for case in cases
         ], version
     except (nsys.NsysError, process.ChildError, ValueError) as error:
@@ -316,8 +315,7 @@ def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
 
     by_rank = _launch("record_on_rank", cases, keep=str(_report_folder()))
     found = [
-        [[trace_overlap.from_dict(step) for step in said[place]] for said in by_rank]
-        for place in range(len(cases))
+        [[overlap.from_dict(step) for step in said[place]] for said in by_rank] for place in range(len(cases))
     ]
     return found, torch.__version__.split("+")[0]
 
@@ -364,13 +362,13 @@ def record_on_rank(rank: Rank, cases: list[dict[str, Any]], keep: str) -> list[l
     group = [Case(**case) for case in cases]
     work = _workload(rank, group)
     _run_traced(work, group[:1])
-    trace = trace_torch.record_torch(
+    trace = profiler.record_torch(
         lambda: _run_traced(work, group), keep=Path(keep) / f"rank{rank.rank}.json.gz"
     )
     return [
         [
             dataclasses.asdict(step)
-            for step in trace_overlap.overlap(trace, f"{_rank_range(rank.rank)}/{case.name}/step", PHASES)
+            for step in overlap.overlap(trace, f"{_rank_range(rank.rank)}/{case.name}/step", PHASES)
         ]
         for case in group
     ]
@@ -378,13 +376,13 @@ def record_on_rank(rank: Rank, cases: list[dict[str, Any]], keep: str) -> list[l
 
 def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
     """A few steps of each case with ranges for rank, case, step and phases; the steps before them are warm-up."""
-    with trace_torch.span(_rank_range(work.rank.rank)):
+    with profiler.span(_rank_range(work.rank.rank)):
         for case in cases:
             with (
-                trace_torch.span(case.name),
+                profiler.span(case.name),
                 work.step(case.wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step,
             ):
                 work.choose_batch(case.batch, case.context_length)
                 ranks.time_steps(
-                    step.phases, rank=work.rank, warmup=WARMUP, steps=TRACED_STEPS, ranges=trace_torch.span
+                    step.phases, rank=work.rank, warmup=WARMUP, steps=TRACED_STEPS, ranges=profiler.span
                 )

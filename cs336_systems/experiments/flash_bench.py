@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.attention import availability
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure.rows import Skip, failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.store.status import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +205,7 @@ class _Candidate:
         """One call of everything: compiles, finds out about missing parts and memory, and reads the peak."""
         import torch
 
-        from cs336_systems.measure.timing import peak_gib
+        from cs336_systems.measure.clocks.timing import peak_gib
 
         with failure_is_a_row(self.metrics):
             self.apply, backend = _forward(self.case.impl, self.case, self.device)
@@ -330,7 +330,7 @@ def _time(ready: list[_Candidate], device: str) -> None:
 
 
 def _time_part(group: list[_Candidate], part: str, device: str) -> None:
-    from cs336_systems.measure.timing import Watch, interleaved
+    from cs336_systems.measure.clocks.timing import Watch, interleaved
 
     names = {f"{c.case.impl}/{c.case.repeat}": c for c in group}
     watches = {name: Watch() for name in names} if device != "cpu" else {}
@@ -359,7 +359,7 @@ def _time_without_host(names: dict[str, _Candidate], ms: dict[str, float], part:
     What a call costs the host hides behind the GPU's work where that is long; where it is short, `do_bench` measures
     the host.
     """
-    from cs336_systems.measure.timing import captured, host_us, interleaved
+    from cs336_systems.measure.clocks.timing import captured, host_us, interleaved
 
     short = [name for name in names if ms[name] <= _SHORT_MS]
     calls = {name: max(1, min(20, int(_REPLAY_MS / ms[name]))) for name in short}

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import matmul_flops
-from cs336_systems.measure.rows import Skip, oom_is_a_row
-from cs336_systems.measure.timing import Timing, Watch, interleaved
+from cs336_systems.measure.clocks.timing import Timing, Watch, interleaved
+from cs336_systems.store.status import Skip, oom_is_a_row
 
 if TYPE_CHECKING:
     import torch

@@ -23,10 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments import leaderboard_turns
-from cs336_systems.experiments.attention_peers import OURS, PEERS, WORK
-from cs336_systems.experiments.leaderboard_turns import TURNS, Candidate, in_turns
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import leaderboard_turns
+from cs336_systems.experiments.shared.attention_peers import OURS, PEERS, WORK
+from cs336_systems.experiments.shared.leaderboard_turns import TURNS, Candidate, in_turns
 
 also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "rep_ms")
@@ -85,7 +85,7 @@ def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
     """Compiles, holds the results against fp64, reads the peak, and makes both passes the candidate's call."""
     import torch
 
-    from cs336_systems.measure.timing import peak_gib
+    from cs336_systems.measure.clocks.timing import peak_gib
 
     case = candidate.case
     impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len, True)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments.attention_peers import WORK
-from cs336_systems.measure import ncu
-from cs336_systems.measure.nsys import capture
-from cs336_systems.measure.rows import failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared.attention_peers import WORK
+from cs336_systems.measure.counters import ncu
+from cs336_systems.measure.trace.nsys import capture
+from cs336_systems.store.status import failure_is_a_row
 
 also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
@@ -65,7 +65,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
-    """Runs one call of each case for `measure.ncu` to count; a status for each that cannot run, "" for the others."""
+    """Runs one call of each case for `counters.ncu` to count; a status for each that cannot run, "" for the others."""
     import torch
 
     found, calls = [], []

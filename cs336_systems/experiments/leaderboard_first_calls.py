@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments.attention_peers import OURS, WORK
-from cs336_systems.measure import process
-from cs336_systems.measure.rows import failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared.attention_peers import OURS, WORK
+from cs336_systems.store import process
+from cs336_systems.store.status import failure_is_a_row
 
 also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")

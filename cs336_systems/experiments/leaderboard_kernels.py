@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments import leaderboard_turns
-from cs336_systems.experiments.attention_peers import WORK
-from cs336_systems.experiments.leaderboard_turns import KERNEL_MS, TURNS, Candidate, in_turns
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import leaderboard_turns
+from cs336_systems.experiments.shared.attention_peers import WORK
+from cs336_systems.experiments.shared.leaderboard_turns import KERNEL_MS, TURNS, Candidate, in_turns
 
 also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 estimate_s = leaderboard_turns.estimate_s

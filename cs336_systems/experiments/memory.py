@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import accounting
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.machine import machine_name
-from cs336_systems.measure.memory import read_snapshot, recording
-from cs336_systems.measure.memory_timeline import CATEGORIES, Stage, Timeline, timeline
-from cs336_systems.measure.memory_trace import Mark, Snapshot, replay
-from cs336_systems.measure.process import call
-from cs336_systems.measure.rows import Skip, failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.measure.memory.memory import read_snapshot, recording
+from cs336_systems.measure.memory.replay import Mark, Snapshot, replay
+from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import machine_name
+from cs336_systems.store.process import call
+from cs336_systems.store.status import Skip, failure_is_a_row
 
 MODES = ("forward", "forward_graph", "train_step")
 DTYPES = ("fp32", "bf16")

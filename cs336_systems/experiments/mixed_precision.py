@@ -9,7 +9,7 @@ accumulation  A hundredth, added a thousand times: accumulator `dtype`, addend `
 dtypes        A toy model under autocast of `dtype`: the dtype of the tensor `what`, seen by hooks.
 layer_norm    Layer norm over `width` numbers of spread `scale` around `offset`, whose part `what` is computed in
               `dtype`, against fp64.
-step          One step of a model, as in `experiments.steps`: every size at context 512 in fp32, TF32 and bf16, taking
+step          One step of a model, as in `shared.steps`: every size at context 512 in fp32, TF32 and bf16, taking
               turns.
 """
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments import steps
-from cs336_systems.measure.rows import failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import steps
 from cs336_systems.sizes import HANDOUT_SIZES
+from cs336_systems.store.status import failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def step(self) -> steps.Case:
-        """The same as a case of `experiments.steps`."""
+        """The same as a case of `shared.steps`."""
         return steps.Case(**{name: getattr(self, name) for name in _STEP_FIELDS})
 
 

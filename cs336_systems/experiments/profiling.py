@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure import kernels, nsys, trace, trace_step, trace_torch
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.machine import free_memory_bytes, gpu_names, machine_name
-from cs336_systems.measure.rows import Skip, failure_is_a_row
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import free_memory_bytes, gpu_names, machine_name
+from cs336_systems.store.status import Skip, failure_is_a_row
 
 CONTEXTS = (128, 256, 512, 1024)
 PRIMARY = 512
@@ -133,7 +133,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
             path = step_path(case.size, case.context_length, case.dtype, machine_name())
             path.parent.mkdir(parents=True, exist_ok=True)
-            trace_step.condense(recorded, "step").to_json(path)
+            condensed.condense(recorded, "step").to_json(path)
         return found
     return [dict(failed) for _ in cases]
 
@@ -161,7 +161,7 @@ class _Shape:
     def __init__(self, size: str, context_length: int, batch: int, dtype: str) -> None:
         import torch
 
-        from cs336_systems.measure.phases import time_phases
+        from cs336_systems.measure.clocks.phases import time_phases
         from cs336_systems.training.step import Workload
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +182,7 @@ class _Shape:
                 with failure_is_a_row(failed):
                     step = work.step(mode, dtype, "reference")
                     step.prepare()
-                    with trace_torch.span("warm-up"):
+                    with profiler.span("warm-up"):
                         times = time_phases({"": step.phases}, device=self.device, warmup=WARMUP, steps=STEPS)
                     for phase, series in times[""].items():
                         name = "inference" if mode == "forward" else phase
@@ -203,7 +203,7 @@ class _Shape:
 
     def run(self) -> None:
         """What is recorded: a few steps of each kind, the device synchronized after each phase."""
-        from cs336_systems.measure.phases import synchronizer
+        from cs336_systems.measure.clocks.phases import synchronizer
 
         wait = synchronizer(self.device)
         for outer, step in self.steps.items():
@@ -211,9 +211,9 @@ class _Shape:
             with failure_is_a_row(failed):
                 step.prepare()
                 for number in range(-1, STEPS):  # the first belongs to no range: in it the recorder starts
-                    with trace_torch.span(outer if number >= 0 else "warm-up"):
+                    with profiler.span(outer if number >= 0 else "warm-up"):
                         for name, phase in step.phases.items():
-                            with trace_torch.span(name):
+                            with profiler.span(name):
                                 phase()
                                 wait()
             if failed:  # the recorder needs memory of the device, too
@@ -230,12 +230,12 @@ def under_nsys(size: str, context_length: int, batch: int, dtype: str) -> dict[s
     return shape.said
 
 
-def _with_torch(arguments: dict[str, Any], keep: Path) -> tuple[dict[str, Any], trace.Trace]:
+def _with_torch(arguments: dict[str, Any], keep: Path) -> tuple[dict[str, Any], events.Trace]:
     import torch
 
     shape = _Shape(**arguments)
     with _attention_spans():
-        recorded = trace_torch.record_torch(shape.run, keep=keep)
+        recorded = profiler.record_torch(shape.run, keep=keep)
     said = shape.said | {"tool_version": torch.__version__.split("+")[0]}
     del shape
     gc.collect()
@@ -250,21 +250,21 @@ def _attention_spans() -> Iterator[None]:
     from cs336_systems.attention import reference
 
     before = reference._Range
-    reference._Range = lambda name, device: trace_torch.span(name)  # type: ignore[misc,assignment]
+    reference._Range = lambda name, device: profiler.span(name)  # type: ignore[misc,assignment]
     try:
         yield
     finally:
         reference._Range = before  # type: ignore[misc]
 
 
-def _row(case: Case, said: dict[str, Any], recorded: trace.Trace) -> dict[str, Any]:
+def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, Any]:
     """The metrics of one range, for one step: means over the steps that were recorded."""
     if status := said["status"].get(case.range):
         return {"status": status}
     count, path = said["steps"], RANGES[case.range]
     each: Callable[[str], float] = lambda field: sum(getattr(u, field) for u in used) / count
-    used = trace.usage(recorded, path)
-    table = trace.kernel_table(recorded, path, by="short")
+    used = events.usage(recorded, path)
+    table = events.kernel_table(recorded, path, by="short")
     sums = dict.fromkeys(kernels.CLASSES, 0.0)
     for use in table:
         sums[use.kind] += use.total_ms / count

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.experiments import steps
-from cs336_systems.experiments.steps import GROUP, METRICS, Case, estimate_s, forecast
-from cs336_systems.measure import machine
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.experiments.shared import steps
+from cs336_systems.experiments.shared.steps import GROUP, METRICS, Case, estimate_s, forecast
 from cs336_systems.sizes import HANDOUT_SIZES
+from cs336_systems.store import machine
 
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
-from cs336_systems.experiments import attention_peers as peers
-from cs336_systems.measure import ranks
-from cs336_systems.measure.rows import Skip, failure_is_a_row
-from cs336_systems.parallel import backend_and_device
-from cs336_systems.parallel.launch import launch
+from cs336_systems.experiments.shared import attention_peers as peers
+from cs336_systems.launch.group import backend_and_device
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks import ranks
 from cs336_systems.sizes import size
+from cs336_systems.store.status import Skip, failure_is_a_row
 
 VARIANTS = {  # variant → names of `training.parallel_step`: wrapper, optimizer
     "alone": ("none", "adamw"),

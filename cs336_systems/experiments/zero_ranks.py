@@ -20,11 +20,11 @@ from cs336_systems.experiments.zero import (
     Case,
     key_of,
 )
-from cs336_systems.measure import ranks
-from cs336_systems.measure.collectives import Collectives, beside, link_bytes
-from cs336_systems.measure.timing import Watch
-from cs336_systems.measure.trace_torch import record_torch
-from cs336_systems.parallel import Rank
+from cs336_systems.launch.group import Rank
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks.timing import Watch
+from cs336_systems.measure.counters.collectives import Collectives, beside, link_bytes
+from cs336_systems.measure.trace.profiler import record_torch
 from cs336_systems.sizes import size
 
 if TYPE_CHECKING:

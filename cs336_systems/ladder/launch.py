@@ -11,7 +11,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention import hopper_unable
-from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.triton_kernels.tiles import Tiles
 from cs336_systems.ladder import kernels
 from cs336_systems.ladder.steps import HOPPER, Step, Switches
 

@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from cs336_systems.attention import aot
-from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.checks import aot
+from cs336_systems.attention.triton_kernels.tiles import Tiles
 from cs336_systems.ladder import kernels as ladder_kernels
 from cs336_systems.ladder.steps import Step
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems import accounting
-from cs336_systems.attention.tiles import Tiles
+from cs336_systems.attention.triton_kernels.tiles import Tiles
 
 PARTS = ("forward", "backward")
 OVERLAP = {"none": 0.0, "chance": 0.5, "design": 0.75}  # shares of what could overlap that does: assumptions
@@ -77,7 +77,7 @@ class Step:
 
 
 OWN = "cs336_systems.ladder.launch:"
-PRODUCTION = "cs336_systems.attention.triton_launch:"
+PRODUCTION = "cs336_systems.attention.triton_kernels.launch:"
 HOPPER = "cs336_systems.attention.hopper.launch:"
 
 

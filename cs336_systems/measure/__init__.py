@@ -1,1 +1,1 @@
-"""Measuring: the machine (`machine`), times (`timing`), what is kept (`rows`), and of which code (`code`)."""
+"""Measuring: times (`clocks`), `memory` over time, what ran when (`trace`), what was counted (`counters`)."""

@@ -40,8 +40,8 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
         ValueError: `$CS336_MACHINE` names a machine without rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.measure.rows import results_root
     from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines
+    from cs336_systems.store.rows import results_root
 
     root = root or project_root()
     folders = sorted({path.parent.name for path in results_root(root).glob("*/*.csv")})

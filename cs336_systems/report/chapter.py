@@ -14,9 +14,10 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems import experiments
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.code import code_digests
 from cs336_systems.report.tables import show
+from cs336_systems.store import measuring
+from cs336_systems.store import rows as store
+from cs336_systems.store.code import code_digests
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -86,7 +87,7 @@ class Chapter:
         self.name = name
         self.experiment = experiments.load(name)
         self.root = root or store.results_root()
-        self.refresh = _choice("refresh", refresh, store.REFRESH)
+        self.refresh = _choice("refresh", refresh, measuring.REFRESH)
         self.filters = filters
         self.preset = preset
         same = {"measure": measure, "preset": preset, "machine": machine, "refresh": refresh}
@@ -152,16 +153,16 @@ class Chapter:
         for table in self.tables if self.measuring else []:
             cases = experiments.of_this_team(table.experiment, table.cases(self.machines[0]))
             try:
-                store.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
-            except store.ContextLost:
+                measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
+            except measuring.ContextLost:
                 raise
-            except store.MeasurementError as error:  # the other tables are measured all the same
+            except measuring.MeasurementError as error:  # the other tables are measured all the same
                 failed.append(str(error))
             finally:
                 table._frame = None
                 table.__dict__.pop("_code", None)
         if failed:
-            raise store.MeasurementError("; ".join(failed))
+            raise measuring.MeasurementError("; ".join(failed))
         quoted = reference_machines(self.name, self.root)
         if self.measuring and quoted and self.machines[0] not in quoted:
             here = self.machines[0]
@@ -280,7 +281,7 @@ class Chapter:
 
 
 def _this_machine() -> str:
-    from cs336_systems.measure.machine import machine_name
+    from cs336_systems.store.machine import machine_name
 
     return machine_name()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.measure import rows as store
 from cs336_systems.report.prose import anchor
 from cs336_systems.report.tables import EMPTY
+from cs336_systems.store import rows as store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from cs336_systems import experiments
-from cs336_systems.measure import rows as store
-from cs336_systems.measure.code import code_digest
+from cs336_systems.store import rows as store
+from cs336_systems.store.code import code_digest
 
 
 def totals(machine: str, root: Path | None = None) -> pd.DataFrame:

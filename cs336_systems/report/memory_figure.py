@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from cs336_systems.measure.memory_timeline import CATEGORIES, Timeline
+from cs336_systems.measure.memory.timeline import CATEGORIES, Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.tables import fmt
 

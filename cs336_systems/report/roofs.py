@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from cs336_systems import accounting, experiments
-from cs336_systems.measure import rows as store
+from cs336_systems.store import rows as store
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.measure import kernels
-from cs336_systems.measure.kernels import CLASSES
-from cs336_systems.measure.trace_step import Step
+from cs336_systems.measure.trace import kernels
+from cs336_systems.measure.trace.condensed import Step
+from cs336_systems.measure.trace.kernels import CLASSES
 from cs336_systems.report import figures
 
 # group of classes → its color and classes; neighbors differ in lightness, for readers in gray

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.measure import rows as store
 from cs336_systems.report.tables import fmt, percent
+from cs336_systems.store import rows as store
 
 MARK = "\x00"  # encloses, in a formatted text, the reason why a number is missing
 consulted: list[tuple[str, bool, bool]] = []  # comparisons since the last claim: repr, result, narrow

@@ -1,10 +1,10 @@
 """One data-parallel training step, taken apart into its phases: what the chapters about several GPUs run and measure.
 
-    def on_a_rank(rank):                                       # started by `parallel.launch.launch`
+    def on_a_rank(rank):                                       # started by `launch.start.launch`
         work = ParallelWorkload(size("xl"), batch=2, context_length=512, rank=rank)
         for wrapper in ("none", "naive", "bucketed"):
             with work.step(wrapper, bucket_mb=25, dtype="tf32", optimizer="adamw") as step:
-                times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=5)       # measure.ranks
+                times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=5)       # measure.clocks.ranks
 
 A `ParallelWorkload` is what several ways of running the same step share on one rank: the weights, the optimizers and
 this rank's batch. A `ParallelStep` is one way: its wrapper, precision and optimizer. It is a context: the model has its
@@ -43,8 +43,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from cs336_systems.launch.group import Rank
 from cs336_systems.model import choose_attention
-from cs336_systems.parallel import Rank
 from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, InPlaceDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.parallel.zero import ShardedOptimizer
 from cs336_systems.sizes import ModelConfig

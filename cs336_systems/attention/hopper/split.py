@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_kernels import (
+from cs336_systems.attention.triton_kernels.kernels import (
     LN_2,
     LOG2_E,
     _head,

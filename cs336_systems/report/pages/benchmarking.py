@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments.benchmarking import PRIMARY
-from cs336_systems.experiments.steps import WARM
-from cs336_systems.measure.phases import each
+from cs336_systems.experiments.shared.steps import WARM
+from cs336_systems.measure.clocks.phases import each
 from cs336_systems.report import figures
 from cs336_systems.report.prose import Number, Row
 from cs336_systems.report.roofs import Roofs

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments.ddp import ALONE, PHASES, Case, overlap_path
-from cs336_systems.measure import trace_overlap
+from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter, figures
 from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.sizes import size
@@ -220,12 +220,12 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    found: dict[str, list[trace_overlap.Overlap]] = {}
+    found: dict[str, list[overlap.Overlap]] = {}
     for row in chapter.measured(kind="trace", wrapper=list(wrappers)).to_dict("records"):
         case = Case(**{field: row[field] for field in Case.__dataclass_fields__})
         path = overlap_path(case, row["machine"], chapter.root)
         if path.is_file():
-            found.setdefault(row["wrapper"], trace_overlap.from_json(path))
+            found.setdefault(row["wrapper"], overlap.from_json(path))
     figure, axes = figures.panels(rows=max(1, len(found)), height=1.25, sharex=True)
     if not found:
         figures.nothing(axes[0, 0])

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments import memory
-from cs336_systems.measure.memory_timeline import Timeline
+from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.memory_figure import GIB, MIB, cropped, draw, largest_allocations

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting.formats import number_format, running_sums, stagnation
 from cs336_systems.experiments.mixed_precision import ADDEND, ADDITIONS, AUTOCAST, KEPT, NORM_WIDTH, SUMS
-from cs336_systems.measure.phases import each
+from cs336_systems.measure.clocks.phases import each
 from cs336_systems.report import figures, tables
 from cs336_systems.report.prose import Number
 from cs336_systems.sizes import SIZES

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.experiments.profiling import CLASS_COLUMNS, DRAWN, step_path
-from cs336_systems.measure.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
-from cs336_systems.measure.trace_step import Step
+from cs336_systems.measure.trace.condensed import Step
+from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages.benchmarking import primary as primary
 from cs336_systems.report.tables import pivot

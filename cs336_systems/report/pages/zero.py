@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import ADAMW_BYTES, STEP_MOMENTS
 from cs336_systems.experiments import zero as experiment
-from cs336_systems.measure.rows import case_fields
 from cs336_systems.report import figures, tables
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.sizes import size
+from cs336_systems.store.rows import case_fields
 
 GIB = 2**30
 ROUNDS = 4  # of ShardedOptimizer

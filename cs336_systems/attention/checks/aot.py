@@ -1,0 +1,219 @@
+"""Compiles the kernels ahead of time, those in Triton for any NVIDIA GPU and those in Gluon for Hopper, without having
+one, and reads what the compiler says.
+
+Used by the compile tests (does each frozen configuration fit its target?) and while tuning (registers and spills of a
+candidate). Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cs336_systems.attention.checks.machine_code import disassemble, wrong_descriptors
+from cs336_systems.attention.triton_kernels.kernels import KERNELS
+from cs336_systems.attention.triton_kernels.launch import INPUT_PRECISION
+from cs336_systems.attention.triton_kernels.tiles import Tiles
+
+if TYPE_CHECKING:
+    from cs336_systems.attention.hopper.launch import Backward, Forward
+
+PRECISIONS = {
+    "bf16": "half",
+    "fp16": "half",
+    "fp32": "fp32",
+    "tf32": "tf32",
+}  # dtype → column of the tile table
+_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes.
+
+    serialized: whether the assembler lets each asynchronous product end before the next begins, which it does where it
+    cannot follow what becomes of the registers that hold the results. wrong_descriptors: wgmma instructions whose
+    descriptors it got wrong (see `machine_code`).
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_threads: int
+    ptx: str
+    serialized: bool = False
+    wrong_descriptors: tuple[str, ...] = ()
+
+
+def compile_kernel(
+    kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
+    expanded: int = 0, plain: bool = True,
+) -> Compiled:  # fmt: skip
+    """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
+
+    `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `plain`: strides
+    are multiples of 16, and columns lie next to each other.
+    Raises triton's own errors where the kernel does not compile for the target.
+    """
+    function = KERNELS[kernel]
+    constants = dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
+        IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, EXPANDED=expanded,
+        PRECISION=INPUT_PRECISION[PRECISIONS[dtype]],
+    )  # fmt: skip
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    if plain:
+        constants |= {name: 1 for name in names if name.endswith("_col")}
+    aligned = ("_ptr", "_row", "_head", "_batch") if plain else ("_ptr",)
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("l_ptr", "delta_ptr"):
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{_TYPES[dtype]}"
+        elif name == "scale":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+        # aligned pointers and row lengths, as launches see them
+        if name.endswith(aligned) and name not in constants:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return _compiled(source, capability, options)
+
+
+def _compiled(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    registers, spills, serialized = ptxas_report(ptx, capability)
+    wrong = wrong_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
+    return Compiled(
+        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(wrong)
+    )
+
+
+def compile_hopper_kernel(
+    kernel: str, head_dim: int, dtype: str, config: Forward | Backward, *, is_causal: bool = True
+) -> Compiled:
+    """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0.
+
+    `dtype`: bf16 or fp16. `head_dim`: 64 or 128, to which the launchers pad.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from cs336_systems.attention.hopper.backward import backward_keys_kernel
+    from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
+    from cs336_systems.attention.hopper.forward import forward_kernel
+    from cs336_systems.attention.hopper.launch import GROUP, KEYS
+    from cs336_systems.attention.hopper.tma import shared_layout
+
+    def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[of]
+        return (
+            f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
+        )
+
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, num_warps=4)
+    if kernel == "forward":
+        function = forward_kernel
+        rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
+        signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
+        constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
+    else:
+        function = backward_keys_kernel
+        rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (config.block_m, KEYS, GROUP))
+        signature = dict(
+            q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
+            dq_desc=descriptor(1, DQ_ROWS.value, DQ_COLUMNS.value, of="fp32", swizzled=False),
+            stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
+        )  # fmt: skip
+        constants |= dict(
+            BLOCK_M=config.block_m, DO_STEP=1, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
+            K_REGISTERS=config.k_registers,
+        )  # fmt: skip
+    names = function.arg_names
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature.get(name, "i32") for name in names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
+    source = GluonASTSource(
+        function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
+    )
+    options = {"num_warps": 4}
+    if kernel == "forward" and config.registers:
+        options["maxnreg"] = config.registers
+    return _compiled(source, 90, options)
+
+
+def compile_split_kernel(
+    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True,
+    in_turns: bool = False,
+) -> Compiled:  # fmt: skip
+    """Compiles the forward kernel of `hopper.split`, or, from a pair of tiles, its backward kernel.
+
+    For fp32 on compute capability 9.0; the pair: those of the queries' and of the keys' programs. `head_dim`: a power
+    of two of 16 to 128, to which the launchers pad.
+    """
+    from cs336_systems.attention.hopper import split
+
+    constants = dict(D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_N=even)
+    if isinstance(tiles, Tiles):
+        function, options = split.forward_kernel, tiles
+        constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
+        rows = dict(q_desc=tiles.block_m, k_desc=tiles.block_n, v_desc=tiles.block_n)
+    else:
+        function, (by_query, by_key) = split.backward_kernel, tiles
+        options = by_key
+        constants |= dict(QUERY_M=by_query.block_m, QUERY_N=by_query.block_n, EVEN_M=even)
+        constants |= dict(IN_TURNS=in_turns)
+        constants |= dict(KEY_M=by_key.block_m, KEY_N=by_key.block_n)
+        rows = dict(q_desc=by_query.block_m, do_desc=by_query.block_m)
+        rows |= dict(k_step_desc=by_query.block_n, v_step_desc=by_query.block_n)
+        rows |= dict(k_desc=by_key.block_n, v_desc=by_key.block_n)
+        rows |= dict(q_step_desc=by_key.block_m, do_step_desc=by_key.block_m)
+    names = function.arg_names
+    constants |= {name: 1 for name in names if name.endswith("_col")}
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in rows:
+            signature[name] = f"tensordesc<bf16[{rows[name]}, {head_dim}]>"
+        else:
+            signature[name] = (
+                "*fp32" if name.endswith("_ptr") else "fp32" if name in ("c", "scale") else "i32"
+            )
+        if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    return _compiled(source, 90, {"num_warps": options.num_warps, "num_stages": options.num_stages})
+
+
+def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:
+    """Registers a thread, spilled bytes, whether products are serialized (see `Compiled`): what the assembler says."""
+    from triton import knobs
+
+    tool = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        out = subprocess.run(
+            [tool, "-v", f"-arch={target}", str(file), "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    registers = int(re.search(r"Used (\d+) registers", out).group(1))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", out))
+    return registers, spills, "wgmma.mma_async instructions are serialized" in out

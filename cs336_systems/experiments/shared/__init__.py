@@ -1,0 +1,1 @@
+"""What tables share: steps of models, the peers of attention, turns between them."""

@@ -1,0 +1,81 @@
+"""What a rank does: it holds on to its caller, works in a process group, and leaves an answer.
+
+A rank is a process of its own, started with a *task file*: JSON with function, arguments, backend, device,
+collective_timeout_s, the module search path and the name under which its ranks meet. Its answer, a file beside it, is
+its result or its error.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.launch.group import process_group
+from cs336_systems.launch.outcome import answer_file, read, write
+from cs336_systems.launch.processes import hold_to_lifeline
+
+
+def work(task_file: str) -> None:
+    """What a rank does; its answer is its result, or its error."""
+    hold_to_lifeline()
+    task = read(Path(task_file))
+    answer = answer_file(Path(task_file).parent, int(os.environ["RANK"]))
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stack = open(answer.with_suffix(".stack"), "w")  # noqa: SIM115  # to be written to when the agent ends this rank
+    faulthandler.register(signal.SIGTERM, stack, chain=True)
+    try:
+        function = found(task["function"])
+        with process_group(
+            task["backend"], task["device"], task["collective_timeout_s"], task.get("meeting", "")
+        ) as rank:
+            result = as_json(function(rank=rank, **task["arguments"]))
+    except Exception as error:
+        # the agent may have seen another rank fail: this one has its say
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        said = {
+            "error": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}",
+            "traceback": traceback.format_exc(),
+            "time_ns": time.time_ns(),
+            "of_communication": _of_communication(error),
+        }
+        write(answer, json.dumps(said))
+        end_at_once()
+    write(answer, f'{{"result": {result}}}')
+
+
+def found(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def as_json(result: Any) -> str:
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the result of a rank is not JSON: {error}") from error
+
+
+def _of_communication(error: Exception) -> bool:
+    """Whether it may be the consequence of another rank's failure."""
+    from torch import distributed as dist
+
+    words = re.search(r"gloo/|NCCL|by peer", str(error))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and words is not None)
+
+
+def end_at_once() -> None:
+    """Ends a rank that failed: an ordinary exit would wait for collectives that never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""What was counted: by a GPU's units (`ncu`), and bytes sent (`collectives`)."""

@@ -1,0 +1,148 @@
+"""The loop that fills a table: the groups that are due, measured one after the other.
+
+A table's file is replaced whole after every group: a killed run loses one group, and the next goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cs336_systems.store.code import code_digests
+from cs336_systems.store.machine import environment_digest, machine_name
+from cs336_systems.store.rows import case_key, csv_path, groups, load, table_name, write, write_environment
+from cs336_systems.store.status import error_status, loses_context
+
+REFRESH = ("missing", "stale", "all")
+
+
+class MeasurementError(RuntimeError):
+    """Some cases ended in an error; their rows say which, and the tracebacks have been printed."""
+
+
+class ContextLost(MeasurementError):
+    """As that, and nothing more can be measured in this process."""
+
+
+def _failed_before(experiment: ModuleType, group: list[Any], known: dict[tuple, dict]) -> bool:
+    rows = [known.get(case_key(experiment, case)) for case in group]
+    return any(row is not None and row["status"].startswith("error") for row in rows)
+
+
+def _due(
+    experiment: ModuleType,
+    group: list[Any],
+    known: dict[tuple, dict],
+    refresh: str,
+    code: Callable[[Any], str],
+) -> bool:
+    for case in group:
+        row = known.get(case_key(experiment, case))
+        if refresh == "all" or row is None or row["status"].startswith("error"):
+            return True
+        elsewhere = row["env"] != environment_digest()
+        # what was skipped may have become possible: a GPU, triton, a compiler
+        if elsewhere and (row["status"].startswith("skipped") or refresh == "stale"):
+            return True
+        if refresh == "stale" and row["code"] != code(case):
+            return True
+    return False
+
+
+def measure(
+    experiment: ModuleType,
+    cases: Sequence[Any],
+    *,
+    refresh: str = "missing",
+    root: Path | None = None,
+    log: Callable[[str], None] | None = None,
+    progress: Callable[[list[list[Any]]], Iterable[list[Any]]] = iter,
+) -> int:
+    """Measures the groups that are due on this machine and keeps their rows; returns how many there were.
+
+    `refresh`: `"missing"` measures what has no row yet (or ended in an error), `"stale"` also what was
+    measured with earlier code or another environment, `"all"` everything. A case that fails becomes an
+    `error` row with its traceback printed, the other groups still run, and at the end `MeasurementError`
+    names them. Where the CUDA context is lost, the run ends after that group's rows are written. An interrupt
+    loses one group. `log` takes each line of progress (`print`, flushed, by default); `progress` goes through the
+    groups that are due, one after the other, and may draw a bar meanwhile.
+    """
+    log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
+    if refresh not in REFRESH:
+        raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
+    machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
+    path = csv_path(table, machine, root)
+    known = {case_key(experiment, row): row for row in load(experiment, path)}
+    due = [g for g in groups(experiment, cases) if _due(experiment, g, known, refresh, code)]
+    # what failed before comes last, so that it cannot keep the others from being measured
+    due.sort(key=lambda group: _failed_before(experiment, group, known))
+    total = len(groups(experiment, cases))
+    if not due:
+        log(f"{table} on {machine}: all {total} groups are measured")
+        return 0
+    codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
+    write_environment(machine, root)
+    log(f"{table} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
+    failed, begin = [], time.monotonic()
+    for number, group in enumerate(progress(due), 1):
+        start = time.monotonic()
+        run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+        results, context_lost = _run(experiment, group)
+        stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
+        rows = [
+            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": codes[case]}
+            for case, metrics in zip(group, results, strict=True)
+        ]
+        write(experiment, machine, rows, root)
+        failed += [row for row in rows if str(row["status"]).startswith("error")]
+        left = (time.monotonic() - begin) / number * (len(due) - number)
+        what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.GROUP)
+        tally = " ".join(sorted({str(row["status"]).split(":")[0] for row in rows}))
+        took = f"{tally} in {time.monotonic() - start:.1f} s, about {left:.0f} s left"
+        log(f"  [{number}/{len(due)}] {what}: {took}")
+        if context_lost:
+            raise ContextLost(
+                f"{table} lost its CUDA context at {what}; run again, in a fresh process, to go on"
+            )
+    if failed:
+        raise MeasurementError(
+            f"{len(failed)} cases of {table} ended in an error (their rows say so): {failed[0]['status']}"
+        )
+    return len(due)
+
+
+def _estimate(experiment: ModuleType, due: list[list[Any]]) -> str:
+    estimate = getattr(experiment, "estimate_s", None)
+    return f", about {sum(estimate(group) for group in due):.0f} s" if estimate else ""
+
+
+def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:
+    """The metrics of a group's cases, and whether the CUDA context was lost.
+
+    What was yielded before an exception stands, the cases after it are errors. The exception itself is not
+    kept: its frames hold tensors, whose memory the next group needs.
+    """
+    results: list[dict[str, Any]] = []
+    context_lost = False
+    try:
+        for metrics in experiment.run_group(group):
+            results.append(metrics)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        results += [{"status": error_status(error)} for _ in group[len(results) :]]
+        context_lost = loses_context(error)
+    assert len(results) == len(group), f"run_group gave {len(results)} results for {len(group)} cases"
+    for metrics in results:
+        unknown = set(metrics) - {*experiment.METRICS, "status"}
+        assert not unknown, f"run_group gave {', '.join(sorted(unknown))}, which METRICS does not name"
+    return results, context_lost
