@@ -15,6 +15,7 @@ from test_unit_memory import FakeAllocator, training_step
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import memory
+from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Timeline, timeline
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
@@ -77,7 +78,7 @@ def test_unknown_values_are_named():
 
 # --------------------------------------------------------------------------------- tensors, on a CPU
 def test_tensors_are_watched_from_their_making_to_their_end():
-    with memory.watching_tensors() as (mark, snapshot):
+    with tensors.watching_tensors() as (mark, snapshot):
         mark("model")
         kept = torch.zeros(100)
         view = kept[:50].view(5, 10)  # no memory of its own
@@ -98,14 +99,14 @@ def test_tensors_are_watched_from_their_making_to_their_end():
 
 
 def test_a_tensor_that_another_thread_lets_go_meanwhile(monkeypatch):
-    kept, replay = [torch.empty(0)], memory.replay
+    kept, replay = [torch.empty(0)], tensors.replay
 
     def meanwhile(*args, **kwargs):
         kept.clear()
         return replay(*args, **kwargs)
 
-    monkeypatch.setattr(memory, "replay", meanwhile)
-    with memory.watching_tensors() as (_, snapshot):
+    monkeypatch.setattr(tensors, "replay", meanwhile)
+    with tensors.watching_tensors() as (_, snapshot):
         kept[0] = torch.zeros(100)
         found, after = snapshot(), snapshot()
     assert list(found.active()) == [0, 400] and list(after.active()) == [0, 400, 0]

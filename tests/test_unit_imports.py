@@ -12,23 +12,33 @@ import cs336_systems
 PACKAGE = Path(cs336_systems.__file__).resolve().parent
 
 # Room → the rooms that it may import. A room is a module or a folder of the package.
-GROUND = {"accounting", "attention", "ladder", "measure", "parallel", "sizes"}
+GROUND = {"accounting", "attention", "ladder", "launch", "measure", "parallel", "sizes", "store"}
 MAY = {
     "sizes": set(),
     "accounting": {"sizes"},
     "attention": set(),
     "ladder": {"accounting", "attention"},
+    "launch": set(),
     "parallel": set(),
-    "measure": set(),
+    "store": set(),
+    "measure": {"store"},
     "model": {"attention", "sizes"},
     "training": {"model"} | GROUND,
     "experiments": {"model", "training"} | GROUND,
     # rows of the book: files only, and an experiment for its cases
-    "report": {"accounting", "experiments", "ladder", "measure", "sizes"},
+    "report": {"accounting", "experiments", "ladder", "measure", "sizes", "store"},
+}
+# A folder of a room → the others in this room that it may import.
+WITHIN = {
+    "measure.clocks": set(),
+    "measure.memory": set(),
+    "measure.trace": set(),
+    "measure.counters": {"trace"},
+    "experiments.shared": set(),
 }
 EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
 
-NO_TORCH = ("accounting", "sizes", "report", "experiments", "cli", "doctor", "notebooks", "measure")
+NO_TORCH = ("accounting", "sizes", "report", "experiments", "cli", "doctor", "notebooks", "measure", "store")
 
 
 def sources():
@@ -80,13 +90,23 @@ def test_imports_run_one_way(path):
     assert turned_round(path.read_text(encoding="utf-8"), room(path)) == []
 
 
+@pytest.mark.parametrize("folder", WITHIN)
+def test_folders_of_a_room_build_on_each_other(folder):
+    room, _, own = folder.partition(".")
+    for path in (PACKAGE / room / own).glob("*.py"):
+        names = [dotted.split(".") for dotted in imported(ast.parse(path.read_text("utf-8")))]
+        used = {parts[2] for parts in names if parts[:2] == ["cs336_systems", room]}
+        assert used <= WITHIN[folder] | {own}, path
+
+
 def test_an_arrow_that_turns_round_is_seen():
     assert turned_round("def f():\n    from cs336_systems.experiments import hardware", "measure") == [
         "experiments"
     ]
     assert turned_round("from cs336_systems import report", "experiments") == ["report"]
     assert turned_round("import cs336_systems.cli as c", "report") == ["cli"]
-    assert turned_round("from cs336_systems.store import rows", "attention") == ["measure"]
+    assert turned_round("from cs336_systems.store import rows", "attention") == ["store"]
+    assert turned_round("from cs336_systems.measure.clocks import timing", "store") == ["measure"]
     assert turned_round("from cs336_systems import experiments", "cli") == []
 
 

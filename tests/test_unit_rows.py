@@ -62,10 +62,15 @@ def fake(tmp_path):
     del sys.modules["fake_chapter"]
 
 
+def of_environment(monkeypatch, digest):
+    for module in (measuring, rows):
+        monkeypatch.setattr(module, "environment_digest", lambda: digest)
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "machine_name", lambda: "cpu-test")
-    monkeypatch.setattr(rows, "environment_digest", lambda: "env00001")
+    monkeypatch.setattr(measuring, "machine_name", lambda: "cpu-test")
+    of_environment(monkeypatch, "env00001")
     monkeypatch.setattr(rows, "environment", lambda: {"cores": 2})
     return tmp_path / "results"
 
@@ -202,10 +207,10 @@ def test_refresh(fake, root, monkeypatch):
     measure(fake, root)
     assert measure(fake, root, refresh="stale")[0] == 0
     assert measure(fake, root, refresh="all")[0] == 3
-    monkeypatch.setattr(rows, "code_digests", lambda experiment: lambda case: "newcode0")
+    monkeypatch.setattr(measuring, "code_digests", lambda experiment: lambda case: "newcode0")
     assert measure(fake, root)[0] == 0
     assert measure(fake, root, refresh="stale")[0] == 3
-    monkeypatch.setattr(rows, "environment_digest", lambda: "env00002")
+    of_environment(monkeypatch, "env00002")
     assert measure(fake, root)[0] == 0
     assert measure(fake, root, refresh="stale")[0] == 3
     with pytest.raises(ValueError, match="unknown refresh 'some'; allowed: missing, stale, all"):
@@ -238,7 +243,7 @@ def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
     measure(fake, root)
     assert status_of(fake, root) == {(30, "a"): "skipped: needs a CUDA device"}
     assert measure(fake, root)[0] == 0
-    monkeypatch.setattr(rows, "environment_digest", lambda: "withtool")
+    of_environment(monkeypatch, "withtool")
     fake.RAISES.clear()
     assert measure(fake, root)[0] == 1
     assert status_of(fake, root) == {}
@@ -296,7 +301,7 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
     script = textwrap.dedent("""
         import sys, time
         import fake_chapter
-        from cs336_systems.store import rows
+        from cs336_systems.store import measuring
         quick = fake_chapter.run_group
         def slow(cases):
             if "slow" in sys.argv and cases[0].size == 2:
@@ -304,7 +309,7 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
                 time.sleep(60)
             return quick(cases)
         fake_chapter.run_group = slow
-        rows.measure(fake_chapter, fake_chapter.grid("full"))
+        measuring.measure(fake_chapter, fake_chapter.grid("full"))
     """)
     here = str(Path(rows.__file__).parents[2])
     env = os.environ | {
@@ -425,4 +430,4 @@ def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
 
     monkeypatch.setattr(fake, "run_group", edits)
     measure(fake, root)
-    assert set(rows.read(fake, rows.machine_name(), root)["code"]) == {before} != {code.code_digest(fake)}
+    assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {code.code_digest(fake)}

@@ -13,14 +13,10 @@ and categories, of tensors rather than of an allocator's blocks. The column `sou
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import re
-import sys
 import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,8 @@ from typing import Any
 from cs336_systems import accounting
 from cs336_systems.experiments.shared import attention_peers as peers
 from cs336_systems.measure.memory.memory import read_snapshot, recording
-from cs336_systems.measure.memory.replay import Mark, Snapshot, replay
+from cs336_systems.measure.memory.replay import Snapshot
+from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
 from cs336_systems.store import rows as store
@@ -281,68 +278,3 @@ def _on_cpu(case: Case, file: Path | None) -> dict[str, Any]:
     finally:
         torch.set_float32_matmul_precision(precision)
     return condense(taken, file) | {"source": "tensors"}
-
-
-@contextlib.contextmanager
-def watching_tensors() -> Iterator[tuple[Callable[[str], None], Callable[[], Snapshot]]]:
-    """What `measure.memory.recording` tells of an allocator, told of tensors: gives `mark(name)` and `snapshot()`.
-
-    Every operation that torch's dispatcher sees is looked at for storages that it has made, and these for when they go.
-    What a kernel allocates for itself is not seen.
-    """
-    from torch import Tensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    trace: list[dict[str, Any]] = []
-    marks: list[Mark] = []
-    live: dict[int, dict[str, Any]] = {}  # storage → its `alloc` event
-    running = True
-
-    def freed(storage: int) -> None:
-        event = live.pop(storage)
-        if running:
-            trace.append({**event, "action": "free_completed"})
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            made = operator(*args, **(kwargs or {}))
-            for tensor in tree_leaves(made):
-                storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-                if storage is None or storage._cdata in live or not storage.nbytes():
-                    continue
-                event = {"action": "alloc", "addr": storage._cdata, "size": storage.nbytes()}
-                live[storage._cdata] = event
-                trace.append(event | {"frames": _frames(sys._getframe(1))})
-                weakref.finalize(storage, freed, storage._cdata).atexit = False
-            return made
-
-    def mark(name: str) -> None:
-        marks.append(Mark(name, len(trace)))
-
-    def snapshot() -> Snapshot:
-        now, events = list(live.values()), list(trace)  # other threads let storages go, at any time
-        blocks = [
-            {"address": event["addr"], "total_size": event["size"],
-             "blocks": [{"size": event["size"], "state": "active_allocated"}]}
-            for event in now
-        ]  # fmt: skip
-        return replay(events, blocks, max_entries=len(events) + 1, marks=marks)
-
-    try:
-        with Watch():
-            yield mark, snapshot
-    finally:
-        running = False
-
-
-def _frames(frame: Any) -> list[dict[str, Any]]:
-    """The Python stack from a frame outward, as an allocator's history has it; without what torch wraps a mode in."""
-    while re.search(r"[/\\]torch[/\\]_(dynamo|compile)", frame.f_code.co_filename):
-        frame = frame.f_back
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        found.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return found

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.experiments.memory import watching_tensors
 from cs336_systems.experiments.zero import (
     COMPONENT_COLUMNS,
     SETTLING,
@@ -24,6 +23,7 @@ from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.timing import Watch
 from cs336_systems.measure.counters.collectives import Collectives, beside, link_bytes
+from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.trace.profiler import record_torch
 from cs336_systems.sizes import size
 

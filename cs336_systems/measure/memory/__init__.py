@@ -1,1 +1,1 @@
-"""What memory holds over time: recorded (`memory`), replayed (`replay`), told apart by what it is for (`timeline`)."""
+"""What memory holds over time: recorded (`memory`, or of `tensors`), replayed (`replay`), told apart (`timeline`)."""
