@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,15 +84,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_numbers(request: pytest.FixtureRequest) -> None:
-    """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them."""
+def fresh_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them. torch's
+    precision of fp32 matmuls is left as it was."""
     if importlib.util.find_spec("torch") is None:
+        yield
         return
     import torch
 
     seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
     torch.manual_seed(seed)
     request.node.add_report_section("setup", "seed", f"CS336_TEST_SEED={seed}")
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(autouse=True)
