@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them. torch's
+    """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them. The
     precision of fp32 matmuls is left as it was."""
     if importlib.util.find_spec("torch") is None:
         yield

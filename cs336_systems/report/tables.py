@@ -215,13 +215,12 @@ def show(
         folded: closed until the reader clicks on the caption, without a number or label, and not in the PDF.
         digits: column → significant digits, where they are not three.
 
-    A frame without rows (nothing of it was measured or chosen) is shown as a sentence that says so.
+    A frame without rows (nothing of it was measured or chosen) is shown as a table that says so.
     """
-    from IPython.display import Markdown, display
+    from IPython.display import display
 
-    if frame.empty:
-        display(Markdown(f"*{caption}* No rows: not measured."))
-        return
+    if frame.empty:  # the label stays, for those who refer to it
+        frame = pd.DataFrame({"rows": ["not measured"]})
     frame = printed(frame, digits)
     if folded:
         as_html = to_folded_html(frame, caption, note)
