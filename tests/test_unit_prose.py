@@ -69,6 +69,10 @@ def test_a_missing_number_stays_missing_and_says_why(make):
     assert found.missing == "too hot" and "too hot" in f"{found:3}"
 
 
+def test_a_division_by_zero_is_missing():
+    assert (Number(1) / 0).missing == (1 / Number(0)).missing == "divided by zero"
+
+
 def test_comparisons_with_a_missing_number_are_none():
     x = Number(math.nan, "gone")
     assert [x < 1, x <= 1, x > 1, x >= 1, x == 1, x != 1, Number(1) < x] == [None] * 7

@@ -110,14 +110,11 @@ def _repetition(metric: str, run: pd.DataFrame) -> float | None:
 
 def every(*conditions: Any) -> bool | None:
     """All of the conditions, or of those in one iterable: None if any is None or there are none."""
-    found = list(conditions[0]) if len(conditions) == 1 and _several(conditions[0]) else list(conditions)
+    several = len(conditions) == 1 and isinstance(conditions[0], Iterable)
+    found = list(conditions[0] if several else conditions)
     if not found or any(c is None for c in found):
         return None
     return all(_checked(found))
-
-
-def _several(thing: Any) -> bool:
-    return isinstance(thing, Iterable)
 
 
 # ---------------------------------------------------------------------------------------------- sentences

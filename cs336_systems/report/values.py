@@ -36,12 +36,8 @@ class Number(float):
         if self.missing:
             return f"{MARK}{self.missing}{MARK}"
         if spec.rstrip("%").isdigit() or spec in ("", "%"):
-            digits = int(spec.rstrip("%") or 3)
-            return (
-                percent(float(self), digits).replace(" ", "\u00a0")
-                if "%" in spec
-                else fmt(float(self), digits)
-            )
+            written = percent if "%" in spec else fmt
+            return written(float(self), int(spec.rstrip("%") or 3)).replace(" ", "\u00a0")
         return format(float(self), spec)
 
     __str__ = lambda self: format(self)
@@ -59,7 +55,10 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     def operate(*operands: Any) -> Any:
         if missing := missing_of(*operands):
             return Number(math.nan, missing)
-        found = plain(*map(float, operands))
+        try:
+            found = plain(*map(float, operands))
+        except ZeroDivisionError:
+            return Number(math.nan, "divided by zero")
         return found if found is NotImplemented else Number(found)
 
     return operate
