@@ -319,7 +319,7 @@ def _tune(given: dict[str, str]) -> str:
                     f"--tune needs one --{field.replace('_', '-')}, a whole number; got {text!r}"
                 )
             sizes[field] = int(text)
-    from cs336_systems.attention.triton_kernels.tune import tune
+    from cs336_systems.attention.checks.tune import tune
 
     try:
         with _wrong_input():

@@ -16,6 +16,7 @@ from types import ModuleType
 
 from cs336_systems import __version__, attention
 from cs336_systems.accounting import peaks
+from cs336_systems.attention.available import hopper_reason
 from cs336_systems.store import machine
 
 
@@ -39,7 +40,7 @@ def checks() -> list[Check]:
         _triton(torch),
         *_gpus(torch),
         *(
-            Check("attention", name, reason is None, reason or attention.IMPLEMENTATIONS[name])
+            Check("attention", name, reason is None, reason or attention.IMPLEMENTATIONS[name].what)
             for name, reason in _implementations(torch, why).items()
         ),
         _hopper(torch),
@@ -107,7 +108,7 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
 
 def _hopper(torch: ModuleType | None) -> Check:
     try:
-        reason = "needs torch" if torch is None else attention.hopper_reason()
+        reason = "needs torch" if torch is None else hopper_reason()
     except (
         ValueError
     ) as error:  # of the environment variable, which the first call of attention would refuse too

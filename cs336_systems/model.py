@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from cs336_systems.attention import IMPLEMENTATIONS, _triton_usable, attention
+from cs336_systems.attention import IMPLEMENTATIONS, attention
 from cs336_systems.attention.inputs import autocast_inputs
+from cs336_systems.attention.registry import check_machine
 from cs336_systems.sizes import ModelConfig
 
 OWN_CLASS = "cs336_systems.model:TransformerLM"
@@ -234,7 +235,7 @@ def choose_attention(model: nn.Module, name: str) -> None:
     """
     _check_attention(name)
     if name in ("auto", "flash_triton"):
-        _triton_usable()  # asked here, where no step is timed or traced yet
+        check_machine()  # here, where no step is timed or traced yet
     blocks = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
     if not blocks:
         raise ValueError(

@@ -14,8 +14,8 @@ import sys
 import torch
 
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton_kernels import launch as triton_launch
-from cs336_systems.attention.triton_kernels import tiles
+from cs336_systems.attention.triton import launch as triton_launch
+from cs336_systems.attention.triton import tiles
 
 SHAPES = ((1, 2, 200, 130), (1, 1, 70, 70), (1, 1, 33, 300))  # batch, heads, queries, keys
 OF = {  # head dimensions and dtypes

@@ -16,6 +16,7 @@ import pytest
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import attention as experiment
+from cs336_systems.experiments.shared import attention_peers as peers
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.roofs import Roofs
@@ -62,7 +63,8 @@ def quick(monkeypatch):
     for name, value in (("WARMUP", 1), ("STEPS", 3), ("ROUNDS", 2)):
         monkeypatch.setattr(experiment, name, value)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(experiment, "cpp_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr(peers, "cpp_compiler", lambda: "/usr/bin/c++")
+    peers.build.cache_clear()
 
 
 def group(dtype="fp32", cap_gib=0, seq_len=32, impls=("reference", "reference_compiled", "flash_triton")):
@@ -90,8 +92,8 @@ def test_a_group_fills_its_columns(quick, dtype):
 @without_gpu
 def test_the_kernels_behind_ours_are_named(monkeypatch):
     pytest.importorskip("triton")
-    chosen = experiment._function
-    monkeypatch.setattr(experiment, "_function", lambda impl, device: chosen("reference", device))
+    build = peers.build
+    monkeypatch.setattr(peers, "build", lambda impl, *rest: build("reference", *rest))
     [found] = experiment.run_group([experiment.Case(16, 64, "fp32", 0, "flash_triton")])
     assert (found["forward_kernels"], found["backward_kernels"]) == ("portable", "portable")
 
@@ -107,7 +109,7 @@ def test_one_graph_for_each_shape_however_many_there_are(quick):
 @without_gpu
 @pytest.mark.slow
 def test_the_real_compiler(monkeypatch):
-    if experiment.cpp_compiler() is None:
+    if peers.cpp_compiler() is None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(experiment, "STEPS", 3)
     [metrics] = experiment.run_group(group(impls=("reference_compiled",)))
@@ -115,7 +117,7 @@ def test_the_real_compiler(monkeypatch):
 
 
 def test_recompiling_is_an_error_while_times_are_taken(quick):
-    function = experiment._function("reference_compiled", "cpu")
+    function = peers.build("reference_compiled", False, "cpu", 16).apply
     x = torch.randn(2, 16, 16)
     torch._dynamo.reset()
     function(x, x, x)
@@ -128,12 +130,13 @@ def test_recompiling_is_an_error_while_times_are_taken(quick):
 def test_without_a_compiler_the_row_says_so(quick, monkeypatch):
     from cs336_systems.store.status import Skip
 
-    monkeypatch.setattr(experiment, "cpp_compiler", lambda: None)
+    peers.build.cache_clear()
+    monkeypatch.setattr(peers, "cpp_compiler", lambda: None)
     with pytest.raises(Skip, match=r"^needs a C\+\+ compiler$"):
-        experiment._function("reference_compiled", "cpu")
-    monkeypatch.setattr(experiment, "has_module", lambda name: False)
+        peers.build("reference_compiled", False, "cpu", 16)
+    monkeypatch.setattr(peers, "has_module", lambda name: False)
     with pytest.raises(Skip, match=r"^needs triton$"):
-        experiment._function("reference_compiled", "cuda")
+        peers.build("reference_compiled", False, "cuda", 16)
 
 
 class FailsIn(torch.autograd.Function):
@@ -154,13 +157,13 @@ class FailsIn(torch.autograd.Function):
 @without_gpu
 @pytest.mark.parametrize("part", experiment.PARTS)
 def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch, part):
-    chosen = experiment._function
+    build = peers.build
 
-    def function(impl, device):
-        failing = lambda q, k, v: FailsIn.apply(q, k, v, part)
-        return failing if impl == "reference" else chosen(impl, device)
+    def failing(impl, *rest):
+        fails = peers.Attention(lambda q, k, v: FailsIn.apply(q, k, v, part), "eager")
+        return fails if impl == "reference" else build(impl, *rest)
 
-    monkeypatch.setattr(experiment, "_function", function)
+    monkeypatch.setattr(peers, "build", failing)
     plain, compiled = experiment.run_group(group(impls=("reference", "reference_compiled")))
     assert plain["status"] == "oom" and plain["failed_in"] == part
     assert "forward_ms_p50" not in plain
@@ -180,7 +183,7 @@ def test_inputs_that_do_not_fit_are_rows_too(quick, monkeypatch):
 @without_gpu
 def test_another_failure_is_a_row_too(quick, capsys):
     unknown, fine = experiment.run_group(group(impls=("warp", "reference")))
-    assert unknown["status"].startswith("error: ValueError: unknown impl 'warp'; allowed: reference, ")
+    assert unknown["status"].startswith("error: ValueError: unknown impl 'warp'; allowed: ")
     assert "status" not in fine
     assert "Traceback" in capsys.readouterr().err
 
@@ -189,7 +192,7 @@ def candidate(metrics, impl="reference"):
     shape = (experiment.BATCH, 32, 16)
     inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     found = experiment._Candidate(group(impls=(impl,))[0], metrics, inputs, torch.randn(shape))
-    found.apply = experiment._function(impl, "cpu")
+    found.apply = peers.build(impl, False, "cpu", 32).apply
     return found
 
 
@@ -209,9 +212,8 @@ def test_between_steps_nothing_is_kept():
 def test_a_failed_step_keeps_nothing_and_says_where(monkeypatch):
     metrics = {}
     one = candidate(metrics)
-    monkeypatch.setattr(
-        experiment, "_function", lambda impl, device: lambda q, k, v: FailsIn.apply(q, k, v, "backward")
-    )
+    fails = peers.Attention(lambda q, k, v: FailsIn.apply(q, k, v, "backward"), "eager")
+    monkeypatch.setattr(peers, "build", lambda *rest: fails)
     one.try_out()
     assert metrics == {"failed_in": "backward", "status": "oom"}
     assert one.output is None
@@ -230,8 +232,6 @@ def test_precision_is_left_as_it_was(quick):
 def test_unknown_values_are_named():
     with pytest.raises(ValueError, match=r"'fp8'; allowed: fp32, bf16"):
         experiment.run_group(group("fp8"))
-    with pytest.raises(ValueError, match=r"'warp'; allowed: reference, reference_compiled, flash_triton"):
-        experiment._function("warp", "cpu")
     with pytest.raises(ValueError, match=r"cap_gib=-1; allowed: 0 \(the whole GPU\)"):
         experiment.run_group(group(cap_gib=-1))
 

@@ -12,6 +12,7 @@ import pytest
 
 from cs336_systems import accounting, experiments
 from cs336_systems.experiments import flash_bench
+from cs336_systems.experiments.shared import attention_peers as peers
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import flash_bench as page
 from cs336_systems.report.roofs import Roofs
@@ -108,10 +109,8 @@ def test_a_group_fills_its_columns_and_is_right(quick, dtype, bound):
 @without_gpu
 def test_the_kernels_behind_ours_are_named(monkeypatch):
     pytest.importorskip("triton")
-    chosen = flash_bench._forward
-    monkeypatch.setattr(
-        flash_bench, "_forward", lambda impl, case, device: chosen("flash_torch", case, device)
-    )
+    build = peers.build
+    monkeypatch.setattr(peers, "build", lambda impl, *rest: build("flash_torch", *rest))
     [found] = flash_bench.run_group([flash_bench.Case(1, 128, 32, "fp32", "flash_triton")])
     assert found["backend"] == "portable kernels"
 
@@ -124,14 +123,14 @@ def test_what_a_cpu_cannot_run_says_what_it_needs():
 
 
 def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch):
-    chosen = flash_bench._forward
+    build = peers.build
 
-    def forward(impl, case, device):
+    def failing(impl, *rest):
         if impl == "reference":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return chosen(impl, case, device)
+        return build(impl, *rest)
 
-    monkeypatch.setattr(flash_bench, "_forward", forward)
+    monkeypatch.setattr(peers, "build", failing)
     plain, torch_tiles = flash_bench.run_group(group(impls=("reference", "flash_torch")))
     assert plain["status"] == "oom"
     assert "forward_ms_p50" not in plain
@@ -140,10 +139,9 @@ def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch):
     assert torch_tiles["error_out"] > 0
 
 
-def test_another_failure_is_a_row_too(quick, monkeypatch, capsys):
-    monkeypatch.setattr(flash_bench, "IMPLEMENTATIONS", ("flash_torch",))
+def test_another_failure_is_a_row_too(quick, capsys):
     unknown, fine = flash_bench.run_group(group(impls=("warp", "flash_torch")))
-    assert unknown["status"] == "error: ValueError: unknown impl 'warp'; allowed: flash_torch"
+    assert unknown["status"] == "error: ValueError: unknown impl 'warp'; allowed: " + ", ".join(peers.MAKERS)
     assert "status" not in fine
     assert "Traceback" in capsys.readouterr().err
 
@@ -151,8 +149,6 @@ def test_another_failure_is_a_row_too(quick, monkeypatch, capsys):
 def test_unknown_values_are_named():
     with pytest.raises(ValueError, match=r"'fp8'; allowed: bf16, fp16, fp32, tf32"):
         flash_bench.run_group(group("fp8"))
-    with pytest.raises(ValueError, match=r"'warp'; allowed: flash_triton, .*flex_compiled"):
-        flash_bench._forward("warp", group()[0], "cpu")
 
 
 def test_precision_is_left_as_it_was(quick):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from attention_checks import check, fresh, run
 
-import cs336_systems.attention
-from cs336_systems.attention import IMPLEMENTATIONS, attention, availability
+from cs336_systems.attention import IMPLEMENTATIONS, attention, availability, registry
 
 INTERPRETED = availability()["flash_triton"] is None and not torch.cuda.is_available()
 triton_on_cpu = pytest.mark.skipif(
@@ -184,8 +183,10 @@ def test_autocast():
 @triton_on_cpu
 def test_whether_triton_can_run_is_not_traced(monkeypatch):
     """On a GPU the question is one that the compiler cannot trace, and the first call may be a compiled one."""
-    monkeypatch.setattr(cs336_systems.attention, "triton_reason", torch._dynamo.disable(lambda: None))
-    monkeypatch.setattr(cs336_systems.attention, "_usable", None)
+    monkeypatch.setattr(
+        registry, "availability", torch._dynamo.disable(lambda: dict.fromkeys(IMPLEMENTATIONS))
+    )
+    monkeypatch.setattr(registry, "_usable", {})
     q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16) for _ in range(3))
     compiled = torch.compile(
         lambda *x: attention(*x, True, "flash_triton"), fullgraph=True, backend="aot_eager"

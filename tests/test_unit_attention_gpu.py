@@ -8,9 +8,10 @@ import torch
 from attention_checks import check, fresh, relative, run
 
 pytest.importorskip("triton")
-from cs336_systems.attention import attention, hopper_reason
+from cs336_systems.attention import attention
+from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton_kernels import launch, tiles
+from cs336_systems.attention.triton import launch, tiles
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -197,7 +197,7 @@ def test_the_book_of_an_unknown_machine_is_refused(root, monkeypatch):
 def test_tune_is_called_with_the_shape(monkeypatch):
     seen = {}
     fake = SimpleNamespace(tune=lambda **shape: seen.update(shape) or "the row to add")
-    monkeypatch.setitem(sys.modules, "cs336_systems.attention.triton_kernels.tune", fake)
+    monkeypatch.setitem(sys.modules, "cs336_systems.attention.checks.tune", fake)
     done = call("bench", "flash", "--tune", "--dtype", "bf16", "--head-dim", "80", "--seq-len", "4096")
     assert done.stdout == "the row to add\n"
     assert seen == {"head_dim": 80, "dtype": "bf16", "seq_len": 4096, "heads": 16}

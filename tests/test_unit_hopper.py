@@ -9,16 +9,15 @@ import pytest
 import torch
 from attention_checks import compiler, fresh, relative
 
-import cs336_systems.attention
-
 pytest.importorskip("triton")
-from cs336_systems.attention import attention, flash_triton, hopper_reason
+from cs336_systems.attention import attention, available, flash_triton
+from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.hopper import tma
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton_kernels import launch as portable
-from cs336_systems.attention.triton_kernels.tiles import SHARED_MEMORY_KIB
+from cs336_systems.attention.triton import launch as portable
+from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB
 from cs336_systems.ladder.steps import HOPPER, STEPS
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -85,7 +84,7 @@ def test_without_a_gpu_they_are_not_used():
 
 
 def test_the_switch(monkeypatch):
-    monkeypatch.setattr(cs336_systems.attention, "hopper_unable", lambda device_index: None)
+    monkeypatch.setattr(available, "hopper_unable", lambda device_index: None)
     for value, reason in ((None, None), ("1", None), ("0", "CS336_HOPPER=0 turns them off")):
         monkeypatch.delenv("CS336_HOPPER", raising=False)
         if value is not None:

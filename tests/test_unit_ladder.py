@@ -11,7 +11,7 @@ import pytest
 from attention_checks import FLOOR, relative, run
 
 from cs336_systems import accounting
-from cs336_systems.attention.triton_kernels.tiles import SHARED_MEMORY_KIB, Tiles
+from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB, Tiles
 from cs336_systems.ladder import steps
 
 torch = pytest.importorskip("torch")

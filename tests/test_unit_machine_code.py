@@ -6,8 +6,8 @@ import types
 import pytest
 from attention_checks import compiler
 
-from cs336_systems.attention.checks import machine_code
-from cs336_systems.attention.triton_kernels import tiles
+from cs336_systems.attention import machine_code
+from cs336_systems.attention.triton import tiles
 
 pytest.importorskip("triton")
 
@@ -175,7 +175,7 @@ def test_where_code_cannot_be_read_that_is_said(cache, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ what then
 def test_who_is_mistrusted(monkeypatch):
-    launch = pytest.importorskip("cs336_systems.attention.triton_kernels.launch")
+    launch = pytest.importorskip("cs336_systems.attention.triton.launch")
     device = types.SimpleNamespace(type="cuda", index=0)
     faulty, asked = [False], []
 
@@ -226,7 +226,7 @@ def _searched():
     from triton import knobs
     from triton.runtime import driver
 
-    from cs336_systems.attention.triton_kernels import launch
+    from cs336_systems.attention.triton import launch
 
     driver.set_active(_NamesItsTarget())
     chosen = tiles.tiles("forward", 90, 20, "half")

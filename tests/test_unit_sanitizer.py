@@ -30,7 +30,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def _need_hopper() -> None:
-    from cs336_systems.attention import hopper_reason
+    from cs336_systems.attention.available import hopper_reason
 
     if reason := hopper_reason():
         pytest.skip(reason)

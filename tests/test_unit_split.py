@@ -4,16 +4,16 @@ import pytest
 import torch
 from attention_checks import FLOOR, check, compiler, fresh, relative
 
-from cs336_systems.attention import hopper_reason
+from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton_kernels.tiles import SHARED_MEMORY_KIB, Tiles
+from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB, Tiles
 
 pytest.importorskip("triton")
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.checks import aot
 from cs336_systems.attention.hopper import split_launch as launch
-from cs336_systems.attention.triton_kernels import launch as portable
+from cs336_systems.attention.triton import launch as portable
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
 SMALL = (

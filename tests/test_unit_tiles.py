@@ -6,7 +6,7 @@ import types
 import pytest
 from attention_checks import compiler
 
-from cs336_systems.attention.triton_kernels import tiles
+from cs336_systems.attention.triton import tiles
 
 pytest.importorskip("triton")
 PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}

@@ -896,9 +896,7 @@ def test_the_table_of_classes_is_whole():
 
 
 def test_our_own_kernels_are_attention():
-    source = (Path(cs336_systems.__file__).parent / "attention" / "triton_kernels" / "kernels.py").read_text(
-        "utf-8"
-    )
+    source = (Path(cs336_systems.__file__).parent / "attention" / "triton" / "kernels.py").read_text("utf-8")
     functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     launched = [name for name in functions if not name.startswith("_")]
     assert len(launched) >= 3 and {class_of(name) for name in launched} == {"attention"}

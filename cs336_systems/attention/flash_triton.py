@@ -1,6 +1,6 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `triton_kernels` and, for Hopper, in `hopper`; their launching in `triton_kernels.launch`, and in
+The kernels stand in `attention.triton` and, for Hopper, in `hopper`; their launching in `triton.launch`, and in
 `hopper.launch` and `hopper.split_launch`, which say what those serve.
 """
 
@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 from torch.compiler import is_compiling
 
-from cs336_systems.attention import hopper_reason
+from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
-from cs336_systems.attention.triton_kernels.launch import INTERPRETED, launch_backward, launch_forward
+from cs336_systems.attention.triton.launch import INTERPRETED, launch_backward, launch_forward
 
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
 # The low-level registration has less to do at each call than torch.library.custom_op.

@@ -1,13 +1,13 @@
-"""Whether `flash_triton` can run, as an answer that torch.compile takes without tracing the question."""
+"""Whether an implementation can run, as an answer that torch.compile takes without tracing the question."""
 
 from __future__ import annotations
 
 import torch
 
-from cs336_systems.attention import _triton_usable
+from cs336_systems.attention import registry
 
 
 @torch.compiler.assume_constant_result
-def triton_usable() -> bool:
-    """Whether `flash_triton` can run on this machine; asked once."""
-    return _triton_usable()
+def usable(name: str) -> bool:
+    """Whether an implementation of attention can run on this machine; asked once."""
+    return registry.usable(name)

@@ -13,17 +13,14 @@ fp32 (matmul precision "highest").
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.attention import attention, availability
 from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.store.machine import cpp_compiler, has_module
 from cs336_systems.store.status import Skip, failure_is_a_row, oom_is_a_row
 
 if TYPE_CHECKING:
@@ -161,32 +158,7 @@ def _no_recompiling() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("fail_on_recompile")
 
 
-# --------------------------------------------------------------------------------------------- implementations
-def _function(impl: str, device: str) -> Callable[..., torch.Tensor]:
-    """The function (q, k, v) → o of an implementation.
-
-    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
-    """
-    import torch
-
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
-    if impl == "flash_triton":
-        if device == "cpu":
-            raise Skip("needs a CUDA device")  # the interpreter is for tests; its time says nothing
-        if reason := availability()["flash_triton"]:
-            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
-        return functools.partial(attention, impl="flash_triton")
-    plain = functools.partial(attention, impl="reference")
-    if impl == "reference":
-        return plain
-    if device == "cpu" and cpp_compiler() is None:
-        raise Skip("needs a C++ compiler")
-    if device != "cpu" and not has_module("triton"):
-        raise Skip("needs triton")
-    return torch.compile(plain, fullgraph=True, dynamic=False)
-
-
+# --------------------------------------------------------------------------------------------- candidates
 class _Candidate:
     """One case while it is measured. Between two of its steps it holds nothing but the inputs, which all share."""
 
@@ -216,7 +188,8 @@ class _Candidate:
 
         compiled = self.case.impl == "reference_compiled"
         with failure_is_a_row(self.metrics):
-            self.apply = _function(self.case.impl, self.device)
+            seq_len = self.case.seq_len
+            self.apply = peers.build(self.case.impl, False, self.device, seq_len).apply
             counters.clear()
             start = time.perf_counter()
             self._one_step()

@@ -13,16 +13,14 @@ torch may round to TF32: its matrix-product precision "high".
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
-from cs336_systems.attention import availability
 from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.status import failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +41,7 @@ METRICS = (
     "power_w",
 )
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
-IMPLEMENTATIONS = (
-    "flash_triton", "flash_torch", "reference", "reference_compiled", "sdpa", "sdpa_flash", "sdpa_cudnn",
-    "sdpa_efficient", "flex_compiled",
-)  # fmt: skip
+IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name != "fa4")  # whose axes are in another order
 _QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
 _SHORT_MS = 10.0  # up to this time GPU and host time are measured apart as well
 _REPLAY_MS = 2.0  # of a CUDA graph's replay: it holds as many calls, at least 1 and at most 20
@@ -123,64 +118,6 @@ def _matmul_precision(dtype: str) -> Iterator[str]:
         torch.set_float32_matmul_precision(before)
 
 
-def _forward(impl: str, case: Case, device: str) -> tuple[Callable[..., Any], str]:
-    """The function (q, k, v) → o of an implementation, and the name of the backend behind it.
-
-    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
-    """
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from cs336_systems.attention import attention
-
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
-    if impl == "flash_triton":
-        if device == "cpu":
-            raise Skip("needs a CUDA device")  # the interpreter is for tests; its time says nothing
-        if reason := availability()["flash_triton"]:
-            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
-    if impl in ("flash_triton", "flash_torch", "reference"):
-        return functools.partial(attention, is_causal=True, impl=impl), impl
-    if impl == "reference_compiled":
-        torch._dynamo.reset()  # past eight shapes Dynamo would fall back to eager without a word
-        return torch.compile(
-            functools.partial(attention, is_causal=True, impl="reference"), dynamic=False
-        ), "inductor"
-    if impl == "flex_compiled":
-        return _flex(case, device), "inductor"
-    if impl == "sdpa":
-        return functools.partial(attention, is_causal=True, impl="sdpa"), "auto"
-    backend = {
-        "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-        "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }[impl]
-    if device == "cpu" and impl != "sdpa_flash":
-        raise Skip(f"needs a CUDA device: torch has no {impl} on a CPU")
-
-    def forward(q, k, v):
-        with sdpa_kernel(backend):
-            return attention(q, k, v, is_causal=True, impl="sdpa")
-
-    return forward, backend.name.lower()
-
-
-def _flex(case: Case, device: str) -> Callable[..., Any]:
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if device == "cpu":
-        raise Skip("needs a CUDA device: FlexAttention's backward pass does")
-
-    def causal(b, h, query, key):
-        return query >= key
-
-    torch._dynamo.reset()
-    mask = create_block_mask(causal, None, None, case.seq_len, case.seq_len, device=device)
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
-
-
 def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Which of SDPA's backends torch picks for these inputs by itself."""
     import torch
@@ -208,16 +145,18 @@ class _Candidate:
         from cs336_systems.measure.clocks.timing import peak_gib
 
         with failure_is_a_row(self.metrics):
-            self.apply, backend = _forward(self.case.impl, self.case, self.device)
+            found = peers.build(self.case.impl, True, self.device, self.case.seq_len)
+            self.apply, self.metrics["backend"] = found.apply, found.backend
             if self.case.impl == "flash_triton":
                 from cs336_systems.attention.flash_triton import kernels_for
 
                 kernels = kernels_for(*self.inputs)
                 names = [f"{kernels['forward']} forward", f"{kernels['backward']} backward"]
-                backend = (
+                self.metrics["backend"] = (
                     f"{kernels['forward']} kernels" if len(set(kernels.values())) == 1 else ", ".join(names)
                 )
-            self.metrics["backend"] = _sdpa_backend(*self.inputs) if backend == "auto" else backend
+            if self.case.impl == "sdpa":
+                self.metrics["backend"] = _sdpa_backend(*self.inputs)
             self.backward()
             self.backward()  # the timed backward pass keeps its graph: does this one allow it?
             self.forget()
@@ -290,6 +229,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 
     # the timed backward passes keep their graphs, which donated buffers do not allow
     keep_graphs = torch._functorch.config.patch(donated_buffer=False)
+    torch._dynamo.reset()  # past eight shapes Dynamo would fall back to eager without a word
     with _matmul_precision(cases[0].dtype) as precision, keep_graphs:
         candidates = [_Candidate(case, inputs, grad_o, device) for case in cases]
         for candidate in candidates:

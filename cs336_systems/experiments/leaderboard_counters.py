@@ -22,8 +22,8 @@ COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One pass of `impl`, one of OURS or PEERS, on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 counts the same
-    thing again."""
+    """One pass of `impl` (`attention_peers.MAKERS`) on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 counts
+    the same thing again."""
 
     impl: str
     part: str
@@ -72,7 +72,7 @@ def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
     for case in (Case(**fields) for fields in cases):
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
-            impl = peers.build(case.impl, case.is_causal, "cuda", case.seq_len, False)
+            impl = peers.build(case.impl, case.is_causal, "cuda", case.seq_len)
             call = peers.one_pass(impl, case.part, peers.data_of(case, "cuda"))
             call()
             calls.append(call)

@@ -24,7 +24,7 @@ OTHER_LENGTHS = (64, 200, 256, 777, 1024, 4096, 5000)  # of sequences, in calls 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Both passes of `impl`, one of OURS or PEERS, on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 is another
+    """Both passes of `impl` (`attention_peers.MAKERS`) on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 is another
     process."""
 
     impl: str
@@ -76,7 +76,7 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
     with failure_is_a_row(metrics):
         which = Case(**case)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        impl = peers.build(which.impl, which.is_causal, device, which.seq_len, False)
+        impl = peers.build(which.impl, which.is_causal, device, which.seq_len)
         x = torch.ones(64, 64, device=device)
         (x @ x).sum().item()  # the context and cuBLAS are not the implementation's to start
 

@@ -22,8 +22,8 @@ METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads")
 
 @dataclass(frozen=True)
 class Case:
-    """One pass of `impl`, one of OURS or PEERS, or both, on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 measures
-    the same thing again."""
+    """One pass of `impl` (`attention_peers.MAKERS`) or both, on `heads` × (seq_len, head_dim), batch 1. `repeat` 1
+    measures the same thing again."""
 
     impl: str
     part: str
@@ -73,6 +73,6 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
 def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
     """Compiles, holds the results against fp64, and makes the pass the candidate's call."""
     case = candidate.case
-    impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len, False)
+    impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len)
     candidate.hold_against(exact, impl, data)
     candidate.call = peers.one_pass(impl, case.part, data)

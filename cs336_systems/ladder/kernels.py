@@ -1,6 +1,6 @@
 """FlashAttention-2 in Triton with a switch for each optimization: causal, and no more general than the lesson needs.
 
-The symbols are those of `attention.triton_kernels`, the production kernels for any GPU, which are what remains when
+The symbols are those of `attention.triton`, the production kernels for any GPU, which are what remains when
 every switch stands where it should. Here tensors are contiguous (batch · heads, n, D), all heads one below the other as
 the rows of one matrix; n is a multiple of the tiles, so that the only mask is the causal one.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention import hopper_unable
-from cs336_systems.attention.triton_kernels.tiles import Tiles
+from cs336_systems.attention.available import hopper_unable
+from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels
 from cs336_systems.ladder.steps import HOPPER, Step, Switches
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from cs336_systems.attention.checks import aot
-from cs336_systems.attention.triton_kernels.tiles import Tiles
+from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels as ladder_kernels
 from cs336_systems.ladder.steps import Step
 

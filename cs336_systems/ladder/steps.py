@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems import accounting
-from cs336_systems.attention.triton_kernels.tiles import Tiles
+from cs336_systems.attention.triton.tiles import Tiles
 
 PARTS = ("forward", "backward")
 OVERLAP = {"none": 0.0, "chance": 0.5, "design": 0.75}  # shares of what could overlap that does: assumptions
@@ -77,7 +77,7 @@ class Step:
 
 
 OWN = "cs336_systems.ladder.launch:"
-PRODUCTION = "cs336_systems.attention.triton_kernels.launch:"
+PRODUCTION = "cs336_systems.attention.triton.launch:"
 HOPPER = "cs336_systems.attention.hopper.launch:"
 
 
@@ -124,12 +124,12 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
 _BEST_FORWARD = next(s for s in _FORWARD if s.name == "f_tiles").model
 
 _FORWARD += [
-    Step("f_production", "forward", "f_tiles", "the production kernel (`triton_kernels`)",
+    Step("f_production", "forward", "f_tiles", "the production kernel (`attention.triton`)",
          "The same switches, with boundaries and strides of any kind: both are compiled out here.",
          f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
     Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
          "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
-         "beside the other group's products by design.",
+         "beside the other group's matmuls by design.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
     Step("f_hopper_1", "forward", "f_hopper_2", "Gluon: programs of one group, two on a multiprocessor",
@@ -151,7 +151,7 @@ _FORWARD += [
 
 _BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
     ("b_all_tiles", {}, Traits(4, key_resident=2), "two passes, every tile visited and masked",
-     "Seven products, three in the pass for dQ and four in that for dK and dV, over all pairs."),
+     "Seven matmuls, three in the pass for dQ and four in that for dK and dV, over all pairs."),
     ("b_skip", {"skip": True}, Traits(4, key_resident=2), "tiles without a visible pair skipped",
      "Half of the pairs, as in the forward pass."),
     ("b_split", {"split": True}, Traits(4, key_resident=2), "a loop without a mask off the diagonal",
@@ -171,7 +171,7 @@ _BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
      "One kernel fewer, which read O and dO; dO is in registers there anyway."),
     ("b_one_pass", {"fuse_d": False, "one_pass": True, "key_tiles": _T(64, 128, 8, 2)}, Traits(1),
      "one pass, dQ added up in memory",
-     "Five products instead of seven, one exponential instead of two. In exchange each tile of dS K is added "
+     "Five matmuls instead of seven, one exponential instead of two. In exchange each tile of dS K is added "
      "to memory in fp32, and sums have to be zeroed, scaled and rounded by kernels of their own."),
 ])  # fmt: skip
 # tiles of 128 × 128 take all of a thread's registers: one version of the compiler spills a few, another none
@@ -184,26 +184,26 @@ _HOPPER_BACKWARD = dataclasses.replace(
 )
 
 _BACKWARD += [
-    Step("b_production", "backward", "b_fuse_d", "the production kernels (`triton_kernels`)",
+    Step("b_production", "backward", "b_fuse_d", "the production kernels (`attention.triton`)",
          "The same switches, with boundaries and strides of any kind.",
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
-         "Five products, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
+         "Five matmuls, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
          dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
          Traits(1, "design")),
     Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ, tiles of 64 queries",
-         "The product for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
-         "product and the waiting off them. Three groups have registers for half as many queries.",
+         "The matmul for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
+         "matmul and the waiting off them. Three groups have registers for half as many queries.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
-    Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last products of the tile before",
-         "The exponentials of the next tile are independent of this tile's products for dK and dQ. Issued "
+    Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last matmuls of the tile before",
+         "The exponentials of the next tile are independent of this tile's matmuls for dK and dQ. Issued "
          "beside them, they use a unit that would wait.",
          f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
-    Step("b_hopper_registers", "backward", "b_hopper_ahead", "Gluon: K from registers in the product for S",
-         "Shared memory is read for five products, and K is the same for all tiles of queries: kept in registers, it "
+    Step("b_hopper_registers", "backward", "b_hopper_ahead", "Gluon: K from registers in the matmul for S",
+         "Shared memory is read for five matmuls, and K is the same for all tiles of queries: kept in registers, it "
          "is read once. There may be too few of them.",
          f"{HOPPER}launch_backward",
          ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True, "k_registers": True}),

@@ -13,6 +13,8 @@ With any definition of a module come its statements that do more than define a n
 A string that is the name of a function or class of its module counts as mentioning it. What is mentioned by other
 means, names put together while running or an import for its effect alone, is not seen.
 
+What starts processes and keeps rows (AROUND) does none of the work that is timed: following stops there.
+
 Where an experiment chooses between implementations, it mentions all of them, a row depends on one. Its `PER_CASE` names
 modules at which following stops, `also_measures(case)` where it goes on for a case: each "module" for all its
 definitions, "package.*" for those of all its modules, or "module:definition".
@@ -32,6 +34,7 @@ from cs336_systems.store.definitions import ALL, EFFECTS, Key, Module, Writer
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOTS = ("run_group", "GROUP", "Case")
+AROUND = ("store", "launch")  # folders of the package
 _ROUNDS = 4  # so deep a definition's own digest looks into those that it mentions; all that are reached count
 
 
@@ -111,12 +114,15 @@ class Sources:
 
     def digest(self, roots: set[Key], stops: set[Key]) -> str:
         """Eight hexadecimal digits of all definitions that `roots` reach, without those at which following stops."""
+        around = tuple(f"{self.package.name}.{folder}." for folder in AROUND)
         reached: dict[Key, Definition] = {}
         left = list(roots)
         while left:
             if (key := left.pop()) not in reached:
                 reached[key] = found = self.definition(key)
-                left += [k for k in (*found.holes, *found.also) if k not in stops]
+                left += [
+                    k for k in (*found.holes, *found.also) if k not in stops and not k[0].startswith(around)
+                ]
         now = first = {key: _digest(found.syntax.encode()) for key, found in reached.items()}
 
         def one(key: Key) -> bytes:

@@ -1,1 +1,1 @@
-"""What compilers make of the kernels: ahead of time, without a GPU (`aot`), and in `machine_code`."""
+"""What compilers make of the kernels, ahead of time and without a GPU (`aot`), and the search for tiles (`tune`)."""

@@ -19,10 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.attention.checks.machine_code import disassemble, wrong_descriptors
-from cs336_systems.attention.triton_kernels.kernels import KERNELS
-from cs336_systems.attention.triton_kernels.launch import INPUT_PRECISION
-from cs336_systems.attention.triton_kernels.tiles import Tiles
+from cs336_systems.attention.machine_code import disassemble, wrong_descriptors
+from cs336_systems.attention.triton.kernels import KERNELS
+from cs336_systems.attention.triton.launch import INPUT_PRECISION
+from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
     from cs336_systems.attention.hopper.launch import Backward, Forward

@@ -2,7 +2,7 @@
 the kernels, `launch` says what they serve and launches them, `tma` makes the descriptors of their tensors. For fp32 in
 Triton, with products of bf16: `split` and `split_launch`. What follows is about the first.
 
-The algorithm and its symbols are those of `attention.triton_kernels`; the kernels here say who does what and when,
+The algorithm and its symbols are those of `attention.triton`; the kernels here say who does what and when,
 which Triton's own language leaves to its compiler. A program is a *producer* warp, which has the TMA unit copy tiles to
 shared memory, and *groups* of four warps (128 threads, what a wgmma instruction needs), which compute on 64 rows each.
 They meet at barriers in shared memory (mbarriers): `full` ones are fulfilled by arriving bytes, `empty` ones by groups

@@ -5,7 +5,7 @@
     dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
     dQ += dS K        dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
-All five products are made once, against seven in the two passes of `attention.triton_kernels`; in exchange programs
+All five products are made once, against seven in the two passes of `attention.triton`; in exchange programs
 add to dQ in any order, so that its last bits differ from run to run. A small kernel before this one makes the
 statistics and zeroes the fp32 sum, one after it turns the sum into dQ (`backward_ends`).
 """

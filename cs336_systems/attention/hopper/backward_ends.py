@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_kernels.kernels import LOG2_E
+from cs336_systems.attention.triton.kernels import LOG2_E
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])

@@ -14,8 +14,8 @@ from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
-from cs336_systems.attention.triton_kernels.launch import elsewhere, remember, remembered, watched
-from cs336_systems.attention.triton_kernels.tiles import few_programs_of, multiprocessors_of
+from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
+from cs336_systems.attention.triton.tiles import few_programs_of, multiprocessors_of
 
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a group of warps

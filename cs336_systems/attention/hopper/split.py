@@ -5,12 +5,12 @@ are computed, which is as accurate as fp32.
     a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is about 2⁻²⁴ of a b
 
 On Hopper's tensor cores six products of bf16 take as long as three of TF32, the other way to that accuracy
-(`triton_kernels`). But both operands may come from shared memory in either order, and Q, K, V and dO can be taken apart
-once, by a small kernel, instead of in every step of every program; P and dS are taken apart on the chip, where they are
-made.
+(`attention.triton`). But both operands may come from shared memory in either order, and Q, K, V and dO can be taken
+apart once, by a small kernel, instead of in every step of every program; P and dS are taken apart on the chip, where
+they are made.
 
 Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols
-and passes are those of `triton_kernels`, but both backward passes are one launch; gradients are the same bits every
+and passes are those of `attention.triton`, but both backward passes are one launch; gradients are the same bits every
 time.
 
 Source of the method: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_kernels.kernels import (
+from cs336_systems.attention.triton.kernels import (
     LN_2,
     LOG2_E,
     _head,

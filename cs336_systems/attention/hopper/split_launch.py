@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.attention.hopper import split
 from cs336_systems.attention.hopper.launch import LOG2_E
 from cs336_systems.attention.hopper.tma import Plan, first_launch
-from cs336_systems.attention.triton_kernels.launch import (
+from cs336_systems.attention.triton.launch import (
     INTERPRETED,
     MAX_REMEMBERED,
     elsewhere,
@@ -23,7 +23,7 @@ from cs336_systems.attention.triton_kernels.launch import (
     strides,
     watched,
 )
-from cs336_systems.attention.triton_kernels.tiles import Tiles, few_programs_of, multiprocessors_of
+from cs336_systems.attention.triton.tiles import Tiles, few_programs_of, multiprocessors_of
 
 MAX_HEAD_DIM = 128
 MIN_LENGTH = 512  # queries and keys from which on taking numbers apart pays in the backward pass

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from cs336_systems.attention.triton_kernels.launch import Launch, launch_again
+from cs336_systems.attention.triton.launch import Launch, launch_again
 
 try:  # not part of what triton promises: without it, launches take the long way
     from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -90,7 +90,7 @@ class _Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch that was made once: the `Launch` of `triton_kernels`, its descriptors, and triton's launcher of a
+    """A launch that was made once: the `Launch` of `attention.triton`, its descriptors, and triton's launcher of a
     kernel whose descriptors have become arguments. That is None for a kernel without descriptors, and where it is
     not to be had: then launches go through all of triton's layers."""
 

@@ -1,54 +1,50 @@
-"""No table: the implementations of attention that chapter `leaderboard` measures, ours and others', alike, their inputs
-and calls."""
+"""No table: the implementations of attention that chapters time, ours and others', built alike, their inputs and calls.
+
+    build("sdpa_cudnn", is_causal=True, device="cuda", seq_len=4096).apply(q, k, v)
+
+Ours are those of `attention.registry`; the others are listed in MAKERS, here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
 from cs336_systems.ladder import steps
+from cs336_systems.store.machine import cpp_compiler, has_module
 from cs336_systems.store.status import Skip
 
 if TYPE_CHECKING:
     import torch
 
 OURS = ("flash_triton", "plain_triton")
-PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference", "flash_torch")
 WORK = tuple(steps.WORK.values())  # the leaderboard's heads, tokens, head dimension
-_SDPA = {
-    "sdpa_cudnn": "CUDNN_ATTENTION",
-    "sdpa_flash": "FLASH_ATTENTION",
-    "sdpa_efficient": "EFFICIENT_ATTENTION",
-}
-# implementations that are steps of the ladder, whatever kernels the package itself chooses for a GPU
+# steps of the ladder that make both passes, whatever kernels the package itself chooses for a GPU
 _PAIRS = {"plain_triton": ("f_production", "b_production")}
 
-
-_TRITON = (
-    "cs336_systems.attention",
-    "cs336_systems.attention.usable",
-    "cs336_systems.attention.flash_triton",
-)
-_TORCH = ("cs336_systems.attention.flash_torch",)
 _LADDER = ("cs336_systems.ladder.function", "cs336_systems.ladder.launch", "cs336_systems.ladder.steps")
+_FLASH = tuple(source for i in ("flash_triton", "flash_torch") for source in IMPLEMENTATIONS[i].sources)
 # what chooses between implementations of attention, and the chosen: a row depends on its own alone (`store.code`)
-PER_CASE = _TRITON + _TORCH + _LADDER
+PER_CASE = (
+    "cs336_systems.attention", "cs336_systems.attention.registry", "cs336_systems.attention.usable",
+    f"{__name__}:MAKERS", *_FLASH, *_LADDER,
+)  # fmt: skip
 
 
 def sources(impl: str) -> tuple[str, ...]:
     """What an implementation of attention (or a step of the ladder) is in this package: for `also_measures`."""
-    if impl in ("flex_compiled", "fa4"):
-        return ()
-    inputs = "cs336_systems.attention.inputs:autocast_inputs"
-    if impl in ("reference", "reference_compiled"):
-        return inputs, "cs336_systems.attention.reference:reference_attention"
-    if impl.startswith("sdpa"):
-        return inputs, "cs336_systems.attention:attention"
-    if impl in ("flash_torch", "flash_compiled_backward"):
-        return "cs336_systems.attention:attention", *_TORCH
-    return _TRITON if impl in ("flash_triton", "auto") else _TRITON + _LADDER
+    own = {"auto": "flash_triton"}.get(impl, impl)
+    if own in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[own].sources
+    if impl in _PAIRS or impl not in MAKERS:
+        return IMPLEMENTATIONS["flash_triton"].sources + _LADDER
+    maker = MAKERS[impl]
+    also = IMPLEMENTATIONS["reference"].sources if impl == "reference_compiled" else ()
+    return f"{__name__}:{getattr(maker, 'func', maker).__name__}", *also
 
 
 def also_measures(case: Any) -> tuple[str, ...]:
@@ -84,9 +80,9 @@ def data_of(case: Any, device: str, grad_o: str = "matrix") -> list[torch.Tensor
 
 # ------------------------------------------------------------------------------------------------ implementations
 @dataclass(frozen=True)
-class Implementation:
-    """`apply`: (q, k, v) → o on three axes, (heads, tokens, d), or (tokens, heads, d) with `tokens_first`.
-    `backend`: what runs behind it."""
+class Attention:
+    """An implementation, ready to be called. `apply`: (q, k, v) → o on (..., heads, tokens, d), or (tokens, heads, d)
+    with `tokens_first`. `backend`: what runs behind it."""
 
     apply: Callable[..., Any]
     backend: str
@@ -98,7 +94,113 @@ class Implementation:
         return x.contiguous() if any(x.stride()) else x
 
 
-def one_pass(impl: Implementation, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
+@functools.cache
+def build(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+    """One of MAKERS. `seq_len` is for masks that are made beforehand, and for compilers that look at shapes.
+
+    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
+    """
+    if impl not in MAKERS:
+        raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(MAKERS)}")
+    if device == "cpu" and impl not in ON_A_CPU:  # the interpreter is for tests; its time says nothing
+        raise Skip("needs a CUDA device")
+    return MAKERS[impl](is_causal, device, seq_len)
+
+
+def _own(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+    from cs336_systems.attention import attention
+
+    if reason := availability()[impl]:
+        raise Skip(
+            f"needs triton on an NVIDIA GPU: {reason}" if impl == "flash_triton" else f"needs: {reason}"
+        )
+    return Attention(functools.partial(attention, is_causal=is_causal, impl=impl), "eager")
+
+
+def _reference_compiled(is_causal: bool, device: str, seq_len: int) -> Attention:
+    import torch
+
+    if device == "cpu" and cpp_compiler() is None:
+        raise Skip("needs a C++ compiler")
+    if device != "cpu" and not has_module("triton"):
+        raise Skip("needs triton")
+    plain = _own("reference", is_causal, device, seq_len).apply
+    return Attention(torch.compile(plain, fullgraph=True, dynamic=False), "inductor")
+
+
+def _on_four_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def on_four_axes(q, k, v):
+        return apply(q, k, v) if q.ndim == 4 else apply(q[None], k[None], v[None])[0]
+
+    return on_four_axes
+
+
+def _sdpa(name: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from cs336_systems.attention import attention
+
+    backend = getattr(SDPBackend, name)
+
+    def forced(q, k, v):
+        with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
+            return attention(q, k, v, is_causal, impl="sdpa")
+
+    return Attention(_on_four_axes(forced), name.lower())
+
+
+def _flex(is_causal: bool, device: str, seq_len: int) -> Attention:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = None
+    if is_causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device=device)
+    flex = torch.compile(flex_attention, dynamic=False)
+    return Attention(_on_four_axes(functools.partial(flex, block_mask=mask)), "inductor")
+
+
+def _pair(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+    from cs336_systems.ladder import function, launch
+
+    for name in _PAIRS[impl]:
+        if reason := launch.missing(steps.STEPS[name]):
+            raise Skip(f"needs {reason}")
+
+    def pair(q, k, v):
+        return function.LadderAttention.apply(q, k, v, is_causal, *_PAIRS[impl])
+
+    return Attention(pair, "+".join(_PAIRS[impl]))
+
+
+def _fa4(is_causal: bool, device: str, seq_len: int) -> Attention:
+    try:
+        import flash_attn.cute as fa4
+    except ImportError as error:
+        raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
+
+    def forward(q, k, v):
+        found = fa4.flash_attn_func(q[None], k[None], v[None], causal=is_causal)
+        return (found[0] if isinstance(found, tuple) else found)[0]
+
+    version = importlib.metadata.version("flash-attn-4")
+    return Attention(forward, f"flash_attn.cute {version}", tokens_first=True)
+
+
+MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
+    **{name: functools.partial(_own, name) for name in IMPLEMENTATIONS},
+    "plain_triton": functools.partial(_pair, "plain_triton"),
+    "reference_compiled": _reference_compiled,
+    "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
+    "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "flex_compiled": _flex,
+    "fa4": _fa4,
+}
+ON_A_CPU = ("reference", "reference_compiled", "flash_torch", "flash_compiled_backward", "sdpa", "sdpa_flash")
+
+
+def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
     """A call of one pass, or both, on q, k, v and dO (heads, n, d)."""
     import torch
 
@@ -119,85 +221,9 @@ def one_pass(impl: Implementation, part: str, data: list[torch.Tensor]) -> Calla
     return call
 
 
-@functools.cache
-def build(impl: str, is_causal: bool, device: str, seq_len: int, compiled: bool) -> Implementation:
-    """One of OURS or PEERS. `compiled`: under `torch.compile`, as the leaderboard runs ours; `seq_len` is for masks
-    that are made beforehand. Raises `Skip` where this machine cannot run it."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from cs336_systems.attention import attention, availability
-
-    if impl == "reference":
-        return Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="reference"), "eager")
-    if impl == "flash_torch":
-        return Implementation(lambda q, k, v: attention(q, k, v, is_causal, impl="flash_torch"), "eager")
-    if impl in _SDPA:
-        if device == "cpu" and impl != "sdpa_flash":
-            raise Skip(f"needs a CUDA device: torch has no {impl} on a CPU")
-        backend = getattr(SDPBackend, _SDPA[impl])
-
-        def forced(q, k, v):
-            with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
-                return attention(q[None], k[None], v[None], is_causal, impl="sdpa")[0]
-
-        return Implementation(forced, backend.name.lower())
-    if device == "cpu":
-        raise Skip("needs a CUDA device")
-    if impl == "flash_triton":
-        if reason := availability()["flash_triton"]:
-            raise Skip(f"needs triton on an NVIDIA GPU: {reason}")
-        from cs336_systems.attention.flash_triton import FlashAttentionTriton
-
-        # compiled as the leaderboard asks; alone on the GPU it makes no difference, and shapes change there
-        flash = torch.compile(FlashAttentionTriton.apply) if compiled else FlashAttentionTriton.apply
-        return Implementation(lambda q, k, v: flash(q, k, v, is_causal), "package")
-    if impl in _PAIRS:
-        return _pair(impl, is_causal, compiled)
-    if impl == "flex_compiled":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        mask = None
-        if is_causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device=device)
-        flex = torch.compile(flex_attention, dynamic=False)
-        return Implementation(lambda q, k, v: flex(q[None], k[None], v[None], block_mask=mask)[0], "inductor")
-    return _fa4(is_causal)
-
-
-def _pair(impl: str, is_causal: bool, compiled: bool) -> Implementation:
-    import torch
-
-    from cs336_systems.ladder import function, launch
-
-    for name in _PAIRS[impl]:
-        if reason := launch.missing(steps.STEPS[name]):
-            raise Skip(f"needs {reason}")
-
-    def pair(q, k, v):
-        return function.LadderAttention.apply(q, k, v, is_causal, *_PAIRS[impl])
-
-    return Implementation(torch.compile(pair) if compiled else pair, "+".join(_PAIRS[impl]))
-
-
-def _fa4(is_causal: bool) -> Implementation:
-    try:
-        import flash_attn.cute as fa4
-    except ImportError as error:
-        raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
-
-    def forward(q, k, v):
-        found = fa4.flash_attn_func(q[None], k[None], v[None], causal=is_causal)
-        return (found[0] if isinstance(found, tuple) else found)[0]
-
-    return Implementation(
-        forward, f"flash_attn.cute {getattr(fa4, '__version__', '')}".strip(), tokens_first=True
-    )
-
-
 # ------------------------------------------------------------------------------------------------ what is launched
 def own_kernels(call: Callable[[], Any]) -> list[str]:
     """The kernels of this package that a call launches, as `module.name`."""
     from cs336_systems.ladder.resources import of_call
 
-    return [r.kernel for r in of_call(call) if r.kernel.split(".")[0] in ("triton_kernels", "hopper")]
+    return [r.kernel for r in of_call(call) if r.kernel.split(".")[0] in ("triton", "hopper")]

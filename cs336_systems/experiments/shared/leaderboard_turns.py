@@ -45,7 +45,7 @@ class Candidate:
         self.turns: list[tuple[tuple[float, ...], float | None, float | None]] = []  # samples, MHz, W
 
     def hold_against(
-        self, exact: Callable[[], list[torch.Tensor]], impl: peers.Implementation, data: list[torch.Tensor]
+        self, exact: Callable[[], list[torch.Tensor]], impl: peers.Attention, data: list[torch.Tensor]
     ) -> None:
         """Errors of one call on leaves of its own, and the kernels of ours; compiles both passes, too."""
         import torch

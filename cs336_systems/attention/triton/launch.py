@@ -12,9 +12,9 @@ import torch
 import triton
 from triton.runtime import driver
 
-from cs336_systems.attention.checks.machine_code import faulty
-from cs336_systems.attention.triton_kernels.kernels import KERNELS
-from cs336_systems.attention.triton_kernels.tiles import (
+from cs336_systems.attention.machine_code import faulty
+from cs336_systems.attention.triton.kernels import KERNELS
+from cs336_systems.attention.triton.tiles import (
     Tiles,
     capability_of,
     rows_of,

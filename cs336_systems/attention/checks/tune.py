@@ -18,8 +18,8 @@ import torch
 from triton.testing import do_bench
 
 from cs336_systems.attention.checks import aot
-from cs336_systems.attention.triton_kernels.launch import first_launch, launch_again, launch_forward
-from cs336_systems.attention.triton_kernels.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
+from cs336_systems.attention.triton.launch import first_launch, launch_again, launch_forward
+from cs336_systems.attention.triton.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _REGISTERS = 65536  # of one multiprocessor

@@ -1,0 +1,75 @@
+"""Why kernels in Triton, or those for Hopper, cannot run on this machine. Importing this needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+
+
+def torch_reason() -> str | None:
+    """Why nothing here can run; None where torch is installed."""
+    return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def triton_reason() -> str | None:
+    """Why `flash_triton` cannot run on this machine; None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it has wheels for Linux)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    import torch
+
+    from cs336_systems.attention.triton.tiles import OLDEST
+
+    if not torch.cuda.is_available():
+        return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    if torch.version.hip:
+        return "the kernels are written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    return None
+
+
+def hopper_reason(device_index: int = 0) -> str | None:
+    """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
+
+    Where they do, they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
+    and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors with head
+    dimensions up to 128 and 512 queries and keys or more whose products are to be accurate to fp32
+    (`hopper.split_launch`: `serves`), unless so few programs of the portable kernels are needed that these are faster:
+    in 16 bits backward, with no more keys than queries, and in fp32 forward. `CS336_HOPPER=0` in the environment, set
+    before the first call, turns them off. ValueError for another value than 0 or 1.
+    """
+    asked = os.environ.get("CS336_HOPPER", "1")
+    if asked not in ("0", "1"):
+        raise ValueError(f"CS336_HOPPER={asked!r}; allowed: 0, 1")
+    if reason := hopper_unable(device_index):
+        return reason
+    return "CS336_HOPPER=0 turns them off" if asked == "0" else None
+
+
+def hopper_unable(device_index: int = 0) -> str | None:
+    """Why a CUDA device cannot run the kernels for Hopper, asked for or not; None where it can."""
+    if reason := triton_reason():
+        return reason
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreted"
+    import triton
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if (major, minor) != (9, 0):
+        return f"compute capability {major}.{minor}: they are written for 9.0"
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
+        return f"triton {triton.__version__}: tried with 3.6 and 3.7"
+    try:
+        for launcher in ("launch", "split_launch"):
+            importlib.import_module(f"cs336_systems.attention.hopper.{launcher}")
+    except ImportError as error:  # they need parts of triton that it does not promise
+        return f"triton {triton.__version__}: {error}"
+    return None

@@ -1,0 +1,111 @@
+"""The implementations of attention: what each is, why it cannot run here, how it is called. Adding one is a module of
+its own and an entry here. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cs336_systems.attention.available import torch_reason, triton_reason
+
+if TYPE_CHECKING:
+    import torch
+
+    Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+_HERE = "cs336_systems.attention"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention.
+
+    what: in a few words. call: (q, k, v, is_causal) → o; imports what it needs. sources: the modules, or
+    "module:definition", that compute it: what the rows of its times depend on. reason: why this machine cannot run
+    it; None where it can.
+    """
+
+    what: str
+    call: Call
+    sources: tuple[str, ...]
+    reason: Callable[[], str | None] = torch_reason
+
+
+def _flash_triton(q, k, v, is_causal):
+    from cs336_systems.attention.flash_triton import FlashAttentionTriton
+
+    return FlashAttentionTriton.apply(q, k, v, is_causal)
+
+
+def _flash_torch(q, k, v, is_causal):
+    from cs336_systems.attention.flash_torch import FlashAttentionTorch
+
+    return FlashAttentionTorch.apply(q, k, v, is_causal)
+
+
+def _flash_compiled_backward(q, k, v, is_causal):
+    from cs336_systems.attention.flash_torch import FlashAttentionCompiledBackward
+
+    return FlashAttentionCompiledBackward.apply(q, k, v, is_causal)
+
+
+def _reference(q, k, v, is_causal):
+    from cs336_systems.attention.inputs import autocast_inputs
+    from cs336_systems.attention.reference import reference_attention
+
+    return reference_attention(*autocast_inputs(q, k, v), is_causal)
+
+
+def _sdpa(q, k, v, is_causal):
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from cs336_systems.attention.inputs import autocast_inputs, check_inputs
+
+    q, k, v = autocast_inputs(q, k, v)
+    check_inputs(q, k, v, head_dims=(1, 2**31))
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+IMPLEMENTATIONS = {
+    "flash_triton": Implementation(
+        "FlashAttention-2 in Triton, and for Hopper in Gluon: forward and backward kernels",
+        _flash_triton, (f"{_HERE}.flash_triton",), triton_reason,
+    ),
+    "flash_torch": Implementation(
+        "FlashAttention-2 tiled in PyTorch, forward and backward", _flash_torch, (f"{_HERE}.flash_torch",)
+    ),
+    "flash_compiled_backward": Implementation(
+        "FlashAttention-2 tiled in PyTorch, its backward pass under torch.compile",
+        _flash_compiled_backward, (f"{_HERE}.flash_torch",),
+    ),
+    "reference": Implementation(
+        "plain PyTorch with materialized scores: the specification", _reference,
+        (f"{_HERE}.inputs:autocast_inputs", f"{_HERE}.reference:reference_attention"),
+    ),
+    "sdpa": Implementation(
+        "torch.nn.functional.scaled_dot_product_attention: the peer", _sdpa,
+        (f"{_HERE}.inputs:autocast_inputs", f"{_HERE}.inputs:check_inputs"),
+    ),
+}  # fmt: skip
+
+
+def availability() -> dict[str, str | None]:
+    """For each implementation None where it can run on this machine, else the reason why not. Imports what it needs."""
+    missing = torch_reason()
+    return {name: missing or found.reason() for name, found in IMPLEMENTATIONS.items()}
+
+
+_usable: dict[str, bool] = {}
+
+
+def usable(name: str) -> bool:
+    """Whether an implementation can run on this machine; asked once."""
+    check_machine()
+    return _usable[name]
+
+
+def check_machine() -> None:
+    """Finds out once which implementations can run here: before a first call is timed or traced."""
+    if not _usable:
+        _usable.update((name, reason is None) for name, reason in availability().items())

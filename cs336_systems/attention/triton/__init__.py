@@ -1,0 +1,1 @@
+"""FlashAttention-2 in Triton: `kernels` to read, their `launch`, their `tiles`."""

@@ -1,1 +1,0 @@
-"""FlashAttention-2 in Triton: `kernels` to read, their `launch`, their `tiles`, and how to `tune` those."""
