@@ -107,15 +107,23 @@ def doctor(
     """Say what this machine can run, and why the rest is unavailable."""
     from cs336_systems import doctor as room
 
-    checks, name = room.checks(), room.machine_name()
+    checks, name, kernels = room.checks(), room.machine_name(), room.chosen_kernels()
     if as_json:
-        typer.echo(json.dumps({"machine": name, "checks": [dataclasses.asdict(c) for c in checks]}, indent=1))
+        found = {"machine": name, "checks": [dataclasses.asdict(c) for c in checks], "kernels": kernels}
+        typer.echo(json.dumps(found, indent=1))
         return
     typer.echo(f"machine: {name or 'unknown'}")
     for section, group in itertools.groupby(checks, key=lambda check: check.section):
         typer.echo(f"\n{section}")
         for check in group:
             typer.echo(f"  {'yes' if check.available else 'no ':3}  {check.name:24} {check.detail}")
+    typer.echo("\nkernels that attention() launches (16 heads; forward, backward where it differs)")
+    if kernels:
+        from tabulate import tabulate
+
+        typer.echo(tabulate(kernels, headers="keys", tablefmt="plain", disable_numparse=True))
+    else:
+        typer.echo("  none here: it computes in plain PyTorch (`reference`)")
 
 
 # -------------------------------------------------------------------------------- chapters and the book

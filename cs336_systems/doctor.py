@@ -121,6 +121,27 @@ def _hopper(torch: ModuleType | None) -> Check:
     )
 
 
+def chosen_kernels() -> list[dict[str, str]]:
+    """What `attention` launches on this machine's GPU, forward and backward, for some dtypes, head dimensions and
+    lengths (16 heads): "hopper", "split" (fp32 on Hopper) or "portable", and both where they differ. Empty where it
+    computes in plain PyTorch.
+    """
+    torch, _ = _torch()
+    if torch is None or not torch.cuda.is_available() or attention.availability()["flash_triton"]:
+        return []
+    from cs336_systems.attention.flash_triton import kernels_for
+
+    rows = []
+    for dtype, head_dims in (("bfloat16", (32, 64, 80, 128, 256)), ("float32", (64, 128, 256))):
+        for head_dim in head_dims:
+            row = {"dtype": dtype, "head dim": str(head_dim)}
+            for tokens in (128, 512, 2048, 8192):
+                x = torch.empty(1, 16, tokens, head_dim, device="cuda", dtype=getattr(torch, dtype))
+                row[f"{tokens} tokens"] = ", ".join(dict.fromkeys(kernels_for(x, x, x).values()))
+            rows.append(row)
+    return rows
+
+
 def _backends(torch: ModuleType | None) -> Iterator[Check]:
     distributed = torch is not None and torch.distributed.is_available()
     gloo = distributed and torch.distributed.is_gloo_available()
