@@ -45,5 +45,5 @@ course-tests: $(INSTALLED) ## one of the course's own suites with our adapters (
 	@tools/course-tests.sh "$(SUITE)"
 
 clean: ## remove .venv and everything built; rows under results/ stay
-	rm -rf .venv _build build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv _build submission build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

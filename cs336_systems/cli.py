@@ -6,6 +6,7 @@
     cs336 bench flash --seq-len 4096 --head-dim 64 128 --json -
     cs336 bench model --size small medium --mode forward train_step --dtype fp32 bf16
     cs336 book --pdf                   build the book from the rows
+    cs336 submit                       the course's hand-in: writeup.pdf and code.zip
     cs336 results merge DIR            take in the rows of another machine
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce         on processes that torchrun starts
 
@@ -213,6 +214,26 @@ def _claims() -> None:
     if wrong:
         _fail(f"{len(wrong)} sentences or answers to mend")
     typer.echo("every sentence is borne out by the rows, and every part has its answer")
+
+
+@app.command()
+def submit(
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write to; submission/ in the checkout by default.")
+    ] = None,
+    skip_tests: Annotated[bool, typer.Option("--skip-tests", help="Run no test before packing.")] = False,
+) -> None:
+    """Make the course's hand-in: run the tests, build writeup.pdf, pack code.zip."""
+    from cs336_systems import submit as room
+    from cs336_systems.report.build import BookError
+
+    try:
+        with _wrong_input():
+            lines = room.submit(out, skip_tests)
+    except (BookError, room.SubmitError) as error:
+        _fail(error)
+    for line in lines:
+        typer.echo(line)
 
 
 @results.command("merge")

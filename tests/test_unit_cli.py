@@ -323,15 +323,26 @@ def test_convert_by_annotation_and_else_by_default(kind, text, value):
 
 # ------------------------------------------------------------------------------------ the surface
 def test_help_of_every_command():
-    for command in ([], ["run"], ["book"], ["doctor"], ["bench"], ["bench", "hardware"], ["bench", "flash"]):
+    for command in (
+        [],
+        ["run"],
+        ["book"],
+        ["submit"],
+        ["doctor"],
+        ["bench"],
+        ["bench", "hardware"],
+        ["bench", "flash"],
+    ):
         done = call(*command, "--help")
         assert done.exit_code == 0 and "Usage" in done.stdout
 
 
-def test_module_is_the_command():
+def test_module_is_the_command_and_helps_without_torch():
     import subprocess
 
-    done = subprocess.run(
-        [sys.executable, "-m", "cs336_systems", "--help"], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "cs336_systems", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Usage: cs336 " in done.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "cs336_systems.cli" in imported
+    assert not imported & {"torch", "triton", "pandas", "matplotlib"}

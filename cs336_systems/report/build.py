@@ -79,9 +79,8 @@ def missing_latex() -> None:
     lacking = [program for program in ("xelatex", "latexmk") if shutil.which(program) is None]
     if lacking:
         raise BookError(
-            f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}\n"
-            "(the HTML needs none of it: cs336 book without --pdf)"
+            f"the PDF needs {' and '.join(lacking)} (the HTML does not); on Debian or Ubuntu: "
+            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}"
         )
 
 
