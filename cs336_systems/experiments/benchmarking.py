@@ -3,7 +3,7 @@
     papermill book/benchmarking.ipynb out.ipynb -p size small,medium
     cs336 bench model --size small medium --context-length 128 512 --mode forward train_step
 
-Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 products and with backward passes that no
+Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 matmuls and with backward passes that no
 update follows as well. Five warm-up steps and ten measured ones, as the handout asks. At context 512 all sizes
 again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; attention in plain PyTorch.
 """

@@ -56,8 +56,8 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
         missing_latex()
     made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
-        product = root / "_build" / "latex" / "cs336-systems.pdf"
-        made.append(_jupyter_book(root, "pdflatex", product, **{KEEP_VARIABLE: "1"}))
+        output = root / "_build" / "latex" / "cs336-systems.pdf"
+        made.append(_jupyter_book(root, "pdflatex", output, **{KEEP_VARIABLE: "1"}))
         if bad := latex_complaints(
             (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
         ):
@@ -84,14 +84,14 @@ def missing_latex() -> None:
         )
 
 
-def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **variables: str) -> Path:
+def _jupyter_book(root: Path, builder: str, output: Path, *options: str, **variables: str) -> Path:
     # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
     command = [
         sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(root / "book"),
         "--builder", builder, *options, "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
         str(root / "_config.yml"), "--path-output", str(root),
     ]  # fmt: skip
-    product.unlink(missing_ok=True)
+    output.unlink(missing_ok=True)
     log = root / "_build" / f"{builder}.log"
     log.parent.mkdir(exist_ok=True)
     environment = variables | {
@@ -105,9 +105,9 @@ def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **vari
             command, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
         ).returncode
     text = log.read_text(errors="replace")
-    if code or not product.is_file():
+    if code or not output.is_file():
         raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
-    return product
+    return output
 
 
 def _tail(text: str) -> str:

@@ -17,7 +17,7 @@ class Roofs:
     """The most that was measured on a machine.
 
     Attributes:
-        tflops: dtype → TFLOP/s of the best square matrix product.
+        tflops: dtype → TFLOP/s of the best square matmul.
         tb_per_s: TB/s of the best copy, bytes read and written; None if not measured.
         sms: multiprocessors of the GPU; None on a CPU.
         sheet: what the data sheet promises; None where it is not known.
@@ -38,10 +38,10 @@ def roofs(machine: str, root: Path | None = None) -> Roofs:
     newest = list(known.values())[-1] if known else {}
     frame = store.read(experiments.load("hardware"), machine, root)
     frame = frame[frame["status"] == "ok"]
-    products = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
+    matmuls = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
     copies = pd.to_numeric(frame[frame["kind"] == "copy"]["tb_per_s"], errors="coerce").dropna()
     return Roofs(
-        tflops={str(k): float(v) for k, v in products.groupby("dtype")["tflops"].max().items()},
+        tflops={str(k): float(v) for k, v in matmuls.groupby("dtype")["tflops"].max().items()},
         tb_per_s=float(copies.max()) if len(copies) else None,
         sms=newest.get("sms"),
         sheet=accounting.peaks(newest.get("gpu", "")),

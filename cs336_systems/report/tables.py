@@ -132,7 +132,7 @@ def _html_text(text: str) -> str:
 
 
 def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
-    """The table as HTML, in the colours of the page around it."""
+    """The table as HTML, in the colors of the page around it."""
     heads, rows, numeric = _flat(frame)
     align = ["right" if n else "left" for n in numeric]
     head = "".join(

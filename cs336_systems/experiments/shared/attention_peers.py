@@ -89,7 +89,7 @@ class Attention:
     tokens_first: bool = False
 
     def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """(heads, n, d) on the axes of `apply`, contiguous and a leaf of its own; what is one number stays one."""
+        """(heads, n, d) on the axes of `apply`, contiguous and a leaf of its own; an expanded scalar stays one."""
         x = x.transpose(0, 1) if self.tokens_first else x.detach()
         return x.contiguous() if any(x.stride()) else x
 

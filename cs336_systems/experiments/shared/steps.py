@@ -49,7 +49,7 @@ _SLOW_MS = 500.0  # a step this long is the sum of its phases: what synchronizin
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run one step. `model`: "own", or `module:Class`. `repeat` 1 measures the same thing again.
+    """One variant of a step. `model`: "own", or `module:Class`. `repeat` 1 measures the same thing again.
 
     Fields as in `training.step.Step`; `warmup` steps come before the `steps` that are measured.
     """
@@ -342,7 +342,7 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
 
 
 def _rates(case: Case, step_ms: float) -> dict[str, float | None]:
-    """Tokens a second, and MFU against the data sheet where the GPU is listed there."""
+    """Tokens/s, and MFU against the data sheet where the GPU is listed there."""
     names = machine.gpu_names()
     peaks = accounting.peaks(names[0]) if names else None
     peak = peaks.tflops.get(case.dtype) if peaks else None

@@ -71,7 +71,7 @@ def state_bytes() -> Number:
 
 
 def saved_bytes(nonlinearity: str) -> Number:
-    """Bytes a token that are saved for backward."""
+    """Bytes per token that are saved for backward."""
     return Number(sum(model.saved_bytes_per_token(XXL, nonlinearity).values()))
 
 
@@ -100,8 +100,8 @@ def up(number: Number) -> Number:
 
 
 def pipeline(setting: Setting) -> list[Number]:
-    """Of the pipeline among the levers: microbatches, the bubble's share of a pass, and the time of handing over to the
-    next stage along a link of the mesh, over that of the GEMMs."""
+    """Of the pipeline among the levers: microbatches, the bubble's share of a pass, and the time of sending to the next
+    stage along a link of the mesh, over that of the GEMMs."""
     layout = levers(setting).get("pipeline")
     if layout is None or (tokens := batch(setting, **vars(layout))).missing:
         return [Number(math.nan, "no such pipeline")] * 3
