@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -134,6 +135,18 @@ def test_a_place_where_nothing_can_be_built_is_named(tmp_path, built, monkeypatc
     with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
         build.build(root=tmp_path)
     assert built[0].read_text() == "before"
+
+
+@pytest.mark.parametrize(("said", "free"), [("OSError: [Errno 28] No space left on device", 2**30), ("", 0)])
+def test_a_full_disk_is_told_in_a_line(tmp_path, built, monkeypatch, said, free):
+    def run(command, cwd, env, stdout, stderr):
+        stdout.write(f"Traceback\n{said}\n")
+        return build.subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    with pytest.raises(build.BookError, match=f"no space left in {tmp_path / '_build'}$"):
+        build.build(root=tmp_path)
 
 
 def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built, results_root, monkeypatch):

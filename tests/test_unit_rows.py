@@ -297,7 +297,7 @@ def test_a_full_disk_leaves_what_is_there_and_is_told_in_a_line(fake, root, csv,
 
 def test_a_place_that_is_no_folder_is_told_in_a_line(fake, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(files.StoreError, match=r"^cannot write into .*file/m: Not a directory$"):
+    with pytest.raises(files.StoreError, match=r"^cannot open .*file/m/.*: Not a directory$"):
         rows.write(fake, "m", [row(fake)], tmp_path / "file")
 
 
@@ -347,6 +347,17 @@ def test_second_run_measures_nothing(fake, root):
     assert set(frame["status"]) == {"ok"} and frame.groupby("size")["run"].nunique().eq(1).all()
     assert frame["run"].nunique() == 3
     assert json.loads((root / "cpu-test" / "machine.json").read_text()) == {"env00001": {"cores": 2}}
+
+
+def test_where_all_is_measured_nothing_is_written(fake, root, monkeypatch):
+    measure(fake, root)
+
+    def read_only(*anything, **more):
+        raise PermissionError
+
+    for name in ("lock", "write", "write_environment"):
+        monkeypatch.setattr(measuring, name, read_only)
+    assert measure(fake, root)[0] == 0
 
 
 def test_only_the_groups_with_missing_rows_are_measured(fake, root):

@@ -5,6 +5,7 @@ Notebooks are run while building, in the mode that only reads rows; nothing is m
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -113,6 +114,9 @@ def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **vari
         ).returncode
     text = log.read_text(errors="replace")
     if code or not product.is_file():
+        # the log, which would say it, may have had no room either
+        if os.strerror(errno.ENOSPC) in text or shutil.disk_usage(log.parent).free < 2**16:
+            raise BookError(f"building {builder} failed (exit {code}): no space left in {log.parent}")
         raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
     return product
 

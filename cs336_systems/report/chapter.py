@@ -17,7 +17,7 @@ from cs336_systems.report.tables import show
 from cs336_systems.store import measuring
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digests
-from cs336_systems.store.files import StoreError, read_json
+from cs336_systems.store.files import StoreError, naming, read_json
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -39,7 +39,9 @@ def reference(root: Path) -> dict[str, list[str]]:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"no results folder {root}")
-    path, folders = root / "reference.json", sorted(p.name for p in root.iterdir() if p.is_dir())
+    with naming("read", root):
+        folders = sorted(p.name for p in root.iterdir() if p.is_dir())
+    path = root / "reference.json"
     known = read_json(path)
     for chapter, machines in known.items():
         if chapter not in experiments.CHAPTERS:

@@ -123,9 +123,12 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    with naming("write into", path.parent):
+    with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # for writing: NFS locks nothing else
+        others = path.exists() and not os.access(
+            path, os.W_OK
+        )  # else open for writing: NFS locks nothing else
+        file = os.open(path, os.O_CREAT | (os.O_RDONLY if others else os.O_RDWR), 0o666)
     try:
         with naming("lock", path):
             try:

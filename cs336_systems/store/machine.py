@@ -22,8 +22,8 @@ import subprocess
 _NOISE = {"nvidia", "tesla", "geforce", "quadro", "graphics", "gpu", "generation"}
 _NOISE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "pcie", "nvl"}
 
-# What the driver and a process's own context take of a GPU beside torch's allocator: 1.3 GiB on an H200.
-_DRIVER_GIB = 2.0
+# So much of a GPU the driver and a process itself may take beside what torch's allocator tells (1.3 GiB on an H200).
+_DRIVER_GIB = 3.0
 
 
 def gpu_slug(device_name: str) -> str:

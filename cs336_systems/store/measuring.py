@@ -84,35 +84,41 @@ def measure(
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
-    machine, table = machine_name(), table_name(experiment)
+    machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
     for case in cases:
-        case_key(experiment, case)
-    path = csv_path(table, machine, root)
-    waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
-    with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
-        return _measure(experiment, cases, refresh, root, log, progress)
+        case_key(experiment, case)  # raises for what no file can keep
+    all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
+
+    def find_due() -> list[list[Any]]:
+        known = load(experiment, path)
+        due = [group for group in all_groups if _due(experiment, group, known, refresh, code)]
+        # what failed before comes last, so that it cannot keep the others from being measured
+        return sorted(due, key=lambda group: _failed_before(experiment, group, known))
+
+    if find_due():
+        waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
+        with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
+            if due := find_due():
+                todo = f"{len(due)} of {len(all_groups)} groups to measure{_estimate(experiment, due)}"
+                log(f"{table} on {machine}: {todo}")
+                _fill(experiment, machine, due, code, root, log, progress)
+                return len(due)
+    log(f"{table} on {machine}: all {len(all_groups)} groups are measured")
+    return 0
 
 
-def _measure(
+def _fill(
     experiment: ModuleType,
-    cases: Sequence[Any],
-    refresh: str,
+    machine: str,
+    due: list[list[Any]],
+    code: Callable[[Any], str],
     root: Path | None,
     log: Callable[[str], None],
     progress: Callable[[list[list[Any]]], Iterable[list[Any]]],
-) -> int:
-    machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
-    known = load(experiment, csv_path(table, machine, root))
-    due = [g for g in groups(experiment, cases) if _due(experiment, g, known, refresh, code)]
-    # what failed before comes last, so that it cannot keep the others from being measured
-    due.sort(key=lambda group: _failed_before(experiment, group, known))
-    total = len(groups(experiment, cases))
-    if not due:
-        log(f"{table} on {machine}: all {total} groups are measured")
-        return 0
+) -> None:
+    table = table_name(experiment)
     codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
     write_environment(machine, root)
-    log(f"{table} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
@@ -139,7 +145,6 @@ def _measure(
         raise MeasurementError(
             f"{len(failed)} cases of {table} ended in an error (their rows say so): {failed[0]['status']}"
         )
-    return len(due)
 
 
 def _estimate(experiment: ModuleType, due: list[list[Any]]) -> str:
