@@ -389,7 +389,7 @@ def _bench(
         wired = {"run_group": functools.partial(experiment.run_group, **options)}
         experiment = types.SimpleNamespace(**{**vars(experiment), **wired})
     failure = None
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _wrong_input():
         root = root or Path(scratch)
         try:
             measuring.measure(

@@ -158,6 +158,49 @@ def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root, monkeypat
     assert notes == ["a note", "a note; some rows of this chapter were measured with earlier code"]
 
 
+ODD = {
+    "without a number": {"tflops": None, "tb_per_s": None, "us_per_launch": None, "ms_p50": None},
+    "with a negative number": {"ms_p50": -0.1},
+    "memory that other processes held": {"status": "oom: other processes held 7 GiB"},
+    "in an error": {"status": "error: KeyError"},
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_rows_are_a_problem(results_root, what):
+    write_rows(results_root, metrics=lambda case: ODD[what] if case.kind == "launch" else {})
+    count = len(chapter().rows(kind="launch"))
+    [found] = chapter().problems()
+    assert f": {count} of " in found and what in found
+
+
+def test_a_difference_may_be_negative(results_root):
+    write_rows(results_root, metrics=lambda case: {"error": -1.0})
+    assert not chapter().problems()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
+        ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: hardware"),
+        ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
+        ('{"hardware": [', "line 1"),
+    ],
+)
+def test_what_is_wrong_with_reference_json_is_said(results_root, text, named):
+    write_rows(results_root)
+    (results_root / "reference.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"reference\.json.*{named}"):
+        chapter()
+
+
+def test_a_results_folder_that_is_not_there_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        chapter()
+
+
 # --------------------------------------------------------------------------------- words and tables
 @pytest.mark.parametrize(
     ("value", "text"),

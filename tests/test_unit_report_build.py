@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -86,6 +87,79 @@ def test_failed_cells_are_told_without_the_tracebacks_around_them():
     )
     cells = [f"/x/{n}.ipynb: CellExecutionError: An error occurred\nValueError: bad {n}" for n in "ab"]
     assert build._tail(log + "Traceback of Sphinx\n") == "\n\n".join(cells)
+
+
+def test_what_several_notebooks_say_is_told_once_without_their_cells():
+    dashes = "-" * 18
+    log = "".join(
+        f"/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n"
+        "nbclient.exceptions.CellExecutionError: An error occurred while executing the following cell:\n"
+        f"{dashes}\nrows = read()\n{dashes}\n\n\nStoreError: a.csv, line 3\n\n [mystnb.exec]\n"
+        for name in "ab"
+    )
+    assert build._tail(log) == "/x/a.ipynb, /x/b.ipynb: StoreError: a.csv, line 3"
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A checkout with a book that was built before, and the environments of the builds to come."""
+    (tmp_path / "_build" / "html").mkdir(parents=True)
+    product = tmp_path / "_build" / "html" / "index.html"
+    product.write_text("before")
+    environments = []
+
+    def run(command, cwd, env, stdout, stderr):
+        environments.append(env)
+        product.write_text("now")
+        return build.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    return product, environments
+
+
+def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(tmp_path, built, monkeypatch):
+    product, environments = built
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build.build(root=tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "reference.json").write_text('{"hardware": ["h9000"]}')
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "there"))
+    with pytest.raises(ValueError, match=r"there/reference\.json.*'h9000'"):
+        build.build(root=tmp_path)
+    assert product.read_text() == "before" and not environments
+
+
+def test_a_place_where_nothing_can_be_built_is_named(tmp_path, built, monkeypatch):
+    (tmp_path / "_build" / "html.log").mkdir()
+    with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
+        build.build(root=tmp_path)
+    assert built[0].read_text() == "before"
+
+
+@pytest.mark.parametrize(("said", "free"), [("OSError: [Errno 28] No space left on device", 2**30), ("", 0)])
+def test_a_full_disk_is_told_in_a_line(tmp_path, built, monkeypatch, said, free):
+    def run(command, cwd, env, stdout, stderr):
+        stdout.write(f"Traceback\n{said}\n")
+        return build.subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    with pytest.raises(build.BookError, match=f"no space left in {tmp_path / '_build'}$"):
+        build.build(root=tmp_path)
+
+
+def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built, results_root, monkeypatch):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "reference.json").write_text("not looked at")
+    write_headline(results_root)
+    with pytest.raises(build.BookError, match="leaderboard_ladder: "):
+        build.build(strict=True, root=tmp_path)
+    monkeypatch.chdir(results_root.parent)
+    monkeypatch.setenv("CS336_RESULTS", results_root.name)
+    build.build(root=tmp_path)
+    [environment] = built[1]
+    assert environment["CS336_RESULTS"] == str(results_root)
 
 
 def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, monkeypatch):

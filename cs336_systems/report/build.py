@@ -5,7 +5,7 @@ Notebooks are run while building, in the mode that only reads rows; nothing is m
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import shutil
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
+from cs336_systems.store.files import naming
 
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
@@ -36,28 +37,32 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
             cases that are not measured or ended in an error.
 
     Raises:
-        FileNotFoundError: outside a checkout.
-        ValueError: `$CS336_MACHINE` names a machine without rows.
+        FileNotFoundError: outside a checkout, or without the folder that `$CS336_RESULTS` names.
+        ValueError: `$CS336_MACHINE` names a machine without rows, `reference.json` one that is not there; a place
+            that cannot be written; with `strict`, a damaged file of rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines
+    from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines, reference
     from cs336_systems.store.rows import results_root
 
     root = root or project_root()
-    folders = sorted({path.parent.name for path in results_root(root).glob("*/*.csv")})
+    results = results_root(root).absolute()
+    reference(results)  # says what is wrong with it, while the last build is still there
+    folders = sorted({path.parent.name for path in results.glob("*/*.csv")})
     for machine in named_machines():
         if machine not in folders:
             raise ValueError(
                 f"{MACHINE_VARIABLE}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
             )
-    if strict and (found := problems(root)):
+    if strict and (found := problems(results)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if pdf:
         missing_latex()
-    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
+    there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
+    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all", **there)]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
         output = root / "_build" / "latex" / "cs336-systems.pdf"
-        made.append(_jupyter_book(root, "pdflatex", output, **{KEEP_VARIABLE: "1"}))
+        made.append(_jupyter_book(root, "pdflatex", output, **there, **{KEEP_VARIABLE: "1"}))
         if bad := latex_complaints(
             (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
         ):
@@ -65,13 +70,13 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     return made
 
 
-def problems(root: Path) -> list[str]:
-    """What is not final about the rows of the chapters in `results/reference.json`."""
+def problems(results: Path) -> list[str]:
+    """What is not final about the rows of the chapters in a results folder's `reference.json`."""
     from cs336_systems import experiments
-    from cs336_systems.report.chapter import Chapter
+    from cs336_systems.report.chapter import Chapter, reference
 
-    tables = experiments.tables(*json.loads((root / "results" / "reference.json").read_text()))
-    return [p for name in tables for p in Chapter(name, measure="no", root=root / "results").problems()]
+    tables = experiments.tables(*reference(results))
+    return [p for name in tables for p in Chapter(name, measure="no", root=results).problems()]
 
 
 def missing_latex() -> None:
@@ -79,8 +84,9 @@ def missing_latex() -> None:
     lacking = [program for program in ("xelatex", "latexmk") if shutil.which(program) is None]
     if lacking:
         raise BookError(
-            f"the PDF needs {' and '.join(lacking)} (the HTML does not); on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}"
+            f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
+            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}\n"
+            "(the HTML needs none of it: cs336 book without --pdf)"
         )
 
 
@@ -91,9 +97,11 @@ def _jupyter_book(root: Path, builder: str, output: Path, *options: str, **varia
         "--builder", builder, *options, "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
         str(root / "_config.yml"), "--path-output", str(root),
     ]  # fmt: skip
-    output.unlink(missing_ok=True)
     log = root / "_build" / f"{builder}.log"
-    log.parent.mkdir(exist_ok=True)
+    with naming("write into", log.parent):
+        log.parent.mkdir(exist_ok=True)
+        log.write_bytes(b"")
+        output.unlink(missing_ok=True)
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
@@ -106,18 +114,26 @@ def _jupyter_book(root: Path, builder: str, output: Path, *options: str, **varia
         ).returncode
     text = log.read_text(errors="replace")
     if code or not output.is_file():
+        # the log, which would say it, may have had no room either
+        if os.strerror(errno.ENOSPC) in text or shutil.disk_usage(log.parent).free < 2**16:
+            raise BookError(f"building {builder} failed (exit {code}): no space left in {log.parent}")
         raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
     return output
 
 
 def _tail(text: str) -> str:
-    """What a Sphinx log says about the failure: the cells that failed, else the warnings and errors, else
-    its end.
+    """What a Sphinx log says about the failure: how cells failed, and of which notebooks, else the warnings and errors,
+    else its end.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     failed = r"(\S+): WARNING: Executing notebook failed.*?nbclient\.exceptions\.(.*?)\s*\[mystnb\.exec\]"
-    if cells := re.findall(failed, plain, flags=re.S):
-        return "\n\n".join(f"{notebook}: {what}" for notebook, what in cells)
+    where: dict[str, list[str]] = {}
+    for notebook, what in re.findall(failed, plain, flags=re.S):
+        # without the cell's source, which nbclient puts first: the traceback shows the line
+        what = re.sub(r"CellExecutionError: An error .*?\n(-{18}\n).*?\n\1\s*", "", what, flags=re.S)
+        where.setdefault(what, []).append(notebook)
+    if where:
+        return "\n\n".join(f"{', '.join(notebooks)}: {what}" for what, notebooks in where.items())
     lines = plain.splitlines()
     marked = [line for line in lines if re.search(r"\b(WARNING|ERROR|Error):", line)]
     return "\n".join(marked[:20] or lines[-40:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from cs336_systems.report.tables import show
 from cs336_systems.store import measuring
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digests
+from cs336_systems.store.files import StoreError, naming, read_json
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -32,15 +32,39 @@ def named_machines() -> list[str]:
     return [name.strip() for name in os.environ.get(MACHINE_VARIABLE, "").split(",") if name.strip()]
 
 
+def reference(root: Path) -> dict[str, list[str]]:
+    """What `reference.json` of a results folder says: chapter → the machines whose rows the book quotes.
+
+    FileNotFoundError without the folder; StoreError for a chapter or machine that there is none of.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no results folder {root}")
+    with naming("read", root):
+        folders = sorted(p.name for p in root.iterdir() if p.is_dir())
+    path = root / "reference.json"
+    known = read_json(path)
+    for chapter, machines in known.items():
+        if chapter not in experiments.CHAPTERS:
+            raise StoreError(
+                f"{path}: unknown chapter {chapter!r}; allowed: {', '.join(experiments.CHAPTERS)}"
+            )
+        if not isinstance(machines, list):
+            raise StoreError(f"{path}: {chapter}: {machines!r}; expected a list of machines")
+        for machine in machines:
+            if machine not in folders:
+                raise StoreError(
+                    f"{path}: {chapter}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
+                )
+    return known
+
+
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
     """The machines that the book quotes for a chapter, or a table of it: `$CS336_MACHINE`, else the chapter's entry in
     `reference.json`.
     """
     if named := named_machines():
         return named
-    path = (root or store.results_root()) / "reference.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    return list(known.get(experiments.chapter_of(chapter), []))
+    return reference(root or store.results_root()).get(experiments.chapter_of(chapter), [])
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -229,8 +253,7 @@ class Chapter:
 
     def environments(self, machine: str) -> dict[str, dict[str, Any]]:
         """What `machine.json` says about the environments that the machine's rows name."""
-        path = self.root / machine / "machine.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
+        known = store.environments(machine, self.root)
         used = self.rows(machine=machine)["env"].dropna().unique()
         return {digest: known.get(digest, {}) for digest in used}
 
@@ -270,11 +293,18 @@ class Chapter:
         show(frame, caption=caption, name=name, note=note, **options)
 
     def problems(self) -> list[str]:
-        """What keeps the chapter's page from being final: cases not measured, errors, earlier code."""
+        """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
         frame = self.rows()
+        metrics = frame[list(self.experiment.METRICS)].replace("", None)
+        signed = [
+            m for m in metrics.select_dtypes("number") if "error" not in m
+        ]  # a difference may have a sign
         counts = {
             "not measured": (frame["status"] == NOT_MEASURED).sum(),
             "ended in an error": frame["status"].str.startswith("error").sum(),
+            "without memory that other processes held": frame["status"].str.startswith("oom:").sum(),
+            "without a number": ((frame["status"] == "ok") & metrics.isna().all(axis=1)).sum(),
+            "with a negative number": (metrics[signed] < 0).any(axis=1).sum(),
             "measured with earlier code": len(self.stale()),
         }
         return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]

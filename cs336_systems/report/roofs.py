@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +32,7 @@ def roofs(machine: str, root: Path | None = None) -> Roofs:
     """The roofs of a machine. What has no row is left out, or None; an empty name has no roofs at all."""
     if not machine:
         return Roofs()
-    path = (root or store.results_root()) / machine / "machine.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = store.environments(machine, root)
     newest = list(known.values())[-1] if known else {}
     frame = store.read(experiments.load("hardware"), machine, root)
     frame = frame[frame["status"] == "ok"]
