@@ -36,9 +36,20 @@ WITHIN = {
     "measure.counters": {"trace"},
     "experiments.shared": set(),
 }
-EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
+EVERYTHING = {"bench", "cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
 
-NO_TORCH = ("accounting", "sizes", "report", "experiments", "cli", "doctor", "notebooks", "measure", "store")
+NO_TORCH = (
+    "accounting",
+    "sizes",
+    "report",
+    "experiments",
+    "bench",
+    "cli",
+    "doctor",
+    "notebooks",
+    "measure",
+    "store",
+)
 
 
 def sources():

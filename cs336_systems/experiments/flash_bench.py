@@ -47,6 +47,10 @@ IMPLEMENTATIONS = (
     "flash_triton", "flash_torch", "reference", "reference_compiled", "sdpa", "sdpa_flash", "sdpa_cudnn",
     "sdpa_efficient", "flex_compiled",
 )  # fmt: skip
+CHOICES = {
+    "heads": range(1, 2**16 + 1), "seq_len": range(1, 2**24 + 1), "head_dim": range(16, 256 + 1), "dtype": DTYPES,
+    "impl": IMPLEMENTATIONS, "repeat": range(2),
+}  # fmt: skip
 _QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
 _SHORT_MS = 10.0  # up to this time GPU and host time are measured apart as well
 _REPLAY_MS = 2.0  # of a CUDA graph's replay: it holds as many calls, at least 1 and at most 20

@@ -36,20 +36,17 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
             cases that are not measured or ended in an error.
 
     Raises:
-        FileNotFoundError: outside a checkout.
-        ValueError: `$CS336_MACHINE` names a machine without rows.
+        FileNotFoundError: outside a checkout, or `$CS336_RESULTS` names no folder.
+        ValueError: `$CS336_MACHINE` names an unknown machine.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines
+    from cs336_systems.report.chapter import named_machines
     from cs336_systems.store.rows import results_root
 
     root = root or project_root()
-    folders = sorted({path.parent.name for path in results_root(root).glob("*/*.csv")})
-    for machine in named_machines():
-        if machine not in folders:
-            raise ValueError(
-                f"{MACHINE_VARIABLE}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
-            )
+    if not (rows := results_root(root)).is_dir():
+        raise FileNotFoundError(f"no folder {rows} to read rows from")
+    named_machines(rows)  # raises for one that is unknown
     if strict and (found := problems(root)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if pdf:
