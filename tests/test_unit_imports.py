@@ -40,13 +40,14 @@ WITHIN = {
     "measure.counters": {"trace"},
     "experiments.shared": set(),
 }
-EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
+EVERYTHING = {"bench", "cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
 
 NO_TORCH = (
     "accounting",
     "sizes",
     "report",
     "experiments",
+    "bench",
     "cli",
     "doctor",
     "notebooks",

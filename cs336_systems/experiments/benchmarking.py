@@ -19,7 +19,10 @@ from cs336_systems.sizes import HANDOUT_SIZES
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
 PER_CASE = peers.PER_CASE
-CHOICES = steps.CHOICES
+CHOICES = steps.CHOICES | {
+    "context_length": range(1, 2**20 + 1), "batch": range(1, 2**16 + 1), "warmup": range(10**4 + 1),
+    "steps": range(1, 10**4 + 1), "model": steps.model_class, "repeat": range(2),
+}  # fmt: skip
 CONTEXTS = (128, 256, 512, 1024)
 COLD_SIZES = HANDOUT_SIZES
 PRIMARY = 512  # the context length where the handout names none

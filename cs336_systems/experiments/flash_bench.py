@@ -42,6 +42,10 @@ METRICS = (
 )
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
 IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name != "fa4")  # whose axes are in another order
+CHOICES = {
+    "heads": range(1, 2**16 + 1), "seq_len": range(1, 2**24 + 1), "head_dim": range(16, 256 + 1), "dtype": DTYPES,
+    "impl": IMPLEMENTATIONS, "repeat": range(2),
+}  # fmt: skip
 _QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
 _SHORT_MS = 10.0  # up to this time GPU and host time are measured apart as well
 _REPLAY_MS = 2.0  # of a CUDA graph's replay: it holds as many calls, at least 1 and at most 20

@@ -67,6 +67,17 @@ class Case:
     repeat: int = 0
 
 
+def model_class(spec: str) -> str:
+    """`spec` again if it is "own", or names a class that can stand for our model; ValueError otherwise."""
+    if spec != OWN:
+        from cs336_systems.model import OWN_CLASS, load_class
+
+        if spec.startswith("."):  # relative to what?
+            raise ValueError(f"model {spec!r} is not of the form module:Class, as in {OWN_CLASS}")
+        load_class(spec)
+    return spec
+
+
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_bytes(case: Case, device: str = "cuda") -> int | None:
     """The peak of the case's tensors by the closed forms, in bytes; None for what they do not describe.
