@@ -9,7 +9,7 @@
     cs336 results merge DIR            take in the rows of another machine
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce         on processes that torchrun starts
 
-Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong.
+Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,8 +35,24 @@ from tqdm import tqdm
 if typing.TYPE_CHECKING:
     import pandas as pd
 
+
+class Interruptible(typer.core.TyperGroup):
+    """Commands that Ctrl-C ends with one line and exit code 130."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from cs336_systems.launch.team import rank_here
+
+            if not rank_here():  # of torchrun's ranks the first speaks for all
+                _say("Interrupted")
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )  # fmt: skip
 
 

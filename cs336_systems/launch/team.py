@@ -12,7 +12,7 @@ which torchrun's ranks meet:
     task N              function, arguments, backend, ...: as `launch` got them
     stop N              the task is over: a rank has failed, or the time is up
     outcome N R         how rank R of it ended
-    end, left           there are no more tasks; how many followers have seen that
+    end, left           there are no more tasks; how many followers have gone
 
 Each rank calls the function in a fresh process of its own, as where `launch` starts them all: so one task leaves
 neither memory nor a broken process group to the next, and a rank that crashes is a failed task. What rank 0 prints is
@@ -117,17 +117,17 @@ def follow() -> None:
     """Takes part in the tasks, one after the other, until rank 0 has no more."""
     rank, store = int(os.environ["RANK"]), _store()
     number = 1
-    while True:
-        if store.check([f"task {number}"]):
-            task = json.loads(store.get(f"task {number}"))
-            if rank < task["world_size"]:
-                store.set(f"outcome {number} {rank}", json.dumps(_take_part(store, number, task, rank)))
-            number += 1
-        elif store.check(["end"]):
-            store.add("left", 1)
-            return
-        else:
-            time.sleep(0.1)
+    try:
+        while not store.check(["end"]):
+            if store.check([f"task {number}"]):
+                task = json.loads(store.get(f"task {number}"))
+                if rank < task["world_size"]:
+                    store.set(f"outcome {number} {rank}", json.dumps(_take_part(store, number, task, rank)))
+                number += 1
+            else:
+                time.sleep(0.1)
+    finally:  # also where this is interrupted: rank 0 waits for it
+        store.add("left", 1)
 
 
 def _take_part(store: Store, number: int, task: Mapping[str, Any], rank: int) -> dict[str, Any]:
