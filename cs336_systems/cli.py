@@ -18,6 +18,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
+import signal
 import sys
 import tempfile
 import types
@@ -40,7 +42,10 @@ class Interruptible(typer.core.TyperGroup):
     """Commands that Ctrl-C ends with one line and exit code 130."""
 
     def invoke(self, ctx: typer.Context) -> Any:
+        before = signal.getsignal(signal.SIGINT)
         try:
+            if before is signal.default_int_handler:  # a shell's background jobs ignore it
+                signal.signal(signal.SIGINT, _interrupt)
             return super().invoke(ctx)
         except KeyboardInterrupt:
             from cs336_systems.launch.team import rank_here
@@ -48,6 +53,13 @@ class Interruptible(typer.core.TyperGroup):
             if not rank_here():  # of torchrun's ranks the first speaks for all
                 _say("Interrupted")
             raise typer.Exit(130) from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
+    logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
+    raise KeyboardInterrupt
 
 
 app = typer.Typer(
