@@ -225,7 +225,7 @@ FIRST_LINES = {
     "kill": r"rank 1 of 2: signal SIGKILL \(by the system, for want of memory, if nobody sent it\)",
     "stubborn": r"rank 1 of 2: ValueError: size=7 is odd",
     "exit": r"rank 1 of 2: SystemExit: 0",
-    "interrupt": r"rank 1 of 2: KeyboardInterrupt: ",
+    "interrupt": r"rank 1 of 2: KeyboardInterrupt",
     "terminate": r"rank 1 of 2: signal SIGTERM",
     "leave": r"rank 1 of 2: exit code 0 and no result",
     "skip": r"rank 0 of 2: RuntimeError: .*Timed out waiting 4000ms.*",

@@ -1,9 +1,9 @@
 """How the ranks of a run ended: what is read from the files that they leave, and the error that is made of it.
 
-An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with `traceback` and
-`of_communication` (whether it may be the consequence of another rank's failure); `time_ns` of the error or the end,
-`exit_code` (negative for a signal), `stopped` (whether it ended because it was told to), `stack` (where it was then),
-`stderr` (its last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank of which nothing was heard.
+An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with `traceback`; `time_ns` of the
+error or the end, `of_communication` (whether that may be the consequence of another rank's failure), `exit_code`
+(negative for a signal), `stopped` (whether it ended because it was told to), `stack` (where it was then), `stderr` (its
+last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank of which nothing was heard.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def outcome(folder: Path, exit_code: int) -> dict[str, Any]:
     timeout = _NCCL_TIMEOUT.search("\n".join(said))
     return {
         "time_ns": time.time_ns(),
+        "of_communication": exit_code == -signal.SIGABRT and any("NCCL" in line for line in said),
         **read(folder / "answer.json"),
         "exit_code": exit_code,
         "stopped": False,
@@ -84,7 +85,8 @@ def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
 
     def order(rank: int) -> tuple[bool, bool, int]:
         """A cause comes before what it may have caused: an end that was asked for, a broken collective."""
-        return outcomes[rank]["stopped"], _of_communication(outcomes[rank]), outcomes[rank]["time_ns"]
+        found = outcomes[rank]
+        return found["stopped"], found["of_communication"], found["time_ns"]
 
     first = min(failed, key=order)
     found = outcomes[first]
@@ -94,14 +96,9 @@ def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
         how = ending(found["exit_code"]) + (f": {found['watchdog']}" if found["watchdog"] else "")
         said = found["stderr"]
     lines = [f"rank {first} of {len(outcomes)}: {how}", *said]
-    if _of_communication(found):
+    if found["of_communication"]:
         lines += others(outcomes, first)
     return LaunchError("\n".join(lines), first)
-
-
-def _of_communication(found: dict[str, Any]) -> bool:
-    """NCCL's watchdog aborts the process."""
-    return found.get("of_communication", found["exit_code"] == -signal.SIGABRT)
 
 
 def others(outcomes: Sequence[dict[str, Any]], first: int | None) -> list[str]:
@@ -115,6 +112,8 @@ def others(outcomes: Sequence[dict[str, Any]], first: int | None) -> list[str]:
                 f"rank {rank} of {len(outcomes)} was ended here, the innermost call first:",
                 *found["stack"][:4],
             ]
+        elif rank != first and found.get("stopped"):
+            lines.append(f"rank {rank} of {len(outcomes)} did not say where it was when it was ended")
     return lines
 
 

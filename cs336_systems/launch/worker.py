@@ -43,9 +43,8 @@ def work(task_file: str) -> None:
     ) as error:  # sys.exit and Ctrl-C end a rank as well: the others must not be taken for the cause
         # the caller may have seen another rank fail: this one has its say
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        first_line = next(iter(str(error).strip().splitlines()), "")
         said = {
-            "error": f"{type(error).__name__}: {first_line}",
+            "error": _words(error).splitlines()[0],
             "traceback": traceback.format_exc(),
             "time_ns": time.time_ns(),
             "of_communication": _of_communication(error),
@@ -68,12 +67,16 @@ def as_json(result: Any) -> str:
         raise TypeError(f"the result of a rank is not JSON: {error}") from error
 
 
+def _words(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error))  # also of one that cannot be printed
+
+
 def _of_communication(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, may be the consequence of another rank's failure."""
     from torch import distributed as dist
 
     while error is not None:
-        words = re.search(r"gloo/|NCCL|by peer", str(error))
+        words = re.search(r"gloo/|NCCL|by peer", _words(error))
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and words is not None):
             return True
         error = error.__cause__ or error.__context__
