@@ -10,7 +10,7 @@
     cs336 results merge DIR            take in the rows of another machine
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce         on processes that torchrun starts
 
-Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong.
+Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
+import signal
+import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +31,34 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+
+class Interruptible(typer.core.TyperGroup):
+    """Commands that Ctrl-C ends with one line and exit code 130."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            if before is signal.default_int_handler:  # a shell's background jobs ignore it
+                signal.signal(signal.SIGINT, _interrupt)
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from cs336_systems.launch.team import rank_here
+
+            if not rank_here():  # of torchrun's ranks the first speaks for all
+                _say("Interrupted")
+            raise typer.Exit(130) from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
+    logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
+    raise KeyboardInterrupt
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ MAY = {
     "accounting": {"sizes"},
     "attention": set(),
     "ladder": {"accounting", "attention"},
-    "launch": set(),
+    "launch": {"store"},
     "parallel": set(),
     "store": set(),
     "measure": {"store"},

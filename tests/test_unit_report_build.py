@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -165,23 +166,46 @@ def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built
 def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, monkeypatch):
     calls = []
 
-    def run(command, cwd, env, stdout, stderr):
-        calls.append((command, env))
-        product = "html/index.html" if "html" in command else "latex/cs336-systems.pdf"
-        (tmp_path / "_build" / product).parent.mkdir(parents=True)
-        (tmp_path / "_build" / product).touch()
-        (tmp_path / "_build" / product).with_suffix(".log").touch()
-        return build.subprocess.CompletedProcess(command, 0)
+    class Made:
+        """Stands in for jupyter-book."""
+
+        def __init__(self, command, lifeline, env, **options):
+            calls.append((command, env))
+            product = "html/index.html" if "html" in command else "latex/cs336-systems.pdf"
+            made = Path(command[command.index("--path-output") + 1], "_build", product)
+            made.parent.mkdir(parents=True)
+            made.write_text(f"build {len(calls)}")
+            made.with_suffix(".log").touch()
+            self.process = SimpleNamespace(wait=lambda: 0)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *raised):
+            pass
 
     monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
     monkeypatch.delenv("CS336_MACHINE", raising=False)
     monkeypatch.setattr(build, "missing_latex", lambda: None)
-    monkeypatch.setattr(build.subprocess, "run", run)
-    assert [path.name for path in build.build(pdf=True, root=tmp_path)] == ["index.html", "cs336-systems.pdf"]
-    (html, html_env), (latex, latex_env) = calls
+    monkeypatch.setattr(build, "Held", Made)
+    places = [tmp_path / "_build/html/index.html", tmp_path / "_build/latex/cs336-systems.pdf"]
+    for number in (1, 3):  # the second takes the place of the first
+        assert build.build(pdf=True, root=tmp_path) == places
+        assert [path.read_text() for path in places] == [f"build {number}", f"build {number + 1}"]
+    (html, html_env), (latex, latex_env) = calls[:2]
     assert "--all" in html and sphinx_ext.KEEP_VARIABLE not in html_env
     assert "--all" not in latex and latex_env[sphinx_ext.KEEP_VARIABLE] == "1"
     assert "-W" in html and "-W" in latex
+
+
+def test_a_build_that_fails_leaves_the_book_before_it(tmp_path, monkeypatch):
+    good = tmp_path / "_build" / "html" / "index.html"
+    good.parent.mkdir(parents=True)
+    good.write_text("good")
+    monkeypatch.delenv("CS336_MACHINE", raising=False)
+    with pytest.raises(build.BookError, match="building html failed"):  # there is no book to build
+        build.build(root=tmp_path)
+    assert good.read_text() == "good"
 
 
 def test_a_folded_table_is_html_that_latex_leaves_out(monkeypatch):

@@ -11,15 +11,21 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
 from cs336_systems.store.files import naming
+from cs336_systems.store.lifeline import Held
 
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
     "fonts-freefont-otf"
+)
+_HELD = (
+    "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
+    "from jupyter_book.cli.main import main; main()"
 )
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
@@ -54,14 +60,14 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     if pdf:
         missing_latex()
     there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
-    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all", **there)]
+    shutil.rmtree(_making(root), ignore_errors=True)
+    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there))]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
-        output = root / "_build" / "latex" / "cs336-systems.pdf"
-        made.append(_jupyter_book(root, "pdflatex", output, **there, **{KEEP_VARIABLE: "1"}))
-        if bad := latex_complaints(
-            (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
-        ):
+        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", **there, **{KEEP_VARIABLE: "1"})
+        if bad := latex_complaints(output.with_suffix(".log").read_text(errors="replace")):
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
+        made.append(_published(root, output))
+    shutil.rmtree(_making(root))
     return made
 
 
@@ -85,35 +91,52 @@ def missing_latex() -> None:
         )
 
 
-def _jupyter_book(root: Path, builder: str, output: Path, *options: str, **variables: str) -> Path:
-    # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
-    command = [
-        sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(root / "book"),
-        "--builder", builder, *options, "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
-        str(root / "_config.yml"), "--path-output", str(root),
-    ]  # fmt: skip
-    log = root / "_build" / f"{builder}.log"
+def _making(root: Path) -> Path:
+    """Where the book is made: until it is complete, the one before it stays in its place."""
+    return root / "_build" / "making"
+
+
+def _published(root: Path, output: Path) -> Path:
+    """Puts the folder of an output that has been made in its place; returns the output's path there."""
+    place, old = root / "_build" / output.parent.name, _making(root) / "old"
+    if place.exists():
+        place.rename(old)
+    output.parent.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    return place / output.name
+
+
+def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variables: str) -> Path:
+    """Makes an output, and returns its path among what is being made. jupyter-book ends with this process."""
+    log, made = root / "_build" / f"{builder}.log", _making(root) / "_build" / output
     with naming("write into", log.parent):
-        log.parent.mkdir(exist_ok=True)
+        _making(root).mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
-        output.unlink(missing_ok=True)
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
     print(f"building {builder}: {log}", flush=True)
-    with open(log, "w") as out:
-        code = subprocess.run(
-            command, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
-        ).returncode
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder, open(log, "w") as out:
+        lifeline = Path(folder) / "lifeline"
+        # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
+        command = [
+            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder, *options,
+            "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
+            "--path-output", str(_making(root)),
+        ]  # fmt: skip
+        with Held(
+            command, lifeline, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
+        ) as book:
+            code = book.process.wait()
     text = log.read_text(errors="replace")
-    if code or not output.is_file():
+    if code or not made.is_file():
         # the log, which would say it, may have had no room either
         if os.strerror(errno.ENOSPC) in text or shutil.disk_usage(log.parent).free < 2**16:
             raise BookError(f"building {builder} failed (exit {code}): no space left in {log.parent}")
         raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
-    return output
+    return made
 
 
 def _tail(text: str) -> str:
