@@ -19,9 +19,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
-import signal
-import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,33 +28,10 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-
-class Interruptible(typer.core.TyperGroup):
-    """Commands that Ctrl-C ends with one line and exit code 130."""
-
-    def invoke(self, ctx: typer.Context) -> Any:
-        before = signal.getsignal(signal.SIGINT)
-        try:
-            if before is signal.default_int_handler:  # a shell's background jobs ignore it
-                signal.signal(signal.SIGINT, _interrupt)
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            from cs336_systems.launch.team import rank_here
-
-            if not rank_here():  # of torchrun's ranks the first speaks for all
-                _say("Interrupted")
-            raise typer.Exit(130) from None
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
-    logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
-    raise KeyboardInterrupt
-
+from cs336_systems import terminal
 
 app = typer.Typer(
-    cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=terminal.Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )  # fmt: skip
 
@@ -282,24 +256,6 @@ def merge(
 
 
 # -------------------------------------------------------------------------------- benchmarks
-class Lists(typer.core.TyperCommand):
-    """A command whose options take several values with blanks between them too: `--size small medium`."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        takes = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", False)}
-        joined: list[str] = []
-        value_of = ""  # the option whose value the next word is, or adds to
-        for arg in args:
-            if arg.startswith("-") and arg != "-":
-                value_of = arg if arg in takes else ""
-                joined.append(arg)
-            elif value_of and joined[-1] != value_of:
-                joined[-1] += f",{arg}"
-            else:
-                joined.append(arg)
-        return super().parse_args(ctx, joined)
-
-
 Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
 Preset = Annotated[str, typer.Option(help="auto, full (the handout's grid) or smoke.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
@@ -307,7 +263,7 @@ Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
 Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
 
 
-@bench.command("hardware", cls=Lists)
+@bench.command("hardware", cls=terminal.Lists)
 def bench_hardware(
     kind: Values = "all", dtype: Values = "all", size: Values = "all", preset: Preset = "auto",
     refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
@@ -317,7 +273,7 @@ def bench_hardware(
     _bench("hardware", given, preset, refresh, save, json_file)
 
 
-@bench.command("flash", cls=Lists)
+@bench.command("flash", cls=terminal.Lists)
 def bench_flash(
     seq_len: Values = "all", head_dim: Values = "all", dtype: Values = "all", impl: Values = "all",
     heads: Values = "all", preset: Preset = "auto", refresh: Refresh = "missing", save: Save = True,
@@ -332,7 +288,7 @@ def bench_flash(
         _bench("flash_bench", given, preset, refresh, save, json_file)
 
 
-@bench.command("model", cls=Lists)
+@bench.command("model", cls=terminal.Lists)
 def bench_model(
     size: Values = "small", context_length: Values = "512", mode: Values = "all", dtype: Values = "fp32",
     attention: Values = "reference", batch: Values = "4", warmup: Values = "5", steps: Values = "10",

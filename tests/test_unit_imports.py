@@ -40,7 +40,14 @@ WITHIN = {
     "measure.counters": {"trace"},
     "experiments.shared": set(),
 }
-EVERYTHING = {"bench", "cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
+EVERYTHING = {
+    "bench",
+    "cli",
+    "doctor",
+    "notebooks",
+    "terminal",
+    "__main__",
+}  # what stands at the door uses all rooms
 
 NO_TORCH = (
     "accounting",
