@@ -81,7 +81,7 @@ def test_the_version():
 
 def test_doctor_as_json():
     told = json.loads(call("doctor", "--json").stdout)
-    assert set(told) == {"machine", "checks"}
+    assert set(told) == {"machine", "checks", "kernels"}
     assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
 
 

@@ -86,7 +86,7 @@ def missing_latex() -> None:
     if lacking:
         raise BookError(
             f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}\n"
+            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES} "
             "(the HTML needs none of it: cs336 book without --pdf)"
         )
 
