@@ -1,6 +1,8 @@
 """The command line: right answers on stdout, wrong input refused with what is allowed, and no traceback."""
 
 import json
+import logging
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -335,3 +337,18 @@ def test_module_is_the_command():
         [sys.executable, "-m", "cs336_systems", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and "Usage: cs336 " in done.stdout
+
+
+def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
+    def run(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(notebooks, "run", run)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # restored afterwards
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = call("run", "hardware")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "Interrupted\n")
