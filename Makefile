@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(torch)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
-.PHONY: help report book test test-table lint course-tests clean
+.PHONY: help report book test test-table test-chaos lint course-tests clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -34,6 +34,9 @@ test: $(INSTALLED) ## all tests that this machine can run
 
 test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m table
+
+test-chaos: $(INSTALLED) ## kill processes of the book's at random times, and see that nothing is left (minutes)
+	$(BIN)/python -m pytest -q -m chaos
 
 lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's numbers
 	$(BIN)/ruff check .

@@ -178,7 +178,8 @@ def test_a_killed_book_leaves_the_one_before_it(tmp_path):
     good = tmp_path / "_build" / "html" / "index.html"
     good.parent.mkdir(parents=True)
     good.write_text("good")
-    code = f"from pathlib import Path; from cs336_systems.report import build; build.build(root=Path({str(tmp_path)!r}))"
+    root = f"pathlib.Path({str(tmp_path)!r})"
+    code = f"import pathlib; from cs336_systems.report.build import build; build(root={root})"
     for name in ("SIGKILL", "SIGTERM"):
         (tmp_path / "up").unlink(missing_ok=True)
         with Tree(["-c", code], tmp_path) as tree:
