@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import types
 import typing
 from typing import Any
@@ -16,6 +18,7 @@ class Interruptible(typer.core.TyperGroup):
     """Commands that Ctrl-C ends with one line and exit code 130."""
 
     def invoke(self, ctx: typer.Context) -> Any:
+        _open_closed_streams()
         before = signal.getsignal(signal.SIGINT)
         try:
             if before is signal.default_int_handler:  # a shell's background jobs ignore it
@@ -34,6 +37,15 @@ class Interruptible(typer.core.TyperGroup):
 def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
     logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
     raise KeyboardInterrupt
+
+
+def _open_closed_streams() -> None:
+    """Where stdout or stderr is closed, /dev/null takes its place: processes that are started here need both."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w"))  # noqa: SIM115
 
 
 class Lists(typer.core.TyperCommand):

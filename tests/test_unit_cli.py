@@ -1,6 +1,8 @@
 """The command line: right answers on stdout, wrong input refused with what is allowed, and no traceback."""
 
 import json
+import logging
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -337,3 +339,18 @@ def test_module_is_the_command_and_helps_without_torch():
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "cs336_systems.cli" in imported
     assert not imported & {"torch", "triton", "pandas", "matplotlib"}
+
+
+def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
+    def run(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(notebooks, "run", run)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # restored afterwards
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = call("run", "hardware")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "Interrupted\n")

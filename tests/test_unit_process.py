@@ -89,8 +89,10 @@ def test_out_of_time_is_ended(child, tmp_path):
     assert ended(file)
 
 
-# a profiler passes on neither standard input nor open files
-PREFIX = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL))"
+# a profiler passes on neither standard input nor open files, and may start the program in another session
+PREFIX = (
+    "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:], stdin=s.DEVNULL, start_new_session=True))"
+)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])

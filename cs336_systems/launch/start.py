@@ -129,12 +129,18 @@ def main() -> None:
         function = found(given.function)
         with process_group(given.backend, given.device, given.collective_timeout_s) as rank:
             results = [""] * rank.world_size
-            dist.all_gather_object(results, as_json(function(rank=rank, **given.arguments)))
+            try:
+                result = as_json(function(rank=rank, **given.arguments))
+            except SystemExit as error:  # which torchrun may take for success
+                raise RuntimeError(f"{given.function} called sys.exit({error.code})") from error
+            dist.all_gather_object(results, result)
         if rank.rank == 0:
             print(f"[{', '.join(results)}]", flush=True)
 
     try:
         run()
+    except KeyboardInterrupt:  # of which torchrun tells
+        end_at_once(130)
     except Exception:
         traceback.print_exc()
         end_at_once(1)

@@ -8,11 +8,11 @@ a profiler between the two passes on neither standard input nor other open files
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +31,8 @@ class Held:
 
     def __init__(self, command: Sequence[str], lifeline: Path, **options: Any) -> None:
         os.mkfifo(lifeline)
-        reader = os.open(
-            lifeline, os.O_RDONLY | os.O_NONBLOCK
-        )  # without one, opening the other end would wait
+        # without a reader, opening the other end would wait for one
+        reader = os.open(lifeline, os.O_RDONLY | os.O_NONBLOCK)
         self._lifeline = open(lifeline, "wb", buffering=0)  # noqa: SIM115
         os.close(reader)
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
@@ -46,10 +45,13 @@ class Held:
             with suppress(ProcessLookupError, PermissionError):  # nobody is there any more; macOS: a zombie
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            other_end = select.poll()
-            other_end.register(self._lifeline, 0)
-            if not other_end.poll(30_000):  # an error of the pipe: nobody holds it
-                raise RuntimeError("a process has not ended within 30 s of being killed")
+            for _ in range(3000):
+                try:
+                    self._lifeline.write(b"x")  # who holds the other end ends at this, too
+                except BrokenPipeError:  # nobody does
+                    return
+                time.sleep(0.01)
+            raise RuntimeError("a process has not ended within 30 s of being killed")
 
 
 def hold_to_lifeline(lifeline: Path | str) -> None:
