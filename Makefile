@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(torch)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
-.PHONY: help report book test test-table lint course-tests clean
+.PHONY: help report book test test-table chaos lint course-tests clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -35,6 +35,9 @@ test: $(INSTALLED) ## all tests that this machine can run
 test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m table
 
+chaos: $(INSTALLED) ## kill, fill, corrupt and mistype, and see what is left (minutes)
+	$(BIN)/python -m pytest -q -n 2 -m chaos
+
 lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's numbers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,5 +48,5 @@ course-tests: $(INSTALLED) ## one of the course's own suites with our adapters (
 	@tools/course-tests.sh "$(SUITE)"
 
 clean: ## remove .venv and everything built; rows under results/ stay
-	rm -rf .venv _build build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv _build submission build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -107,12 +107,7 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
 
 
 def _hopper(torch: ModuleType | None) -> Check:
-    try:
-        reason = "needs torch" if torch is None else hopper_reason()
-    except (
-        ValueError
-    ) as error:  # of the environment variable, which the first call of attention would refuse too
-        reason = str(error)
+    reason = "needs torch" if torch is None else hopper_reason()
     return Check(
         "attention",
         "flash_triton on Hopper",

@@ -36,7 +36,7 @@ def _truncated_normal(weight: torch.Tensor, std: float) -> None:
 
 # ---------------------------------------------------------------------------------------------------- layers
 class Linear(nn.Linear):
-    """y = x Wᵀ without bias; W (out_features, in_features) starts with variance 2 / (in + out), cut at 3 deviations."""
+    """y = x Wᵀ without bias; W (out_features, in_features), of initial variance 2 / (in + out), truncated at 3σ."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -46,7 +46,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Rows of a table (num_embeddings, embedding_dim) that starts with variance 1, cut at 3 deviations."""
+    """A table (num_embeddings, embedding_dim), of initial variance 1, truncated at 3σ."""
 
     def reset_parameters(self) -> None:
         _truncated_normal(self.weight, std=1.0)
@@ -55,7 +55,7 @@ class Embedding(nn.Embedding):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang and Sennrich, arXiv 1910.07467).
 
-    Computed in fp32 (in fp64 for fp64), returned in x's dtype: squares of half-precision values overflow or vanish.
+    Computed in fp32 (in fp64 for fp64), returned in x's dtype: squares of half-precision values overflow or underflow.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
@@ -77,11 +77,11 @@ class RotaryTables(nn.Module):
     """Cosines and sines of the rotary positions (Su et al., arXiv 2104.09864), one pair of tables for all blocks.
 
     `forward(sequence)` returns `cos` and `sin`, each (sequence, d), for positions 0 … sequence − 1. Components 2i and
-    2i + 1 of a head turn together, by the angle position · theta^(−2i/d); so both tables hold each value twice, and
+    2i + 1 of a head are rotated by the angle position · theta^(−2i/d); so both tables hold each value twice, and
     `sin` is negated in the even columns, which is what `rotate` needs.
 
     The tables are buffers outside the state dict, and in fp32 at least, whatever the model's dtype: in bf16,
-    neighboring positions would share their values in the columns that turn slowly. They are computed anew whenever
+    neighboring positions would round to the same values in the low-frequency columns. They are recomputed whenever
     the module is converted, moved or given memory (`to_empty`).
     """
 
@@ -96,8 +96,7 @@ class RotaryTables(nn.Module):
         if device.type == "meta":
             empty = torch.empty(self.context_length, self.d_head, dtype=dtype, device=device)
             return empty, torch.empty_like(empty)
-        # Angles grow with the position and lose as many digits, so they are computed in fp64; on the CPU, because
-        # some accelerators have no fp64.
+        # Angles grow with the position and lose precision, hence fp64; on the CPU, because some accelerators have none.
         exact = {"dtype": torch.float64, "device": "cpu"}
         frequencies = self.theta ** (-torch.arange(0, self.d_head, 2, **exact) / self.d_head)  # (d / 2,)
         angles = torch.outer(torch.arange(self.context_length, **exact), frequencies)  # (context, d / 2)
@@ -115,11 +114,11 @@ class RotaryTables(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns each pair (x[2i], x[2i+1]) by its position's angle.
+    """Rotates each pair (x[2i], x[2i+1]) by its position's angle.
 
     x: (..., S, d); cos, sin: (S, d) from `RotaryTables` → (..., S, d) in x's dtype, computed in the tables'.
     """
-    # Three kernels, and two more casts in half precision: pairs are exchanged whole instead of taken apart.
+    # Three kernels, plus two casts in half precision: pairs are swapped whole instead of being split.
     exchanged = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, exchanged, sin).to(x.dtype)
 
@@ -137,7 +136,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: (B, S, D); cos, sin: (S, d) → (B, S, D)."""
-        (x,) = autocast_inputs(x)  # one cast for three products, instead of one for each
+        (x,) = autocast_inputs(x)  # one cast for three matmuls, instead of one each
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, S, d), not copied
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -157,7 +156,7 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (x,) = autocast_inputs(x)  # one cast for two products
+        (x,) = autocast_inputs(x)  # one cast for two matmuls
         return self.w2(silu(self.w1(x)) * self.w3(x))
 
 
@@ -246,10 +245,10 @@ def choose_attention(model: nn.Module, name: str) -> None:
 
 
 def staff_state_dict(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The learned tensors of a checkpoint, under the names that `TransformerLM.load_state_dict` expects.
+    """The parameters of a checkpoint, under the names that `TransformerLM.load_state_dict` expects.
 
-    Takes out `_orig_mod.`, which torch.compile puts into the names of a compiled model and of compiled parts of one,
-    and leaves out tables of rotary positions, which are computed, not learned.
+    Strips `_orig_mod.`, which torch.compile puts into the names of a compiled model and of compiled parts of one, and
+    drops the rotary tables, which are computed, not learned.
     """
     plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
     return {name: t for name, t in plain.items() if "positional_encoder" not in name.split(".")}
@@ -260,7 +259,7 @@ def load_class(spec: str) -> type[nn.Module]:
     """The class that `"module:Class"` names, to be used in place of `TransformerLM`.
 
     Errors: ValueError that says which part of `spec` is wrong, or which parameters of `TransformerLM`'s constructor
-    the class does not take. An error raised inside the module while it is imported comes through as it is.
+    the class does not take. Errors raised while the module is imported propagate.
     """
     module_name, _, class_name = spec.partition(":")
     if not module_name or not class_name:
@@ -269,7 +268,7 @@ def load_class(spec: str) -> type[nn.Module]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; it misses one of its own imports
+            raise  # the module exists; one of its own imports does not
         raise ValueError(f"model {spec!r}: there is no module {error.name!r}") from error
     cls = getattr(module, class_name, None)
     if not _is_module_class(cls):
@@ -306,7 +305,7 @@ def build(
     config: ModelConfig, attention: str = "auto", model: str = OWN_CLASS,
     device: torch.device | str | None = None, dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A model of this configuration with fresh weights, made on `device` without a copy elsewhere.
+    """A model of this configuration with fresh weights, allocated directly on `device`.
 
     `model`: `"module:Class"` with the constructor of `TransformerLM`; `attention` is passed on where the class has such
     a parameter. `device`: None for torch's default; `dtype` of the parameters: None for torch's default; the weights

@@ -116,6 +116,7 @@ def run(
                 papermill.execute_notebook(
                     notebook, target, parameters=parameters, kernel_name=KERNEL, cwd=root,
                     progress_bar=sys.stderr.isatty(), stdout_file=sys.stdout, stderr_file=sys.stderr,
+                    shutdown_kernel="immediate",  # or an interrupted kernel tells of its sockets
                 )  # fmt: skip
             except (papermill.PapermillExecutionError, DeadKernelError) as error:
                 log(f"{notebook.stem}: failed\n{error}")

@@ -1,4 +1,4 @@
-"""What a Transformer is made of, in numbers: `ModelConfig`, and the sizes that the handout names. Needs no torch."""
+"""Transformer hyperparameters: `ModelConfig`, and the sizes that the handout names. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ModelConfig:
     tokens; rope_theta: base of the rotary frequencies.
 
     `dataclasses.replace(config, context_length=...)` gives a changed copy, checked again. Errors: ValueError that names
-    the value and what is allowed, for sizes that are no positive integers, heads that do not divide d_model, an odd
-    head dimension (rotary positions turn pairs), or a rope_theta that is not positive and finite.
+    the value and what is allowed, for sizes that are not positive integers, heads that do not divide d_model, an odd
+    head dimension (rotary positions rotate pairs), or a rope_theta that is not positive and finite.
     """
 
     d_model: int

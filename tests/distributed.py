@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ COLLECTIVE_TIMEOUT_S = 30  # a collective that waits longer for a rank raises on
 def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Calls `function(*args)` in `world_size` processes with a Gloo group of all; returns their results by rank.
 
-    The function belongs to a module, and args and results can be pickled. A rank that raises ends all, with its
+    The function belongs to a module, and args and results can be pickled. The first rank that raises ends all, with its
     traceback in the error here (`torch.multiprocessing.ProcessRaisedException`); so does the timeout, in seconds, with
     a TimeoutError.
     """
@@ -36,6 +38,10 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=0.5):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{function.__name__} on {world_size} ranks took over {timeout} s")
+        except mp.ProcessRaisedException as error:
+            rank, trace = (Path(folder) / "first").read_text(encoding="utf-8").split("\n", 1)
+            message = f"rank {rank} of {world_size}:\n{trace}"
+            raise mp.ProcessRaisedException(message, int(rank), error.error_pid) from None
         finally:
             for process in processes.processes:
                 process.kill()
@@ -45,15 +51,21 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 def _rank(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-    result = function(*args)
-    dist.barrier()  # no rank goes while another may still be talking to it
-    dist.destroy_process_group()
-    (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(result))
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        result = function(*args)
+        dist.barrier()  # no rank goes while another may still be talking to it
+        dist.destroy_process_group()
+        (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(result))
+    except Exception:
+        # connections to this process break when it ends: what others raise then is not what has happened
+        with contextlib.suppress(FileExistsError), open(f"{folder}/first", "x", encoding="utf-8") as file:
+            file.write(f"{rank}\n{traceback.format_exc()}")
+        raise

@@ -310,13 +310,16 @@ def test_wrong_arguments_are_named(call, named):
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
-        ({"tokens_per_device": -1}, "tokens_per_device=-1; allowed: integers from 0 on"),
-        ({"devices": "many"}, "devices='many'; allowed: integers from 2 on"),
+        ({"tokens_per_device": -1}, "tokens_per_device=-1; allowed: integers from 0 to"),
+        ({"devices": "many"}, "devices='many'; allowed: integers from 2 to"),
         ({"capacity_gb": math.inf}, "capacity_gb=inf; allowed: positive numbers"),
         ({"capacity_gb": "95"}, "capacity_gb='95'; allowed: positive numbers"),
+        ({"capacity_gb": [95]}, "capacity_gb=[95]; allowed: positive numbers"),
+        ({"devices": 10**11, "tensor": 7}, "devices=100000000000; allowed: integers from 2 to"),
         ({"tensor": 64}, "tensor=64 of devices=64; allowed: 1, 2, 4, 8, 16, 32"),
         ({"nonlinearity": "tanh"}, "'tanh'; allowed: none, relu, gelu, silu"),
-        ({"measure": "yes"}, "'yes'; this page only computes: no"),
+        ({"nonlinearity": ["relu"]}, "['relu']; allowed: none, relu, gelu, silu"),
+        ({"measure": "yes"}, "'yes'; allowed: no"),
         ({"In": ["# Parameters\ndevice = 128"]}, "device; allowed: measure, tokens_per_device, capacity_gb"),
     ],
 )

@@ -156,12 +156,12 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
 
 
 def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
+    (results_root / "h200-x1").mkdir()
     (results_root / "reference.json").write_text('{"leaderboard": ["h200-x1"]}')
     chapter = Chapter("leaderboard", measure="no")
     assert all(table.machines == ["h200-x1"] for table in chapter.tables)
     assert Chapter("leaderboard_ladder", measure="no").machines == ["h200-x1"]
-    (tmp_path / "results").symlink_to(results_root)
-    found = build.problems(tmp_path)
+    found = build.problems(results_root)
     assert [text.split(":")[0] for text in found] == list(experiments.tables("leaderboard"))
 
 

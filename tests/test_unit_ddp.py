@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.parallel import ddp as ddp_module
 from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, sole
@@ -370,7 +372,7 @@ def second_backward_pass_is_refused(seed):
             model, reference = OVERLAPPING[wrapper](build("plain", seed)), build("plain", seed)
             (x, y), *_ = data(1, 4 * dist.get_world_size(), seed)
             loss_of(model, share(x), share(y)).backward()
-            with pytest.raises(RuntimeError, match=r"second backward pass .* shape \(3,\) .*no_sync\(\)"):  # noqa: SIM117
+            with pytest.raises(RuntimeError, match=r"second backward pass .* layers\.2\.bias, .*no_sync\(\)"):  # noqa: SIM117
                 with model.no_sync() if quietly else contextlib.nullcontext():
                     loss_of(model, share(x), share(y)).backward()
             model.finish_gradient_synchronization()
@@ -380,6 +382,130 @@ def second_backward_pass_is_refused(seed):
             model.finish_gradient_synchronization()  # the mean of means is the mean
             loss_of(reference, x, y).backward()
             assert_like(model, reference)
+
+
+def forget_to_finish(seed):
+    """Every second step is refused by the name of what was forgotten, and nothing else."""
+    for wrapper in OVERLAPPING:
+        with about(wrapper):
+            model = OVERLAPPING[wrapper](build("odd", seed))
+            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            for fails in (False, True, False, True):
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 6).double()).sum()
+                with contextlib.ExitStack() as stack:
+                    if fails:
+                        error = stack.enter_context(pytest.raises(RuntimeError))
+                    loss.backward()
+                optimizer.step()
+                if fails:
+                    assert "finish_gradient_synchronization()" in str(error.value)
+                    assert "no_sync" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------- backward passes that raise
+def fail(gradient):
+    raise ZeroDivisionError("in the backward pass")
+
+
+# of a model: parameters that are reached late, the first after the second
+REACHED_LATE = {
+    "plain": ("layers.0.linear.weight", "layers.1.linear.weight"),
+    "tied": ("embedding.weight", "twice.weight"),
+    "odd": ("first.weight", "transposed"),
+    "mixed": ("first.weight", "second.weight"),
+}
+
+
+def start_afresh_after_failures(seed):
+    """Backward passes raise on all ranks, here and there; what follows is as if they had not been."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for (wrapper, wrap), model_name, alike in itertools.product(WRAPPERS.items(), MODELS, (True, False)):
+        with about(wrapper, model_name, f"alike={alike}"):
+            model, reference = wrap(build(model_name, seed)), build(model_name, seed)
+            steps = [OPTIMIZERS["AdamW"](m.parameters()) for m in (model, reference)]
+            name = REACHED_LATE[model_name][0 if alike else rank % 2]
+            late = model.module.get_parameter(name)
+            for number, (x, y) in enumerate(data(5, 4 * ranks, seed)):
+                for step in steps:
+                    step.zero_grad(set_to_none=number % 2 == 0)
+                loss = loss_of(model, share(x), share(y))
+                if number in (0, 3):
+                    handle = late.register_hook(fail)
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward()
+                    handle.remove()
+                    continue
+                with model.no_sync():
+                    (loss / 2).backward()
+                (loss_of(model, share(x), share(y)) / 2).backward()
+                model.finish_gradient_synchronization()
+                loss_of(reference, x, y).backward()
+                assert_like(model, reference)
+                for step in steps:
+                    step.step()
+            assert_same_bits(model)
+
+
+def fail_on_one_rank(seed):
+    """The others finish the step; the one that went on without it is told."""
+    for wrapper, wrap in OVERLAPPING.items():
+        with about(wrapper):
+            model, x = wrap(build("odd", seed)), torch.ones(2, 6).double()
+            if dist.get_rank() != 1:
+                model(x).sum().backward()
+                model.finish_gradient_synchronization()
+                assert all(
+                    (p.grad is None) == (not p.requires_grad or "unused" in n)
+                    for n, p in model.named_parameters()
+                )
+                continue
+            model.module.first.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                model(x).sum().backward()
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match="others have finished that step"):
+                model(x)
+
+
+@pytest.mark.parametrize("check", [start_afresh_after_failures, fail_on_one_rank, forget_to_finish])
+def test_after_a_backward_pass_that_raised(check):
+    distributed.run(check, 2, new_seed())
+
+
+def fail_uncaught(wrapper):
+    model = WRAPPERS[wrapper](build("plain", 0))
+    if dist.get_rank() == 1:
+        model.module.get_parameter(REACHED_LATE["plain"][0]).register_hook(fail)
+    model(torch.ones(2, 6).double()).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("wrapper", ["flat", "bucketed 0.0016"])
+def test_a_rank_that_raises_ends_all(wrapper):
+    """Before the others have waited for it too long."""
+    with pytest.raises(
+        ProcessRaisedException, match=r"rank 1 of 2:\n(.|\n)*ZeroDivisionError: in the backward pass"
+    ):
+        distributed.run(fail_uncaught, 2, wrapper, timeout=0.8 * distributed.COLLECTIVE_TIMEOUT_S)
+
+
+def checkpoint_the_wrapper(seed):
+    """Its forward pass runs again in the backward pass, which has begun, not failed."""
+    for wrapper, wrap in WRAPPERS.items():
+        with about(wrapper):
+            model, reference = wrap(Optional(seed)), Optional(seed)
+            for x, y in data(2, 2 * dist.get_world_size(), seed):
+                for m, inputs, targets in ((model, share(x), share(y)), (reference, x, y)):
+                    m.zero_grad()
+                    outputs = [checkpoint(m, inputs, [layer], use_reentrant=False) for layer in (2, 0, 1)]
+                    (sum(outputs) - targets).square().mean().backward()
+                model.finish_gradient_synchronization()
+                assert_like(model, reference)
+
+
+def test_checkpoint_around_the_wrapper():
+    distributed.run(checkpoint_the_wrapper, 2, new_seed())
 
 
 def share_memory_between_gradients():
@@ -812,6 +938,72 @@ def test_a_module_that_differs_between_ranks_is_refused_on_all():
     assert "rank 1 has 2097152.0" in second[3]
 
 
+class Table(nn.Module):
+    """An embedding that only its use makes sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.out(nn.functional.embedding(ids, self.table, sparse=True))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_sparse_gradients_are_refused_by_name(wrapper, alone):
+    for layer, name in (
+        (nn.Embedding(9, 4, sparse=True), "weight"),
+        (nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True)), "0.weight"),
+        (nn.ParameterList([torch.eye(3).to_sparse()]), "0"),
+    ):
+        with pytest.raises(ValueError, match=f"sparse gradients: {name};"):
+            WRAPPERS[wrapper](layer)
+    model = WRAPPERS[wrapper](Table())
+    with pytest.raises(ValueError, match="sparse gradients: table;"):
+        model(torch.tensor([1, 2])).sum().backward()
+        model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_module_that_has_changed_is_refused_by_name(wrapper, alone):
+    def step(model):
+        model.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+
+    changes = (
+        (lambda layers: layers.append(nn.Linear(3, 3, bias=False)), "3.weight"),
+        (lambda layers: layers.__setitem__(2, nn.Linear(12, 3)), "2.weight, layers.2.bias"),
+        (lambda layers: setattr(layers[2], "more", nn.Parameter(torch.ones(3))), "2.more"),
+    )
+    for (change, names), num_before in itertools.product(changes, (0, 1)):
+        model = WRAPPERS[wrapper](Plain())
+        layers = model.module.layers
+        layers[0] = nn.Sequential(layers[0], nn.Linear(40, 40).requires_grad_(False))  # nothing new to train
+        for _ in range(num_before):
+            step(model)
+        change(layers)
+        with pytest.raises(RuntimeError, match=f"since it was wrapped: layers.{names};"):
+            step(model)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_module_converted_after_it_was_wrapped(wrapper, alone):
+    """Gradients have its new dtype, or it is refused."""
+    model, x = WRAPPERS[wrapper](Plain()), torch.ones(2, 6)
+    for convert in (model.float, model.double):
+        convert()
+        model.zero_grad()
+        refused = convert == model.double and wrapper.startswith("bucketed")
+        with contextlib.ExitStack() as stack:
+            if refused:
+                words = "gradients of torch.float64 on cpu in a bucket for torch.float32 on cpu"
+                stack.enter_context(pytest.raises(ValueError, match=words))
+            model(x.to(next(model.parameters()).dtype)).sum().backward()
+            model.finish_gradient_synchronization()
+        assert refused or all(p.grad.dtype == p.dtype for p in model.parameters())
+
+
 @pytest.mark.parametrize("bad", [0, -1, float("nan"), "10", [1]])
 def test_bucket_sizes_are_positive_numbers(bad):
     message = f"bucket_size_mb is {bad!r}; expected a positive number, or None"
@@ -826,6 +1018,8 @@ def test_errors_say_what_is_expected(wrapper, alone):
         wrap(3)
     with pytest.raises(ValueError, match="module ReLU has no parameter that requires a gradient"):
         wrap(nn.ReLU())
+    with pytest.raises(ValueError, match="wrapped already"):
+        wrap(nn.Sequential(NaiveDDP(Plain())))
     with pytest.raises(ValueError, match="process_group is 'all' on rank 0; expected a group"):
         wrap(Plain(), process_group="all")
     module = Plain()

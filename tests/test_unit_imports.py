@@ -18,7 +18,7 @@ MAY = {
     "accounting": {"sizes"},
     "attention": set(),
     "ladder": {"accounting", "attention"},
-    "launch": set(),
+    "launch": {"store"},
     "parallel": set(),
     "store": set(),
     "measure": {"store"},
@@ -27,6 +27,7 @@ MAY = {
     "experiments": {"model", "training"} | GROUND,
     # rows of the book: files only, and an experiment for its cases
     "report": {"accounting", "experiments", "ladder", "measure", "sizes", "store"},
+    "submit": {"report"},
 }
 # A folder of a room → the others in this room that it may import.
 WITHIN = {
@@ -39,9 +40,28 @@ WITHIN = {
     "measure.counters": {"trace"},
     "experiments.shared": set(),
 }
-EVERYTHING = {"cli", "doctor", "notebooks", "__main__"}  # what stands at the door uses all rooms
+EVERYTHING = {
+    "bench",
+    "cli",
+    "doctor",
+    "notebooks",
+    "terminal",
+    "__main__",
+}  # what stands at the door uses all rooms
 
-NO_TORCH = ("accounting", "sizes", "report", "experiments", "cli", "doctor", "notebooks", "measure", "store")
+NO_TORCH = (
+    "accounting",
+    "sizes",
+    "report",
+    "experiments",
+    "bench",
+    "cli",
+    "doctor",
+    "notebooks",
+    "measure",
+    "store",
+    "submit",
+)
 
 
 def sources():

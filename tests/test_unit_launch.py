@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.launch import group
+from cs336_systems.launch import group, processes
 from cs336_systems.launch import start as module
 from cs336_systems.launch.group import backend_and_device, process_group
 from cs336_systems.launch.outcome import failure, outcome
@@ -34,7 +34,6 @@ def total(rank, word):
     return {
         "rank": vars(rank), "sum": x.tolist(), "word": word, "pid": os.getpid(), "group": dist.get_backend(),
         "threads": os.environ["OMP_NUM_THREADS"], "master": os.environ["MASTER_ADDR"],
-        "errors": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     }  # fmt: skip
 
 
@@ -53,18 +52,42 @@ def fail(rank, how, folder):
     Path(folder, f"{rank.rank}.pid").write_text(str(os.getpid()))
     dist.barrier()
     if rank.rank != 1:
+        if how == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
         dist.all_reduce(torch.ones(3, device=rank.device))
         if rank.device != "cpu":
             torch.cuda.synchronize()
-    elif how == "raise":
+    elif how in ("raise", "stubborn"):
         raise ValueError("size=7 is odd\nmore")
-    elif how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exit":
+        threading.Thread(target=time.sleep, args=(600,)).start()  # an ordinary exit would wait for it
+        sys.exit(0)
+    elif how == "interrupt":
+        raise KeyboardInterrupt
+    elif how in ("kill", "terminate"):
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
     elif how == "leave":
         os._exit(0)
     elif how == "tensor":
         dist.all_reduce(torch.ones(3))
         return torch.ones(3)
+
+
+def wrap(rank):
+    """Rank 1 goes without a word; rank 0 tells of its broken collective in words of its own."""
+    dist.barrier()
+    if rank.rank == 1:
+        os._exit(3)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        raise ValueError("no sum") from error
+
+
+def leave_a_thread(rank):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return rank.rank
 
 
 def sleep(rank, folder):
@@ -117,8 +140,7 @@ def no_lines(line):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_in_rank_order(world_size, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     found = launch(here(total), world_size, {"word": "wörd"}, log=no_lines, **CPU)
     assert [r["rank"]["rank"] for r in found] == list(range(world_size))
@@ -130,7 +152,7 @@ def test_results_in_rank_order(world_size, monkeypatch):
         assert result["rank"] == expected and result["group"] == "gloo"
         assert result["sum"] == [world_size * (world_size + 1) / 2] * 3 and result["word"] == "wörd"
         assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // world_size))
-        assert result["master"] == "127.0.0.1" and result["errors"] == "3"
+        assert result["master"] == "127.0.0.1"
     assert len({r["pid"] for r in found} | {os.getpid()}) == world_size + 1
     assert not any(running(r["pid"]) for r in found)
     assert before == (dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)})
@@ -201,6 +223,10 @@ def test_a_process_alone(monkeypatch):
 FIRST_LINES = {
     "raise": r"rank 1 of 2: ValueError: size=7 is odd",
     "kill": r"rank 1 of 2: signal SIGKILL \(by the system, for want of memory, if nobody sent it\)",
+    "stubborn": r"rank 1 of 2: ValueError: size=7 is odd",
+    "exit": r"rank 1 of 2: SystemExit: 0",
+    "interrupt": r"rank 1 of 2: KeyboardInterrupt",
+    "terminate": r"rank 1 of 2: signal SIGTERM",
     "leave": r"rank 1 of 2: exit code 0 and no result",
     "skip": r"rank 0 of 2: RuntimeError: .*Timed out waiting 4000ms.*",
     "tensor": r"rank 1 of 2: TypeError: the result of a rank is not JSON: .*Tensor.*",
@@ -208,7 +234,8 @@ FIRST_LINES = {
 
 
 @pytest.mark.parametrize("how", FIRST_LINES)
-def test_the_rank_that_failed_first_and_how(how, tmp_path):
+def test_the_rank_that_failed_first_and_how(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_SAY_S", 0.5)
     timeout = 4 if how == "skip" else 120  # the others end by the launcher, not by their own time
     with pytest.raises(LaunchError) as caught:
         launch(
@@ -223,13 +250,22 @@ def test_the_rank_that_failed_first_and_how(how, tmp_path):
     assert re.fullmatch(FIRST_LINES[how], words.splitlines()[0]), words
     assert caught.value.rank == int(words.split()[1])
     assert len(pids(tmp_path)) == 2 and not any(map(running, pids(tmp_path)))
-    if how == "raise":
+    if how in ("raise", "stubborn"):
         assert "Traceback" in words and 'raise ValueError("size=7' in words and "\nmore" in words
-    if how in ("raise", "kill", "leave"):  # of the other one: its broken collective, or where it was in it
-        assert re.search(r"\nrank 0 of 2 (then: RuntimeError: .*peer|was ended here)", words), words
-    if how == "skip":
+    if how != "skip":  # the other one fell because of this
+        assert "rank 0" not in words
+    else:
         assert "dist.all_reduce(torch.ones(3," in words  # the traceback names the call
         assert re.search(r"rank 1 of 2 was ended here(.*\n)+.*_wait_for_all_ranks", words), words
+
+
+def test_the_cause_of_an_error_in_other_words():
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2: exit code 3 and no result"):
+        launch(here(wrap), 2, collective_timeout_s=120, log=no_lines, **CPU)
+
+
+def test_nobody_waits_for_a_thread_that_a_rank_has_left():
+    assert launch(here(leave_a_thread), 2, timeout_s=120, log=no_lines, **CPU) == [0, 1]
 
 
 def test_out_of_time(tmp_path, monkeypatch):
@@ -241,7 +277,7 @@ def test_out_of_time(tmp_path, monkeypatch):
             asleep.add(line)
         if len(asleep) == 2:
             now = time.monotonic()
-            monkeypatch.setattr(module.time, "monotonic", lambda: now + 1000)
+            monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
 
     with pytest.raises(LaunchError) as caught:
         launch(here(sleep), 2, {"folder": str(tmp_path)}, timeout_s=999, log=log, log_ranks=(0, 1), **CPU)
@@ -287,33 +323,36 @@ def wait_until(condition, seconds):
 
 def test_what_the_error_says_of_a_watchdog(tmp_path):
     """NCCL's watchdog aborts a rank; its message stands before pages of stacks. (What it writes, on a GPU: below.)"""
-    for rank in (0, 1):
-        (tmp_path / f"ranks/x/attempt_0/{rank}").mkdir(parents=True)
     said = (
         "[E1 NCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
     )
-    (tmp_path / "ranks/x/attempt_0/0/stderr.log").write_text(said + "\n" + "frame\n" * 100)
-    codes = [-signal.SIGABRT, -signal.SIGTERM]
-    error = failure([outcome(tmp_path, rank, codes[rank]) for rank in (0, 1)])
-    assert error.rank == 0 and str(error).splitlines()[0] == (
-        "rank 0 of 2: signal SIGABRT: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
+    (tmp_path / "stderr.log").write_text(said + "\n" + "frame\n" * 100)
+    aborted = outcome(tmp_path, -signal.SIGABRT)
+    stopped = {**outcome(tmp_path, -signal.SIGTERM), "stopped": True}
+    error = failure([stopped, aborted])
+    assert error.rank == 1 and str(error).splitlines()[0] == (
+        "rank 1 of 2: signal SIGABRT: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
     )
     # an error of another rank's own is the cause, although it is later
-    answer = {"error": "ValueError: x", "traceback": "", "time_ns": 5, "of_communication": False}
-    (tmp_path / "answer-1.json").write_text(json.dumps(answer))
-    assert failure([outcome(tmp_path, rank, codes[rank]) for rank in (0, 1)]).rank == 1
+    raised = {
+        "error": "ValueError: x",
+        "traceback": "",
+        "of_communication": False,
+        "exit_code": 1,
+        "stopped": False,
+    }
+    assert failure([aborted, {**raised, "time_ns": aborted["time_ns"] + 1}]).rank == 1
 
 
-def test_a_launcher_that_fails(monkeypatch):
-    def watch(folder, environment, timeout_s, log):
-        (folder / "agent.log").write_text("why")
-        return -signal.SIGSEGV
-
-    monkeypatch.setattr(module, "_watch", watch)
-    with pytest.raises(LaunchError) as caught:
+def test_a_rank_of_which_nothing_is_heard(monkeypatch):
+    monkeypatch.setattr(
+        module,
+        "watch",
+        lambda members, timeout_s: ([{"result": 1, "exit_code": 0, "stopped": False}, {}], True),
+    )
+    with pytest.raises(LaunchError, match="nothing was heard of rank 1") as caught:
         launch(here(total), 2, {"word": ""}, **CPU)
     assert caught.value.rank is None
-    assert str(caught.value) == "torch's launcher ended with signal SIGSEGV\nwhy"
 
 
 # ---- what is refused beforehand

@@ -82,3 +82,37 @@ def test_gpus_that_the_run_was_not_given_are_told(monkeypatch, there, said):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
     env = machine.environment.__wrapped__()
     assert (env["gpus"], env["driver"], env.get("gpus_in_machine")) == (1, "580.1", said)
+
+
+@pytest.mark.parametrize(
+    ("used", "own", "others"),
+    [
+        ([1.3, 1.3], [0, 0], 0),
+        ([31.3, 1.3], [30, 0], 0),
+        ([1.3, 51.3], [0, 20], 31.3),
+        ([None, 90], [0, 0], 0),
+    ],
+)
+def test_memory_that_other_processes_hold(monkeypatch, used, own, others):
+    """GiB of two GPUs; None: NVML cannot tell."""
+    import sys
+    import types
+
+    import torch
+
+    class NVMLError(Exception):
+        pass
+
+    def device_memory_used(index):
+        if used[index] is None:
+            raise NVMLError
+        return used[index] * 2**30
+
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=NVMLError))
+    monkeypatch.setattr(machine, "has_module", lambda name: True)
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", device_memory_used)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: own[index] * 2**30)
+    assert machine.memory_of_others_gib() == pytest.approx(others)
+    monkeypatch.setattr(machine, "gpu_names", list)
+    assert machine.memory_of_others_gib() == 0

@@ -1,27 +1,36 @@
 """Functions in fresh processes: results, errors, endings, and that nothing outlives its time."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from cs336_systems.launch.group import TEAM_VARIABLE
 from cs336_systems.store.process import ChildError, call
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
     """A module of functions that a child can import."""
     (tmp_path / "child_functions.py").write_text(
-        "import os, signal, time\n"
+        "import os, signal, subprocess, threading, time\n"
         "def add(a, b): return {'sum': a + b, 'pid': os.getpid(), 'word': os.environ.get('WORD')}\n"
         "def variable(name): return os.environ.get(name)\n"
         "def fail(): raise ValueError('size=7 is odd\\nmore')\n"
         "def die(): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def leave(): os._exit(3)\n"
+        "def leave_a_thread(): threading.Thread(target=time.sleep, args=(600,)).start(); return 'done'\n"
+        "def no_json(): return {1, 2}\n"
         "def sleep(path):\n"
-        "    open(path, 'w').write(str(os.getpid()))\n"
+        "    other = subprocess.Popen(['sleep', '600'])\n"
+        "    open(path + '.part', 'w').write(f'{os.getpid()} {other.pid}')\n"
+        "    os.replace(path + '.part', path)\n"
         "    time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -64,16 +73,60 @@ def test_an_ending_without_result(child, function, words):
         call(f"{child}:{function}", {}, timeout_s=60)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="process groups")
+def test_a_result_that_is_not_json(child):
+    with pytest.raises(ChildError, match=r"^TypeError: .*set"):
+        call(f"{child}:no_json", {}, timeout_s=60)
+
+
+def test_nobody_waits_for_a_thread_that_the_function_has_left(child):
+    assert call(f"{child}:leave_a_thread", {}, timeout_s=60) == "done"
+
+
 def test_out_of_time_is_ended(child, tmp_path):
-    file = tmp_path / "pid"
+    file = tmp_path / "pids"
     with pytest.raises(ChildError, match="longer than 5 s"):
         call(f"{child}:sleep", {"path": str(file)}, timeout_s=5)
-    pid = int(file.read_text())
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
+    assert ended(file)
+
+
+# a profiler passes on neither standard input nor open files
+PREFIX = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL))"
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("prefix", [[], [sys.executable, "-c", PREFIX]], ids=["alone", "under a command"])
+def test_a_child_and_its_children_end_with_the_caller(name, prefix, child, tmp_path):
+    file = tmp_path / "pids"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore it
+        "from cs336_systems.store.process import call\n"
+        f"call('{child}:sleep', {{'path': {str(file)!r}}}, timeout_s=600, prefix={prefix})"
+    )
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=ROOT,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        until(lambda: file.exists() or caller.poll() is not None)
+        caller.send_signal(getattr(signal, name))
+        caller.communicate(timeout=60)
+    finally:
+        caller.kill()
+    assert ended(file)
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
-    pytest.fail("the child is still there")
+    return condition()
+
+
+def ended(file):
+    """Whether the processes that a file names end soon: at most zombies of theirs are left."""
+    return until(lambda: not any(map(running, map(int, file.read_text().split()))))
+
+
+def running(pid):
+    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state.strip()) and state.strip()[0] != "Z"

@@ -16,6 +16,7 @@ from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.roofs import Roofs, roofs
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
+from cs336_systems.store.machine import machine_name
 
 EXPERIMENT = experiments.load("hardware")
 
@@ -90,6 +91,33 @@ def test_a_misspelled_injected_parameter_is_refused(results_root):
     assert report.Chapter.from_parameters("hardware", good).filters == {"dtype": "bf16"}
 
 
+def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkeypatch):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    said = []
+    shell = InteractiveShell()
+    monkeypatch.setattr(shell, "_showtraceback", lambda kind, error, lines: said.append(lines))
+    shell.push({"report": report})
+    for cell in (
+        "report.Chapter.from_parameters('hardware', {'measure': 'no', 'dtype': 'fp7'})",
+        "report.only_reads({'measure': 'yes'})",
+    ):
+        assert not shell.run_cell(cell).success
+    [one, other] = said
+    assert len(one) == 1 and "dtype=fp7" in one[0] and "bf16" in one[0]
+    assert len(other) == 1 and "'yes'; allowed: no" in other[0]
+
+
+def test_a_choice_without_a_case_is_refused(results_root):
+    with pytest.raises(ValueError, match="no case with kind=copy, dtype=bf16"):
+        chapter(kind="copy", dtype="bf16")
+
+
+def test_nothing_is_read_from_a_folder_that_is_not_there(results_root):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        chapter(root=results_root / "nowhere")
+
+
 def test_while_the_book_is_built_nothing_measures(results_root, monkeypatch):
     write_rows(results_root)
     monkeypatch.setenv("CS336_BOOK_BUILD", "1")
@@ -107,8 +135,18 @@ def test_another_machine_is_never_measured(results_root, monkeypatch):
 
 def test_the_machine_variable_replaces_the_reference_machines(results_root, monkeypatch):
     write_rows(results_root)
-    monkeypatch.setenv("CS336_MACHINE", "cpu-7")
-    assert chapter().machines == ["cpu-7"]
+    (results_root / "cpu-7").mkdir()
+    assert chapter().machines == ["cpu-9"]
+    monkeypatch.setenv("CS336_MACHINE", "cpu-9, cpu-7,cpu-9")
+    assert chapter().machines == ["cpu-9", "cpu-7"]
+    monkeypatch.setenv("CS336_MACHINE", "this")
+    assert chapter().machines == [machine_name()]
+    monkeypatch.setenv("CS336_MACHINE", "cpu-9, cpu-70")
+    for options in ({}, {"machine": "cpu-9"}, {"measure": "auto"}):
+        with pytest.raises(
+            ValueError, match=r"CS336_MACHINE: unknown machine 'cpu-70'; allowed: this, cpu-7, cpu-9"
+        ):
+            chapter(**options)
 
 
 # --------------------------------------------------------------------------------- rows
@@ -156,6 +194,49 @@ def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root, monkeypat
         found = [*chapter().problems(), chapter().provenance()]
         assert any("earlier code" in text for text in found) == (code is not None)
     assert notes == ["a note", "a note; some rows of this chapter were measured with earlier code"]
+
+
+ODD = {
+    "without a number": {"tflops": None, "tb_per_s": None, "us_per_launch": None, "ms_p50": None},
+    "with a negative number": {"ms_p50": -0.1},
+    "memory that other processes held": {"status": "oom: other processes held 7 GiB"},
+    "in an error": {"status": "error: KeyError"},
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_rows_are_a_problem(results_root, what):
+    write_rows(results_root, metrics=lambda case: ODD[what] if case.kind == "launch" else {})
+    count = len(chapter().rows(kind="launch"))
+    [found] = chapter().problems()
+    assert f": {count} of " in found and what in found
+
+
+def test_a_difference_may_be_negative(results_root):
+    write_rows(results_root, metrics=lambda case: {"error": -1.0})
+    assert not chapter().problems()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
+        ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: hardware"),
+        ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
+        ('{"hardware": [', "line 1"),
+    ],
+)
+def test_what_is_wrong_with_reference_json_is_said(results_root, text, named):
+    write_rows(results_root)
+    (results_root / "reference.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"reference\.json.*{named}"):
+        chapter()
+
+
+def test_a_results_folder_that_is_not_there_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        chapter()
 
 
 # --------------------------------------------------------------------------------- words and tables

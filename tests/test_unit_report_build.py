@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -88,26 +91,119 @@ def test_failed_cells_are_told_without_the_tracebacks_around_them():
     assert build._tail(log + "Traceback of Sphinx\n") == "\n\n".join(cells)
 
 
-def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, monkeypatch):
-    calls = []
+def test_what_several_notebooks_say_is_told_once_without_their_cells():
+    dashes = "-" * 18
+    log = "".join(
+        f"/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n"
+        "nbclient.exceptions.CellExecutionError: An error occurred while executing the following cell:\n"
+        f"{dashes}\nrows = read()\n{dashes}\n\n\nStoreError: a.csv, line 3\n\n [mystnb.exec]\n"
+        for name in "ab"
+    )
+    assert build._tail(log) == "/x/a.ipynb, /x/b.ipynb: StoreError: a.csv, line 3"
 
-    def run(command, cwd, env, stdout, stderr):
-        calls.append((command, env))
-        product = "html/index.html" if "html" in command else "latex/cs336-systems.pdf"
-        (tmp_path / "_build" / product).parent.mkdir(parents=True)
-        (tmp_path / "_build" / product).touch()
-        (tmp_path / "_build" / product).with_suffix(".log").touch()
-        return build.subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
+class Made:
+    """Stands in for jupyter-book: notes its calls and makes what it is asked for, or says something and fails."""
+
+    calls: ClassVar[list] = []
+    fails_saying: ClassVar[str | None] = None
+
+    def __init__(self, command, lifeline, env, stdout, **options):
+        self.calls.append((command, env))
+        if self.fails_saying is not None:
+            stdout.write(f"Traceback\n{self.fails_saying}\n")
+            stdout.flush()
+        else:
+            output = "html/index.html" if "html" in command else "latex/cs336-systems.pdf"
+            made = Path(command[command.index("--path-output") + 1], "_build", output)
+            made.parent.mkdir(parents=True)
+            made.write_text(f"build {len(self.calls)}")
+            made.with_suffix(".log").touch()
+        self.process = SimpleNamespace(wait=lambda: int(self.fails_saying is not None))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        pass
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A checkout with a book that was built before: its page, and the calls of jupyter-book to come."""
+    (tmp_path / "_build" / "html").mkdir(parents=True)
+    (tmp_path / "results").mkdir(exist_ok=True)
+    page = tmp_path / "_build" / "html" / "index.html"
+    page.write_text("before")
     monkeypatch.delenv("CS336_MACHINE", raising=False)
+    monkeypatch.setattr(Made, "calls", [])
+    monkeypatch.setattr(build, "Held", Made)
+    return page, Made.calls
+
+
+def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(tmp_path, built, monkeypatch):
+    page, calls = built
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build.build(root=tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "reference.json").write_text('{"hardware": ["h9000"]}')
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "there"))
+    with pytest.raises(ValueError, match=r"there/reference\.json.*'h9000'"):
+        build.build(root=tmp_path)
+    assert page.read_text() == "before" and not calls
+
+
+def test_a_place_where_nothing_can_be_built_is_named(tmp_path, built, monkeypatch):
+    (tmp_path / "_build" / "html.log").mkdir()
+    with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
+        build.build(root=tmp_path)
+    assert built[0].read_text() == "before"
+
+
+@pytest.mark.parametrize(("said", "free"), [("OSError: [Errno 28] No space left on device", 2**30), ("", 0)])
+def test_a_full_disk_is_told_in_a_line(tmp_path, built, monkeypatch, said, free):
+    monkeypatch.setattr(Made, "fails_saying", said)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    with pytest.raises(build.BookError, match=f"no space left in {tmp_path / '_build'}$"):
+        build.build(root=tmp_path)
+    assert built[0].read_text() == "before"
+
+
+def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built, results_root, monkeypatch):
+    (tmp_path / "results" / "reference.json").write_text("not looked at")
+    write_headline(results_root)
+    with pytest.raises(build.BookError, match="leaderboard_ladder: "):
+        build.build(strict=True, root=tmp_path)
+    monkeypatch.chdir(results_root.parent)
+    monkeypatch.setenv("CS336_RESULTS", results_root.name)
+    build.build(root=tmp_path)
+    [(_, environment)] = built[1]
+    assert environment["CS336_RESULTS"] == str(results_root)
+
+
+def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, built, monkeypatch):
+    calls = built[1]
+    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
     monkeypatch.setattr(build, "missing_latex", lambda: None)
-    monkeypatch.setattr(build.subprocess, "run", run)
-    assert [path.name for path in build.build(pdf=True, root=tmp_path)] == ["index.html", "cs336-systems.pdf"]
-    (html, html_env), (latex, latex_env) = calls
+    places = [tmp_path / "_build/html/index.html", tmp_path / "_build/latex/cs336-systems.pdf"]
+    for number in (1, 3):  # the second takes the place of the first
+        assert build.build(pdf=True, root=tmp_path) == places
+        assert [path.read_text() for path in places] == [f"build {number}", f"build {number + 1}"]
+    (html, html_env), (latex, latex_env) = calls[:2]
     assert "--all" in html and sphinx_ext.KEEP_VARIABLE not in html_env
     assert "--all" not in latex and latex_env[sphinx_ext.KEEP_VARIABLE] == "1"
     assert "-W" in html and "-W" in latex
+
+
+def test_a_build_that_fails_leaves_the_book_before_it(tmp_path, monkeypatch):
+    good = tmp_path / "_build" / "html" / "index.html"
+    good.parent.mkdir(parents=True)
+    good.write_text("good")
+    monkeypatch.delenv("CS336_MACHINE", raising=False)
+    with pytest.raises(build.BookError, match="building html failed"):  # there is no book to build
+        build.build(root=tmp_path)
+    assert good.read_text() == "good"
 
 
 def test_a_folded_table_is_html_that_latex_leaves_out(monkeypatch):

@@ -1,8 +1,10 @@
-"""Rows: written whole, resumed after a kill, newest wins, merged only when they fit, never just missing."""
+"""Rows: written whole, resumed after a kill, refused where damaged, merged all or none, never just missing."""
 
+import errno
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from cs336_systems.store import code, measuring, rows
+from cs336_systems.store import code, files, measuring, rows
 from cs336_systems.store.process import ChildError
 from cs336_systems.store.status import Skip
 
@@ -81,6 +83,11 @@ def measure(fake, root, **options):
     return count, log
 
 
+def names(folder):
+    """What lies in a folder, beside locks."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
+
+
 def row(fake, **changes):
     base = {
         "size": 1,
@@ -105,6 +112,12 @@ def test_root_is_found_from_below(tmp_path, monkeypatch):
     assert rows.results_root(tmp_path / "book") == tmp_path / "results"
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "elsewhere"))
     assert rows.results_root(tmp_path / "book") == tmp_path / "elsewhere"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CS336_RESULTS", "~/mine")
+    assert rows.results_root() == tmp_path / "mine"
+    monkeypatch.setenv("CS336_RESULTS", "~no-such-user/mine")
+    with pytest.raises(ValueError, match="CS336_RESULTS=~no-such-user/mine"):
+        rows.results_root()
 
 
 # ------------------------------------------------------------------------------------ reading and writing
@@ -135,36 +148,44 @@ def test_sorted_by_case_as_numbers(fake, root):
     path = rows.write(fake, "m", [row(fake, size=30), row(fake, size=4), row(fake, size=100)], root)
     assert list(rows.read(fake, "m", root)["size"]) == [4, 30, 100]
     assert path.read_text().splitlines()[0] == ",".join(rows.columns(fake))
-    assert sorted(p.name for p in path.parent.iterdir()) == ["fake_chapter.csv"]  # no lock, nothing temporary
+    assert names(path.parent) == ["fake_chapter.csv"]  # nothing temporary
 
 
-def test_newest_row_wins_in_any_order(fake, root):
-    old, new = row(fake, ms_p50=1.0), row(fake, ms_p50=2.0, time_utc="2026-01-02T00:00:00Z")
-    for order in ([old, new], [new, old]):
-        rows.write(fake, "m", order, root)
-        rows.write(fake, "m", [old], root)
-        assert list(rows.read(fake, "m", root)["ms_p50"]) == [2.0]
+def test_what_was_just_measured_wins_whatever_the_times_say(fake, root):
+    for number, time in enumerate(
+        ("2099-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "27:61", "2026-01-02T00:00:00Z")
+    ):
+        rows.write(fake, "m", [row(fake, ms_p50=number, time_utc=time)], root)
+        assert list(rows.read(fake, "m", root)["ms_p50"]) == [number]
+
+
+HINDERED = ["skipped: needs a package", "oom: other processes held 7 GiB"]
 
 
 @pytest.mark.parametrize("status", ["ok", "oom"])
-def test_a_skipped_case_does_not_take_the_place_of_a_measured_one(fake, root, status):
+@pytest.mark.parametrize("hindered", HINDERED)
+def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(fake, root, status, hindered):
     measured = row(fake, status=status)
-    skipped = row(fake, status="skipped: needs a package", time_utc="2026-01-02T00:00:00Z")
-    for order in ([measured, skipped], [skipped, measured]):
+    later = row(fake, status=hindered, time_utc="2026-01-02T00:00:00Z")
+    for order in ([measured, later], [later, measured]):
         rows.csv_path("fake_chapter", "m", root).unlink(missing_ok=True)
         for one in order:
             rows.write(fake, "m", [one], root)
         assert list(rows.read(fake, "m", root)["status"]) == [status]
 
 
-def test_the_newer_one_of_an_error_and_a_skipped_case_wins(fake, root):
-    error = row(fake, status="error: KeyError")
-    rows.write(
-        fake, "m", [error, skipped := row(fake, status="skipped: x", time_utc="2026-01-02T00:00:00Z")], root
-    )
-    assert list(rows.read(fake, "m", root)["status"]) == ["skipped: x"]
-    rows.write(fake, "m", [error | {"time_utc": "2026-01-03T00:00:00Z"}, skipped], root)
-    assert list(rows.read(fake, "m", root)["status"]) == ["error: KeyError"]
+def test_the_last_one_of_an_error_and_a_skipped_case_wins(fake, root):
+    for status in ("error: KeyError", "skipped: x", "error: KeyError"):
+        rows.write(fake, "m", [row(fake, status=status)], root)
+        assert list(rows.read(fake, "m", root)["status"]) == [status]
+
+
+def test_odd_texts_come_back_and_leave_the_other_rows_alone(fake, root):
+    odd = 'a "quoted", text\nof\rlines \udcff'
+    rows.write(fake, "m", [row(fake, source=odd), row(fake, impl="b")], root)
+    rows.write(fake, "m", [row(fake, size=2)], root)
+    found = list(rows.read(fake, "m", root)["source"])
+    assert found == ['a "quoted", text\nof lines \\udcff', "clock", "clock"]
 
 
 def test_a_float_case_is_the_same_case_after_reading(fake, root):
@@ -180,6 +201,140 @@ def test_a_csv_without_a_case_field_is_refused(fake, root):
         rows.read(fake, "m", root)
 
 
+GOOD = "1,a,True,0.1,1,clock,ok,r,2026-01-01T00:00:00Z,e,c"
+
+
+@pytest.fixture
+def csv(fake, root):
+    """The file of one row, to be damaged."""
+    path = rows.write(fake, "m", [row(fake)], root)
+    assert path.read_text().splitlines()[1] == GOOD
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        (["{}", GOOD, "2" + GOOD[1:] + ",more"], "line 3: 12 cells for 11 columns"),
+        (["{}", "<<<<<<< HEAD", GOOD], "line 2: 1 cells"),
+        (["{}", "{}"], "line 2: size=size: expected"),
+        (["{}", GOOD, GOOD], "line 3: the same case"),
+        (["{}", "9x" + GOOD[1:]], "line 2: size=9x: expected"),
+        (["{}", "9" * 20 + GOOD[1:]], "line 2: size=9{20}: expected"),
+        (["{}", GOOD.replace("True", "Tru")], "line 2: causal=Tru: expected"),
+        (["{}", GOOD.replace("0.1", "nan")], "line 2: rate=nan: expected"),
+        (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
+        (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
+        (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
+        (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
+        (["{}", GOOD, "\0\0"], "line 3: a byte of value 0"),
+        (["{},tflops", GOOD + ",1"], "columns that this version does not know: tflops"),
+        (["{},source", GOOD + ",1"], "columns twice: source"),
+        ([], "is empty"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_place(fake, root, csv, lines, named):
+    header = csv.read_text().splitlines()[0]
+    csv.write_text("".join(line.format(header) + "\n" for line in lines))
+    with pytest.raises(files.StoreError, match=rf"fake_chapter\.csv.*{named}") as error:
+        rows.read(fake, "m", root)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
+    csv.write_bytes(csv.read_bytes() + b"\xff\xfe")
+    with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
+        rows.read(fake, "m", root)
+    csv.unlink()
+    csv.mkdir()
+    with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: "):
+        rows.read(fake, "m", root)
+
+
+def test_a_file_that_an_editor_saved_in_its_way_is_read(fake, root, csv):
+    before = rows.read(fake, "m", root)
+    csv.write_bytes(b"\xef\xbb\xbf" + csv.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    pd.testing.assert_frame_equal(rows.read(fake, "m", root), before)
+
+
+def test_words_and_lists_are_left_as_they_are(fake, root):
+    cells = ["1.5", "1.5;2.5", "3 nan", "inf", ""]
+    rows.write(fake, "m", [row(fake, size=i, source=cell) for i, cell in enumerate(cells)], root)
+    assert list(rows.read(fake, "m", root)["source"]) == cells
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("{", "line 1, column 2"), ("[]", "list"), ('{"a": 1}', "a is 1")]
+)
+def test_a_damaged_machine_json_is_named(root, text, named):
+    (root / "m").mkdir(parents=True)
+    (root / "m" / "machine.json").write_text(text)
+    for use in (lambda: rows.environments("m", root), lambda: rows.write_environment("m", root, {"e": {}})):
+        with pytest.raises(files.StoreError, match=rf"machine\.json.*{named}"):
+            use()
+    assert (root / "m" / "machine.json").read_text() == text
+
+
+def test_a_link_stays_a_link(fake, root, csv, tmp_path):
+    csv.rename(tmp_path / "elsewhere.csv")
+    csv.symlink_to(tmp_path / "elsewhere.csv")
+    rows.write(fake, "m", [row(fake, size=2)], root)
+    assert csv.is_symlink() and len((tmp_path / "elsewhere.csv").read_text().splitlines()) == 3
+
+
+# ------------------------------------------------------------------------------------ places that fail
+def test_a_full_disk_leaves_what_is_there_and_is_told_in_a_line(fake, root, csv, monkeypatch):
+    before = csv.read_bytes()
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(files.StoreError, match=rf"^cannot write into {csv.parent}: No space left on device$"):
+        rows.write(fake, "m", [row(fake, size=2)], root)
+    assert csv.read_bytes() == before and names(csv.parent) == ["fake_chapter.csv"]
+
+
+def test_a_place_that_is_no_folder_is_told_in_a_line(fake, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(files.StoreError, match=r"^cannot open .*file/m/.*: Not a directory$"):
+        rows.write(fake, "m", [row(fake)], tmp_path / "file")
+
+
+def test_several_files_are_replaced_all_or_none(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.write_text("old")
+    real, calls = os.fsync, []
+
+    def second_fails(file):
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(file)
+
+    monkeypatch.setattr(files.os, "fsync", second_fails)
+    with pytest.raises(files.StoreError, match="Input/output error"):
+        files.replace(dict.fromkeys(paths, "new"))
+    assert [path.read_text() for path in paths] == ["old", "old"] and names(tmp_path) == ["a", "b"]
+    monkeypatch.setattr(files.os, "fsync", real)
+    files.replace(dict.fromkeys(paths, "new"))
+    assert [path.read_text() for path in paths] == ["new", "new"]
+
+
+def test_what_a_killed_writer_left_is_swept(fake, root, csv):
+    (csv.parent / "fake_chapter").mkdir()
+    for leftover in (
+        csv.with_name(".fake_chapter.csv.77.tmp"),
+        csv.parent / "fake_chapter" / ".a.json.77.tmp",
+    ):
+        leftover.write_text("half")
+    rows.write(fake, "m", [row(fake)], root)
+    assert (
+        names(csv.parent) == ["fake_chapter", "fake_chapter.csv"] and names(csv.parent / "fake_chapter") == []
+    )
+
+
 # ------------------------------------------------------------------------------------ measuring
 def test_second_run_measures_nothing(fake, root):
     count, log = measure(fake, root)
@@ -192,6 +347,17 @@ def test_second_run_measures_nothing(fake, root):
     assert set(frame["status"]) == {"ok"} and frame.groupby("size")["run"].nunique().eq(1).all()
     assert frame["run"].nunique() == 3
     assert json.loads((root / "cpu-test" / "machine.json").read_text()) == {"env00001": {"cores": 2}}
+
+
+def test_where_all_is_measured_nothing_is_written(fake, root, monkeypatch):
+    measure(fake, root)
+
+    def read_only(*anything, **more):
+        raise PermissionError
+
+    for name in ("lock", "write", "write_environment"):
+        monkeypatch.setattr(measuring, name, read_only)
+    assert measure(fake, root)[0] == 0
 
 
 def test_only_the_groups_with_missing_rows_are_measured(fake, root):
@@ -231,6 +397,51 @@ def test_out_of_memory_is_a_row(fake, root, error):
     measure(fake, root)
     assert status_of(fake, root) == {(2, "b"): "oom"}
     assert measure(fake, root)[0] == 0  # and stays one
+
+
+def test_out_of_memory_that_others_held_says_so_and_is_due_until_it_is_measured(fake, root, monkeypatch):
+    fake.RAISES[2, "b"] = MemoryError()
+    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 23.4)
+    for _ in range(2):
+        assert measure(fake, root)[0] > 0
+        assert status_of(fake, root) == {(2, "b"): "oom: other processes held 23 GiB"}
+    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 0.0)
+    assert measure(fake, root)[0] == 1
+    assert status_of(fake, root) == {(2, "b"): "oom"}
+    assert measure(fake, root)[0] == 0
+
+
+def test_rows_of_a_wrong_clock_are_measured_anew(fake, root):
+    measure(fake, root)
+    path = rows.csv_path("fake_chapter", "cpu-test", root)
+    old = {r["run"] for r in rows.load(fake, path).values()}
+    for time in ("2099-01-01T00:00:00Z", "yesterday"):
+        path.write_text(re.sub(r"[^,]*,env00001", f"{time},env00001", path.read_text()))
+        assert measure(fake, root, refresh="all")[0] == 3
+        assert time not in path.read_text() and not old & {r["run"] for r in rows.load(fake, path).values()}
+
+
+@pytest.mark.parametrize("changes", [{"size": 10**20}, {"size": -(2**63) - 1}, {"rate": float("nan")}])
+def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, root, changes):
+    case = fake.Case(**{"size": 1, "impl": "a", "causal": True} | changes)
+    [(field, value)] = changes.items()
+    with pytest.raises(ValueError, match=f"{field}={value}: expected"):
+        measuring.measure(fake, [fake.Case(1, "b", True), case], root=root)
+    with pytest.raises(ValueError, match=f"{field}={value}: expected"):
+        rows.write(fake, "m", [row(fake, **changes)], root)
+    assert not fake.CALLS and not list(root.rglob("*.csv"))
+
+
+def test_columns_of_a_newer_version_are_kept_by_measuring_nothing(fake, root):
+    measure(fake, root)
+    fake.CALLS.clear()
+    path = rows.csv_path("fake_chapter", "cpu-test", root)
+    path.write_text(
+        newer := re.sub("$", ",1", path.read_text().strip(), flags=re.M).replace("code,1", "code,tflops")
+    )
+    with pytest.raises(files.StoreError, match=r"fake_chapter\.csv.*does not know: tflops"):
+        measure(fake, root, refresh="all")
+    assert not fake.CALLS and path.read_text() == newer
 
 
 def status_of(fake, root):
@@ -296,7 +507,8 @@ def test_a_metric_without_a_column_is_a_mistake(fake, root, monkeypatch):
 
 
 def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
-    """Killed in its second group, a run leaves the first one's rows, and the next run measures the others."""
+    """Killed in its second group, a run leaves the first one's rows; another one, which has waited, measures the
+    others."""
     (tmp_path / "fake_chapter.py").write_text(FAKE)
     script = textwrap.dedent("""
         import sys, time
@@ -322,14 +534,16 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
         while not lines or "in group 2" not in lines[-1]:
             lines.append(process.stdout.readline())
             assert lines[-1], "the process ended early"
-        process.kill()
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as second:
+            assert "another process is measuring it" in second.stdout.readline()
+            process.kill()
+            again, _ = second.communicate(timeout=60)
+        assert second.returncode == 0
     assert any("[1/3] size=1: ok" in line for line in lines)  # told before the kill, though stdout is a pipe
     [path] = (tmp_path / "results").glob("*/fake_chapter.csv")
-    assert list(pd.read_csv(path)["size"]) == [1, 1]
-    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert "2 of 3 groups to measure" in again.stdout
+    assert "2 of 3 groups to measure" in again
     assert list(pd.read_csv(path)["size"]) == [1, 1, 2, 2, 30, 30]
-    assert sorted(p.name for p in path.parent.iterdir()) == ["fake_chapter.csv", "machine.json"]
+    assert names(path.parent) == ["fake_chapter.csv", "machine.json"]
 
 
 def test_two_writers_lose_nothing(tmp_path):
@@ -367,21 +581,67 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path):
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
+@pytest.mark.parametrize("hindered", HINDERED)
+def test_merge_takes_the_newer_row_unless_it_could_not_be_run(fake, root, tmp_path, hindered):
+    early, late = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
+    old, new = row(fake, ms_p50=1.0, time_utc=early), row(fake, ms_p50=2.0, time_utc=late)
+    measured, later = row(fake, status="oom", time_utc=early), row(fake, status=hindered, time_utc=late)
+    for number, (here, there, kept) in enumerate(
+        [(old, new, new), (new, old, new), (measured, later, measured), (later, measured, measured)]
+    ):
+        machine = f"m{number}"
+        rows.write(fake, machine, [here], root)
+        rows.write(fake, machine, [there], tmp_path / machine)
+        rows.merge([fake], tmp_path / machine, root)
+        [found] = rows.read(fake, machine, root).to_dict("records")
+        assert {k: found[k] for k in ("status", "ms_p50", "time_utc")}.items() <= kept.items()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "named"),
+    [
+        ("there/b/fake_chapter.csv", lambda text: text.replace("\n1,", "\n1x,"), "line 2: size=1x"),
+        ("there/b/fake_chapter.csv", lambda text: text.replace("ok", "o,k"), "line 2: 12 cells"),
+        ("there/b/fake_chapter.csv", lambda text: text + "=======\n", "line 3: 1 cells"),
+        ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
+        ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
+        ("there/b/machine.json", lambda text: text[:-3], "line 4"),
+        ("here/b/machine.json", lambda text: text[:-3], "line 4"),
+        ("here/b/fake_chapter.csv", lambda text: text.replace("a,True", "a,Tru"), "line 2: causal=Tru"),
+    ],
+)
+def test_merge_takes_all_or_nothing(fake, tmp_path, file, damage, named):
+    for folder, count in (("here", 1.0), ("there", 2.0)):
+        for machine in ("a", "b"):
+            rows.write(fake, machine, [row(fake, ms_p50=count)], tmp_path / folder)
+            rows.write_environment(machine, tmp_path / folder, {folder: {"cores": count}})
+            (tmp_path / folder / machine / "fake_chapter").mkdir()
+            (tmp_path / folder / machine / "fake_chapter" / "c.json").write_text(f'{{"from": "{folder}"}}')
+    path = tmp_path / file
+    path.write_text(damage(path.read_text()))
+    contents = lambda: {p: p.read_text() for p in (tmp_path / "here").rglob("*") if p.is_file()}
+    before = contents()
+    with pytest.raises(files.StoreError, match=f"{file}.*{named}"):
+        rows.merge([fake], tmp_path / "there", tmp_path / "here")
+    assert contents() == before
+
+
 def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path):
     other = tmp_path / "other"
-    for folder, text in ((root, "here"), (other, "there")):
+    here, there, new = ('{"from": "here"}', '{"from": "there"}', '{"from": "new"}')
+    for folder, text in ((root, here), (other, there)):
         beside = folder / "gpu-x1" / "fake_chapter"
         beside.mkdir(parents=True)
         (beside / "a.json").write_text(text)
-    (other / "gpu-x1" / "fake_chapter" / "b.json").write_text("new")
+    (other / "gpu-x1" / "fake_chapter" / "b.json").write_text(new)
     rows.write(fake, "gpu-x1", [row(fake, time_utc="2026-02-01T00:00:00Z")], root)
     rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-01-01T00:00:00Z")], other)
     rows.merge([fake], other, root)
     mine = root / "gpu-x1" / "fake_chapter"
-    assert (mine / "a.json").read_text() == "here" and (mine / "b.json").read_text() == "new"
+    assert (mine / "a.json").read_text() == here and (mine / "b.json").read_text() == new
     rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-03-01T00:00:00Z")], other)
     rows.merge([fake], other, root)
-    assert (mine / "a.json").read_text() == "there"
+    assert (mine / "a.json").read_text() == there
 
 
 def test_merge_refuses_odd_columns_and_takes_nothing(fake, root, tmp_path):

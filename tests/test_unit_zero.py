@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import pickle
 import warnings
 from pathlib import Path
 
@@ -842,6 +843,32 @@ def test_missing_and_mistyped_arguments():
         optimizer.load_state_dict(torch.optim.AdamW([p, torch.zeros(1, requires_grad=True)]).state_dict())
     with pytest.raises(KeyError):
         optimizer.owner(torch.zeros(2))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(duplicate):
+    with raised(TypeError, "neither copied nor pickled", "state_dict"):
+        duplicate(ShardedOptimizer(Matrices().parameters(), torch.optim.AdamW))
+
+
+@pytest.mark.parametrize(
+    "change, sizes",
+    [
+        (lambda groups: groups[0].update(params=[]), [r"\[0, 1\]"]),
+        (lambda groups: groups[1]["params"].append(nn.Parameter(torch.ones(2))), [r"\[1, 2\]"]),
+        (lambda groups: groups.pop(), [r"\[1\]"]),
+    ],
+)
+def test_parameters_are_not_slipped_into_groups(change, sizes):
+    model = Matrices()
+    optimizer = ShardedOptimizer([{"params": [p]} for p in model.parameters()], torch.optim.SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    change(optimizer.param_groups)
+    before = [p.detach().clone() for p in model.parameters()]
+    with raised(ValueError, *sizes, r"\[1, 1\]", "add_param_group"):
+        optimizer.step()
+    assert_same(before, model.parameters())
 
 
 def test_adapter():

@@ -2,8 +2,8 @@
 
 `operations` says what an operation must compute and move, `attention_limits` what each unit of a multiprocessor does
 for attention, `model` what a whole Transformer must compute, `memory` what it holds, `attention_memory` what one
-attention holds and moves, `collectives` how long ranks take to add up a tensor, `hardware` what a known GPU could do
-at best. Nothing here needs torch.
+attention holds and moves, `collectives` how long an all-reduce takes, `hardware` what a known GPU could do at best.
+Nothing here needs torch.
 """
 
 from cs336_systems.accounting.attention_limits import (

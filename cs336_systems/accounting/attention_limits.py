@@ -1,11 +1,11 @@
 """What one multiprocessor must do for a pair of query and key, unit by unit, and how long that takes at the least.
 
-Attention that keeps its scores on the chip is bound by none of a GPU's famous numbers alone. Four units of a
-multiprocessor work for each pair of a query and a key that it sees, and any of them can be the slowest:
+Attention that keeps its scores on chip is bound neither by peak FLOP/s nor by memory bandwidth alone. Each pair of a
+query and a key that it sees takes work of four units of a multiprocessor, and any of them can be the bottleneck:
 
-    products      tensor cores: 2·d FLOPs for each of the products
+    products      tensor cores: 2·d FLOPs for each matmul
     exps          special function units: one exponential in each pass
-    instructions  the schedulers issue 128 lanes a clock: scaling, masking, maxima, sums, conversions
+    instructions  the schedulers issue 128 lanes per clock: scaling, masking, maxima, sums, conversions
     shared        shared memory, from which tensor cores take their operands
 
 All counts are per pair, all rates per clock and multiprocessor. Nothing here needs torch.
@@ -21,7 +21,7 @@ from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import check_sizes
 
 UNITS = ("products", "exps", "instructions", "shared")
-_GROUP = 64  # rows that a group of four warps multiplies at once (wgmma's M)
+_GROUP = 64  # rows that a warpgroup multiplies at once (wgmma's M)
 _HALF_BYTES = 2
 
 
@@ -29,7 +29,7 @@ _HALF_BYTES = 2
 class Multiprocessor:
     """What one streaming multiprocessor does in a clock at the most.
 
-    flops: of dense 16-bit products with fp32 accumulation. exps: exponentials in base two. lanes: fp32 instructions,
+    flops: of dense 16-bit matmuls with fp32 accumulation. exps: exponentials in base two. lanes: fp32 instructions,
     counted by lanes (four schedulers issue a warp of 32 each). shared_bytes: read from shared memory.
     """
 
@@ -49,15 +49,15 @@ class Multiprocessor:
 
 
 # By compute capability. FLOPs: the architectures' white papers, which give an A100's multiprocessor 1024
-# multiplications with addition a clock and an H100's twice as many. The other rates: CUDA C++ Programming Guide,
-# table of the throughput of native arithmetic instructions (compute capabilities 8.0 and 9.0), and 32 banks of
-# shared memory, 4 bytes each.
+# FMAs per clock and an H100's twice as many. The other rates: CUDA C++ Programming Guide, table of the throughput of
+# native arithmetic instructions (compute capabilities 8.0 and 9.0), and 32 banks of shared memory, 4 bytes each.
 MULTIPROCESSORS = {80: Multiprocessor(2048), 90: Multiprocessor(4096)}
 
 # Instructions per pair, by hand, for scores in fp32 and 16-bit operands: each is issued for every pair.
 #   forward: scale and subtract the maximum (1), maximum (1), exponential (1), sum (1), half a conversion of two to
-#   16 bits backward: scale and subtract L (1), exponential (1), dP − D (1), its product with P (1), two half
-#   conversions; in a pass that does not need P as an operand, one
+#       16 bits
+#   backward: scale and subtract L (1), exponential (1), dP − D (1), its product with P (1), two half conversions; in a
+#       pass that does not need P as an operand, one
 FORWARD_INSTRUCTIONS = 4.5
 BACKWARD_INSTRUCTIONS = 5.0
 DQ_INSTRUCTIONS = 4.5
@@ -67,8 +67,8 @@ UNFOLDED_INSTRUCTIONS = 2.0  # exp instead of exp2: scaling the scores, subtract
 
 @dataclass(frozen=True)
 class Work:
-    """Work per pair of query and key: products (each of 2·d FLOPs), exponentials, instructions, bytes from shared
-    memory."""
+    """Work per pair of query and key: matmuls (`products`, each of 2·d FLOPs), exponentials, instructions, bytes from
+    shared memory."""
 
     products: int
     exps: float
@@ -110,7 +110,7 @@ def backward_work(
 ) -> Work:
     """Backward, scores computed for 64 rows and `block` columns at a time.
 
-    passes: `"one"`, five products; `"queries"`, the pass for dQ alone (three); `"keys"`, the one for dK and dV (four).
+    passes: `"one"`, five matmuls; `"queries"`, the pass for dQ alone (three); `"keys"`, the one for dK and dV (four).
     ValueError for another.
     """
     check_choice("passes", passes, ("one", "queries", "keys"))

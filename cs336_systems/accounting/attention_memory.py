@@ -4,14 +4,14 @@ Symbols: A = QKᵀ, S = A / sqrt(d), P = softmax(S), O = PV; dX is the gradient 
 their gradients) has batch_heads · num_queries · num_keys elements, which is what all of this is about.
 
 impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
-between the matrix products fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
-score; "flash_hopper", those of `attention.hopper`, which add up dQ in fp32, d padded to 64 or 128; "flash_split",
-those of `attention.hopper.split` for fp32, which take every input apart into three pieces of bf16, lengths padded to
-128 and d to a power of two.
+between the matmuls fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
+score; "flash_hopper", those of `attention.hopper`, which accumulate dQ in fp32, d padded to 64 or 128; "flash_split",
+those of `attention.hopper.split` for fp32, which split every input into three bf16 pieces, lengths padded to 128 and d
+to a power of two.
 device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
 
-Counted are tensors: Q, K, V and dO, which the caller holds all the time, and what is made of them. A process holds more
-(the context, the workspaces of libraries, what an allocator rounds up).
+Only tensors are counted: Q, K, V and dO, which the caller holds all the time, and what is computed from them. A process
+holds more (the context, the workspaces of libraries, what an allocator rounds up).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Sizes:
 
     @property
     def row(self) -> int:
-        """One fp32 number a query: the logsumexp L, or D = rowsum(dO∘O)."""
+        """One fp32 number per query: the logsumexp L, or D = rowsum(dO∘O)."""
         return self.batch_heads * self.num_queries * _FP32_BYTES
 
     @property
@@ -70,7 +70,7 @@ class _Sizes:
         return self.batch_heads * rows * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
 
     def pieces(self, length: int) -> int:
-        """Three pieces of 2 bytes of each number of a padded Q, K, V or dO."""
+        """Three bf16 pieces of each element of a padded Q, K, V or dO."""
         return self.batch_heads * self.padded(length) * max(16, 1 << (self.head_dim - 1).bit_length()) * 6
 
     @staticmethod
@@ -109,7 +109,7 @@ def attention_moments(
 ) -> dict[str, dict[str, int]]:  # fmt: skip
     """Moment → tensor → bytes: what is alive at each moment of a forward and a backward pass, in their order.
 
-    A moment is named after the operation that has just made its output and not yet let go of its inputs. The moment
+    A moment is named after the operation that has just computed its output and not yet released its inputs. The moment
     `before backward` has nothing but inputs, output and what the graph keeps. ValueError as above, and for an unknown
     `device`.
     """
@@ -148,7 +148,7 @@ def attention_moments(
         moments["dS from P, dP"] = begun | {"P": m, "dP": m} | extra | {"dS": m}
         moments["dA = dS/√d"] = begun | {"dS": m, "dA": m}
     moments["dQ = dA K, dK = dAᵀ Q"] = begun | {"dA": m, "dQ": t.query, "dK": t.key}
-    if impl == "reference":  # its product is dKᵀ, which becomes K's gradient by a copy
+    if impl == "reference":  # its matmul gives dKᵀ, which becomes K's gradient by a copy
         moments["dK in K's layout"] = out | grads | {"dKᵀ": t.key}
     return {moment: inputs | tensors for moment, tensors in moments.items()}
 
@@ -178,7 +178,7 @@ def attention_peak_bytes(
 # ---------------------------------------------------------------------------------------------------- traffic
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: the FLOPs of its matrix product (0 if it has none), and the fewest bytes that it moves."""
+    """One kernel: the FLOPs of its matmul (0 if it has none), and its least memory traffic in bytes."""
 
     name: str
     flops: float
@@ -242,8 +242,8 @@ def attention_kernels(
 
 
 def kernels_ms(kernels: Iterable[Kernel], tflops: float, tb_per_s: float) -> float:
-    """The least time in ms of kernels that run one after another: each is bound by its product or by its bytes.
+    """The least time in ms of kernels that run one after another: each is compute-bound or memory-bound.
 
-    tflops, tb_per_s: the best product and the best copy of the machine. ValueError for one that is not positive.
+    tflops, tb_per_s: the machine's best matmul and best copy. ValueError for one that is not positive.
     """
     return sum(roofline_ms(kernel.flops, kernel.num_bytes, tflops, tb_per_s) for kernel in kernels)

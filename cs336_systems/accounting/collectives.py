@@ -1,8 +1,8 @@
 """Time of an all-reduce: a latency for each step of a ring, and the bytes that pass through each rank's link.
 
-Symbols: n ranks, S bytes of the tensor on each of them. A ring cuts the tensor into n pieces. In n - 1 steps each piece
-goes around and is added up (reduce-scatter), in n - 1 more the sums go around (all-gather); in each step every rank
-sends S/n bytes to its neighbor and receives as many. With α seconds a step and β bytes/s of a link in one direction,
+Symbols: n ranks, S bytes of the tensor on each of them. A ring splits the tensor into n chunks. In n - 1 steps each
+chunk goes around and is summed (reduce-scatter), in n - 1 more the sums go around (all-gather); in each step every rank
+sends S/n bytes to its neighbor and receives as many. With α seconds per step and β bytes/s of a link in one direction,
 
     t = 2(n - 1)·α + 2(n - 1)/n · S/β.
 

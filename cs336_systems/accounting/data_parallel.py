@@ -1,7 +1,7 @@
 """Data-parallel training: what is sent in a step, what fills a bucket, and what buckets of a size should cost.
 
 Symbols, as in the handout's problem `ddp_bucketed_benchmarking`: s bytes of gradients, of which w are all-reduced in a
-second; o seconds that each call of a collective costs; n buckets. Nothing here needs torch.
+second; o seconds of overhead for each call of a collective; n buckets. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Buckets:
     """The handout's model of what overlapping buckets cost beyond the backward pass.
 
     s bytes in n equal buckets; computing a bucket's gradients takes as long as sending them, s / (n·w). Then each
-    bucket is sent while the next is computed, and what is left over is the last one, which has nothing to hide behind,
-    and n times the overhead of a call:
+    bucket is sent while the next is computed, and what stays exposed is the last one, which nothing overlaps, and n
+    times the overhead of a call:
 
         overhead(n) = s / (n·w) + n·o          least at n = sqrt(s / (w·o)), a bucket of sqrt(s·o·w), where both
                                                terms are sqrt(s·o / w)
@@ -147,7 +147,7 @@ class Fit:
 
 
 def fit_overhead(total_bytes: float, points: Sequence[tuple[float, float]], constant: bool = False) -> Fit:
-    """Fits the model to measured (number of buckets, overhead in s).
+    """Fits the model to measured (num_buckets, overhead in s).
 
     constant: whether a term that does not depend on n may take part. Of all choices of terms whose least-squares
     coefficients are not negative, the one with the smallest residuals is taken, which is the solution of non-negative
@@ -194,7 +194,7 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
         for p in columns
     ]
     size = len(columns)
-    for i in range(size):  # Gauss and Jordan; the matrix is positive definite, so that no pivot vanishes
+    for i in range(size):  # Gauss-Jordan; the matrix is positive definite, so that no pivot vanishes
         matrix[i] = [x / matrix[i][i] for x in matrix[i]]
         for j in range(size):
             if j != i:
@@ -204,7 +204,7 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
 
 # -------------------------------------------------------------------------------------------------------- what it is
 def scaling_efficiency(alone_ms: float, together_ms: float) -> float:
-    """Weak scaling, the same batch on each rank: tokens a second of N ranks over N times those of one rank alone."""
+    """Weak scaling, the same batch on each rank: tokens/s of N ranks over N times those of one rank alone."""
     check_sizes(alone_ms=alone_ms, together_ms=together_ms)
     return alone_ms / together_ms
 
@@ -222,7 +222,7 @@ def peak_bytes(
 
     wrapper: as `training.parallel_step.WRAPPERS`. To the moments of the step on one device (`memory.memory_moments`)
     each adds what it holds besides gradients: nothing (none, naive, overlapped, in_place); a copy of all gradients
-    after the backward pass (flat); a copy of a bucket's whenever one is complete, until its own tensors are let go
+    after the backward pass (flat); a copy of a bucket's whenever one is complete, until its own tensors are freed
     (bucketed; between the moments of the backward pass memory is taken to change as the gradients grow); all buckets
     all the time, beside the gradients (torch) or in their place (torch_view). ValueError for an unknown wrapper.
     """
@@ -234,7 +234,7 @@ def peak_bytes(
         return {"torch": total, "torch_view": total - gradients}.get(wrapper, 0.0)
 
     peak = max(sum(items.values()) + beside(items["gradients"]) for items in moments.values())
-    if wrapper == "flat":  # weights, two moments, the gradients, and the buffer that they are brought into
+    if wrapper == "flat":  # weights, two moments, the gradients, and the buffer that they are copied into
         return max(peak, 5 * total)
     if wrapper != "bucketed":
         return peak

@@ -1,4 +1,4 @@
-"""What known hardware could do at best, by its data sheet, and the time that work needs there at the least.
+"""Data-sheet peaks of known GPUs, and the least times (roofline) that follow from them.
 
 TFLOP/s and TB/s are powers of ten.
 """
@@ -12,13 +12,13 @@ from cs336_systems.accounting.operations import check_sizes
 
 
 def roofline_ms(flops: float, num_bytes: float, tflops: float, tb_per_s: float) -> float:
-    """The least time in ms for this much work: computing at `tflops` or moving at `tb_per_s`."""
+    """The least time in ms for this much work: compute at `tflops` or memory traffic at `tb_per_s`."""
     check_sizes(tflops=tflops, tb_per_s=tb_per_s)
     return max(flops / (tflops * 1e9), num_bytes / (tb_per_s * 1e9))
 
 
 def ridge_flops_per_byte(tflops: float, tb_per_s: float) -> float:
-    """The arithmetic intensity above which computing takes longer than moving."""
+    """The arithmetic intensity above which work is compute-bound."""
     check_sizes(tflops=tflops, tb_per_s=tb_per_s)
     return tflops / tb_per_s
 
@@ -26,7 +26,7 @@ def ridge_flops_per_byte(tflops: float, tb_per_s: float) -> float:
 def exps_ms(exps: float, sms: int, sm_mhz: float, per_clock: int = 16) -> float:
     """The least time in ms for this many exponentials on the special function units.
 
-    16 results a clock and multiprocessor is what the CUDA programming guide's table of arithmetic throughput
+    16 results per clock and multiprocessor is what the CUDA programming guide's table of arithmetic throughput
     gives for compute capabilities 7.x to 9.0. Kernels that compute some of them as polynomials can be faster.
     """
     check_sizes(sms=sms, sm_mhz=sm_mhz, per_clock=per_clock)

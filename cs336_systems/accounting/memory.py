@@ -3,8 +3,8 @@
 Symbols: B batch, S sequence, T = B·S tokens, D d_model, F d_ff, H num_heads, V vocab_size; a: bytes of an activation
 (4 in fp32, 2 under bf16 autocast); R = 4·T·D, a tensor of the residual stream, which stays fp32 under autocast.
 
-Counted are tensors. A process holds more: the context, the libraries' workspaces, the blocks that an allocator rounds
-up, and the tables of rotary positions (8 · context_length · D / H, once).
+Only tensors are counted. A process holds more: the context, the libraries' workspaces, the blocks that an allocator
+rounds up, and the tables of rotary positions (8 · context_length · D / H, once).
 
 dtype: "fp32", or "bf16" for fp32 weights under `torch.autocast` with bf16. attention: "reference" (scores and
 probabilities materialized) or "flash" (kernels that keep one logsumexp a query; what they hold only while they run,
@@ -90,7 +90,7 @@ class _Tensors:
 
     @property
     def scores(self) -> int:
-        """(B, H, S, S) in the dtype of the product QKᵀ."""
+        """(B, H, S, S) in the dtype of the matmul QKᵀ."""
         return self.element * self.batch * self.config.num_heads * self.sequence**2
 
     @property
@@ -105,7 +105,7 @@ class _Tensors:
 
     @property
     def probabilities(self) -> int:
-        """All that is saved of the probabilities: with an fp32 softmax also the bf16 copy that the product PV reads."""
+        """All that is saved of the probabilities: with an fp32 softmax also the bf16 copy that the matmul PV reads."""
         return self.softmax + (self.scores if self.widened_scores else 0)
 
     @property
@@ -171,7 +171,7 @@ def saved_layer_bytes(
     - norms: two RMSNorms; each keeps its input (for the mean square), the normalized input (for the weight's gradient)
       and 1 / rms: 2·(2R + 4T).
     - projection_inputs: a linear layer keeps its input; q, k, v share one, w1 and w3 share one: 2·a·T·D.
-    - qkv: rotated q and k, and v, as the products QKᵀ and PV read them: 3·a·T·D. The rotation itself keeps its tables
+    - qkv: rotated q and k, and v, as the matmuls QKᵀ and PV read them: 3·a·T·D. The rotation itself keeps its tables
       only.
     - attention: plain: the softmax's output, a·B·H·S² (on CUDA under autocast 4·B·H·S², and 2·B·H·S² for the bf16
       copy that PV reads), and the causal mask, S². Flash: the logsumexp, 4·B·H·S.

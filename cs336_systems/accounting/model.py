@@ -1,7 +1,7 @@
 """What a whole Transformer must compute and hold: parameters, FLOPs, bytes. For `cs336_systems.model.TransformerLM`.
 
 Symbols in all derivations: B batch, S sequence, T = B·S tokens, D d_model, F d_ff, L num_layers, H num_heads,
-V vocab_size. FLOPs count matrix products, a multiplication and an addition as two; what the norms, the activation and
+V vocab_size. FLOPs count matmuls, a multiplication and an addition as two; what the norms, the activation and
 the softmax add is less than 1 % at the handout's sizes and contexts. Nothing here needs torch.
 """
 
@@ -43,11 +43,11 @@ def num_parameters(config: ModelConfig) -> int:
 
 # ----------------------------------------------------------------------------------------------------- FLOPs
 def forward_matmul_flops(config: ModelConfig, batch: int, sequence: int) -> dict[str, int]:
-    """FLOPs of one forward pass by component, every product whole: what `torch.utils.flop_counter` counts.
+    """FLOPs of one forward pass by component, every matmul in full: what `torch.utils.flop_counter` counts.
 
-    qkv: three products (T, D) @ (D, D), 6·T·D². attention_scores: QKᵀ, H products (S, d) @ (d, S) for each sequence,
+    qkv: three matmuls (T, D) @ (D, D), 6·T·D². attention_scores: QKᵀ, H matmuls (S, d) @ (d, S) for each sequence,
     2·T·S·D, with the half that a causal mask hides. attention_output: PV, as many. output_projection: 2·T·D².
-    ffn: three products between widths D and F, 6·T·D·F. head: 2·T·D·V. The embedding is a look-up. ValueError for a
+    ffn: three matmuls between widths D and F, 6·T·D·F. head: 2·T·D·V. The embedding is a look-up. ValueError for a
     size that is not positive.
     """
     check_sizes(batch=batch, sequence=sequence)
@@ -66,11 +66,11 @@ def forward_matmul_flops(config: ModelConfig, batch: int, sequence: int) -> dict
 def model_flops(config: ModelConfig, batch: int, sequence: int, mode: str) -> int:
     """The FLOPs that one step needs, however it is implemented: the numerator of `mfu`.
 
-    The two products of attention count half, because the mask hides half of the scores (the diagonal makes it a
-    little more). Backward is twice forward: y = W x needs dW and dx, a product of the same size each. Scores that are
+    The two matmuls of attention count half, because the mask hides half of the scores (the diagonal makes it a
+    little more). Backward is twice forward: y = W x needs dW and dx, a matmul of the same size each. Scores that are
     recomputed in backward do not count here (`attention_flops` counts them, as the work of one kernel). So
-    `"forward_backward"` is 3 × `"forward"`, and so is `"train_step"`: AdamW has no matrix products, and its ~15
-    operations a parameter vanish beside 6·T. ValueError for an unknown mode or a size that is not positive.
+    `"forward_backward"` is 3 × `"forward"`, and so is `"train_step"`: AdamW has no matmuls, and its ~15
+    operations per parameter vanish beside 6·T. ValueError for an unknown mode or a size that is not positive.
     Source: Chowdhery et al., "PaLM" (arXiv 2204.02311), appendix B, with the causal half.
     """
     check_choice("mode", mode, MODES)

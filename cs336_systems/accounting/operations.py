@@ -1,6 +1,6 @@
 """What single operations must compute and move, at the least.
 
-FLOPs count matrix products only (a multiplication and an addition are two); bytes are the fewest that reach
+FLOPs count matmuls only (a multiplication and an addition are two); bytes are the fewest that reach
 memory: each input read once, each output written once.
 """
 
@@ -27,9 +27,9 @@ def matmul_flops(m: int, n: int, k: int) -> int:
 def attention_flops(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, part: str
 ) -> float:
-    """FLOPs of attention's matrix products, over all batch elements and heads.
+    """FLOPs of attention's matmuls, over all batch elements and heads.
 
-    The forward pass has two products (QK^T and PV), 4·Nq·Nk·d; the backward pass five (QK^T again, dO V^T,
+    The forward pass has two matmuls (QK^T and PV), 4·Nq·Nk·d; the backward pass five (QK^T again, dO V^T,
     P^T dO, dS K, dS^T Q), 2.5 times as many. A causal mask counts half, as is usual, although the diagonal
     makes it a little more. Source: the FlashAttention-2 paper (arXiv 2307.08691), section 4.1. ValueError for
     an unknown `part` or a size that is not positive.
@@ -42,9 +42,8 @@ def attention_flops(
 def attention_exps(batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, part: str) -> float:
     """Exponentials of the softmax: one for each pair of query and key, and one more in backward.
 
-    They matter beside the products, and backward recomputes them: a streaming multiprocessor of Ampere or
-    Hopper takes 16 a clock, against thousands of multiplications and additions on its tensor cores (see
-    `exps_ms`).
+    They matter beside the matmuls, and backward recomputes them: a streaming multiprocessor of Ampere or Hopper
+    computes 16 per clock, against thousands of FMAs on its tensor cores (see `exps_ms`).
     """
     check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys)
     passes = {"forward": 1, "backward": 1, "end_to_end": 2}[part]
@@ -56,7 +55,7 @@ def attention_bytes(
 ) -> int:
     """The fewest bytes that attention moves to and from memory when no score is ever written there.
 
-    Forward reads Q, K, V and writes O and the logsumexp L (fp32, one a query). Backward reads Q, K, V, O, dO
+    Forward reads Q, K, V and writes O and the logsumexp L (fp32, one per query). Backward reads Q, K, V, O, dO
     and L and writes dQ, dK, dV. `bytes_per_element` is that of all these tensors but L.
     """
     check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim,

@@ -27,13 +27,13 @@ GB = 10**9
 GIB = 2**30
 
 STATES = {"master weights": 4, "accumulated gradients": 4, "first moment": 4, "second moment": 4}
-"""Bytes a parameter of what training keeps in fp32. The moments are AdamW's (Loshchilov and Hutter, 2019)."""
+"""Bytes per parameter of what training keeps in fp32. The moments are AdamW's (Loshchilov and Hutter, 2019)."""
 
 WIDE = {"none": 1, "relu": 1, "gelu": 2, "silu": 2}
 """Nonlinearity → tensors of width F that a block saves for backward; see `saved_bytes_per_token`."""
 
 OVERLAPS = ("together", "in turn")
-"""Both kinds of collectives run beside computing: at the same time as each other, or one after the other."""
+"""Both kinds of collectives overlap compute: at the same time as each other, or one after the other."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def state_bytes(stack: Stack) -> dict[str, int]:
 def saved_bytes_per_token(
     stack: Stack, nonlinearity: str = "relu", bytes_per_element: int = 2
 ) -> dict[str, int]:
-    """Tensor → bytes a token, over all blocks, that the forward pass saves for the backward pass.
+    """Tensor → bytes per token, over all blocks, that the forward pass saves for the backward pass.
 
     A linear layer y = W x needs dW = dy xᵀ and dx = Wᵀ dy: it saves its input x (and refers to W, which exists
     anyway). So a block saves the input of its first layer, D wide, and that of its second, F wide. Between them:
-    ReLU's gradient is told by the sign of its output, which is the second layer's input and saved already, and no
+    ReLU's gradient needs the sign of its output only, which is the second layer's input and saved already, and no
     nonlinearity needs nothing; GELU and SiLU need their own input, F wide, once more. A residual sum saves nothing.
     Hence L·(D + k·F) elements, k = 1 ("none", "relu") or 2 ("gelu", "silu"). Checkpointing would save less.
     ValueError for an unknown nonlinearity.
@@ -82,7 +82,7 @@ def saved_bytes_per_token(
 
 
 def devices_worth(num_bytes: int, capacity: float) -> int:
-    """The number of devices with `capacity` bytes each that hold `num_bytes` together."""
+    """How many devices with `capacity` bytes each hold `num_bytes` together."""
     check_sizes(capacity=capacity)
     return math.ceil(Fraction(num_bytes) / Fraction(capacity))
 
@@ -96,8 +96,8 @@ def memory_per_device(
     device's forward pass takes part in, and s = `sharded` the share of the activations that is spread over the N.
 
     s = 1/2 is the handout's part (b). s = 0 is FSDP as it is usually run, t tokens of its own for each device;
-    s = 1 is a batch of t tokens that lies evenly on all. ValueError for a share outside [0, 1], negative tokens, or
-    devices that are not positive.
+    s = 1 is a batch of t tokens that is spread evenly over all. ValueError for a share outside [0, 1], negative tokens,
+    or devices that are not positive.
     """
     check_sizes(devices=devices)
     _check_tokens(tokens)
@@ -143,7 +143,7 @@ def most_tokens(
     return math.ceil(room / for_token) - 1
 
 
-# ---------------------------------------------------------------------------------------- computing and sending
+# ----------------------------------------------------------------------------------- compute and communication
 @dataclass(frozen=True)
 class Chip:
     """flops: FLOP/s in bf16 (C). axis_bytes_per_s: W. memory_bytes_per_s: of its own memory. network_bytes_per_s: out
@@ -165,7 +165,7 @@ class Chip:
 
     @property
     def memory_tokens(self) -> float:
-        """Tokens for which a product with bf16 weights takes as long as reading them: 2·t·n FLOPs, 2·n bytes."""
+        """Tokens for which a matmul with bf16 weights takes as long as reading them: 2·t·n FLOPs, 2·n bytes."""
         return self.flops / self.memory_bytes_per_s
 
 
@@ -214,7 +214,7 @@ def gather_seconds(
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one block's forward pass: products, gathers of weights (FSDP), collectives of activations (TP)."""
+    """Seconds of one block's forward pass: matmuls, gathers of weights (FSDP), collectives of activations (TP)."""
 
     compute: float
     weights: float
@@ -238,7 +238,7 @@ def block_times(stack: Stack, chip: Chip, layout: Layout, tokens: float, exact: 
     Forward: In[B/X, D/Y] is gathered over Y; W_in[D/X, F/Y] over X; their product; W_out[F/Y, D/X] over X; their
     product, a sum that is spread over Y; and its reduce-scatter to Out[B/X, D/Y].
 
-        compute      2 products of 2·(B/X)·D·(F/Y) FLOPs     4·B·D·F / (X·Y·C)
+        compute      2 matmuls of 2·(B/X)·D·(F/Y) FLOPs      4·B·D·F / (X·Y·C)
         weights      2 gathers of s_w·D·F/Y bytes            2·s_w·D·F / (Y·M_X·W)
         activations  a gather and a reduce-scatter, s_a·(B/X)·D bytes     2·s_a·B·D / (X·M_Y·W)
 
@@ -259,9 +259,9 @@ def block_times(stack: Stack, chip: Chip, layout: Layout, tokens: float, exact: 
 def compute_bound_tokens(
     stack: Stack, chip: Chip, layout: Layout, overlap: str = "together", exact: bool = False
 ) -> float:
-    """The smallest batch B, in tokens, that is compute bound; infinite where no batch is.
+    """The smallest batch B, in tokens, that is compute-bound; infinite where no batch is.
 
-    Computing and the activations' collectives grow with B, the gathers of weights do not. Together: the gathers decide,
+    Compute and the activations' collectives grow with B, the gathers of weights do not. Together: the gathers decide,
     B ≥ (s_w/2)·α·X/M_X, if the collectives are short enough, Y ≤ (2/s_a)·M_Y·F/α (`tensor_limit`). In turn: the
     gathers must fit into what the collectives leave, B = T_weights / (T_compute - T_activations per token).
     """
@@ -298,7 +298,7 @@ def best_fsdp(stack: Stack, tokens: float, layout: Layout) -> float:
 def least_tokens_per_device(
     stack: Stack, chip: Chip, layout: Layout, overlap: str = "together"
 ) -> tuple[float, float]:
-    """(B/N, Y): the fewest tokens a device that the best split into X and Y keeps compute bound, and its Y.
+    """(B/N, Y): the fewest tokens per device that the best split into X and Y keeps compute-bound, and its Y.
 
     Put `best_fsdp` into the times: T_compute / T_weights = sqrt(B/N · 4·M_X·M_Y·F / (s_w·s_a)) / α. Together, this
     must be 1: B/N = (s_w·s_a/4)·α² / (M_X·M_Y·F), at Y = `tensor_limit`. In turn it must be 2, as two times of equal
@@ -327,9 +327,9 @@ def bubble_share(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def stage_send_share(stack: Stack, chip: Chip, layout: Layout, bytes_per_s: float) -> float:
-    """The time of handing activations to the next stage at `bytes_per_s`, over that of a stage's products (forward).
+    """The time of sending activations to the next stage at `bytes_per_s`, over that of a stage's matmuls (forward).
 
-    A device sends s_a·(B/X)·D/Y bytes after L/Z blocks of products. One link of the mesh carries W/2 in one direction.
+    A device sends s_a·(B/X)·D/Y bytes after L/Z blocks of matmuls. One link of the mesh carries W/2 in one direction.
     """
     check_sizes(bytes_per_s=bytes_per_s)
     sent = layout.activation_bytes * stack.d_model / (layout.fsdp * layout.tensor)

@@ -75,9 +75,10 @@ def zero_memory(
     parameter that the rank owns and 4 for each tensor, made by the first step: before it there is none if `first_step`.
     num_ranks=1 is unsharded. rank: None for the rank that holds most.
 
-    Counted are tensors. An allocator rounds each up to 512 bytes, a bucketed data-parallel container may hold gradients
-    from initialization on, and within the step a foreach optimizer has temporaries as large as what it updates at once
-    (a round of the share), a fused one none. ValueError for a rank that is not there or num_ranks that is not positive.
+    Only tensors are counted. An allocator rounds each up to 512 bytes, a bucketed data-parallel container may hold
+    gradients from initialization on, and within the step a foreach optimizer has temporaries as large as what it
+    updates at once (a round of the share), a fused one none. ValueError for a rank that is not there or num_ranks that
+    is not positive.
     """
     states = [adamw_state_bytes(sizes) for sizes in shards(config, num_ranks)]
     if rank is not None and not 0 <= rank < num_ranks:
@@ -99,7 +100,7 @@ def zero_step_memory(
     config: ModelConfig, batch: int, sequence: int, num_ranks: int, rank: int | None = None, buckets: int = 0,
     device: str = "cuda",
 ) -> dict[str, dict[str, int]]:  # fmt: skip
-    """Bytes alive on one of N ranks at STEP_MOMENTS: moment → component (COMPONENTS) → bytes, B × S tokens a rank.
+    """Bytes alive on one of N ranks at STEP_MOMENTS: moment → component (COMPONENTS) → bytes, B × S tokens per rank.
 
     As `zero_memory`, with what the graph has saved at `later_forward` (`accounting.saved_activation_bytes`, attention
     materialized), and `buckets` bytes that a data-parallel container holds all the time beside the gradients: none
@@ -207,10 +208,10 @@ def zero_optimizer_ms(
     num_parameters: int, num_ranks: int, tb_per_s: float, link_gb_per_s: float, rounds: int = 1
 ) -> dict[str, float]:
     """The least times in ms of the optimizer's step in fp32, with memory at `tb_per_s` and a link that sends
-    `link_gb_per_s` (10^9 bytes a second, one direction) while it receives as much.
+    `link_gb_per_s` (10^9 bytes/s, one direction) while it receives as much.
 
     plain: AdamW over all parameters, 28·Ψ / β. update: over a share, an N-th of it. broadcast: of all parameters,
-    (N - 1)/N · 4·Ψ / w. sharded: both in R rounds of equal size, a round's broadcast beside the next one's update,
+    (N - 1)/N · 4·Ψ / w. sharded: both in R rounds of equal size, a round's broadcast overlapping the next one's update,
     u/R + (R - 1)/R · max(u, b) + b/R; with one round their sum. ValueError for what is not positive.
 
     Without overlap, sharding is the faster one if w > β / 7, whatever N is: it saves (N - 1)/N · 28·Ψ / β.

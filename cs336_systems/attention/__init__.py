@@ -22,7 +22,7 @@ def attention(
 
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
     both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
-    follow autocast; fp32 products follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
+    follow autocast; fp32 matmuls follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
     copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper (see
     `available.hopper_reason`), whose last bits differ from run to run; with torch's flag for determinism, the portable
     kernels compute the backward pass.

@@ -34,11 +34,11 @@ def triton_reason() -> str | None:
 
 
 def hopper_reason(device_index: int = 0) -> str | None:
-    """Why the kernels of `flash_triton` that are written for Hopper do not serve a CUDA device; None where they do.
+    """Why the kernels of `flash_triton` that are written for Hopper are not used on a CUDA device; None where they are.
 
-    Where they do, they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
+    There they take 16-bit tensors that TMA can read, with head dimensions of 40 to 128 that are multiples of 8
     and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors with head
-    dimensions up to 128 and 512 queries and keys or more whose products are to be accurate to fp32
+    dimensions up to 128 and 512 queries and keys or more whose matmuls have to be accurate to fp32
     (`hopper.split_launch`: `serves`), unless so few programs of the portable kernels are needed that these are faster:
     in 16 bits backward, with no more keys than queries, and in fp32 forward. `CS336_HOPPER=0` in the environment, set
     before the first call, turns them off. ValueError for another value than 0 or 1.
@@ -65,7 +65,7 @@ def hopper_unable(device_index: int = 0) -> str | None:
     if (major, minor) != (9, 0):
         return f"compute capability {major}.{minor}: they are written for 9.0"
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-    if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public language
+    if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public API
         return f"triton {triton.__version__}: tried with 3.6 and 3.7"
     try:
         for launcher in ("launch", "split_launch"):

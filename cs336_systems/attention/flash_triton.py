@@ -1,7 +1,7 @@
 """FlashAttention-2 in Triton, as PyTorch sees it: two operators, and the autograd Function that calls them.
 
-The kernels stand in `attention.triton` and, for Hopper, in `hopper`; their launching in `triton.launch`, and in
-`hopper.launch` and `hopper.split_launch`, which say what those serve.
+The kernels are in `attention.triton` and, for Hopper, in `hopper`; their launchers in `triton.launch`, and in
+`hopper.launch` and `hopper.split_launch`, which say which tensors those take.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_
 from cs336_systems.attention.triton.launch import INTERPRETED, launch_backward, launch_forward
 
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
-# The low-level registration has less to do at each call than torch.library.custom_op.
+# The low-level registration costs less per call than torch.library.custom_op.
 _library = torch.library.Library("cs336", "DEF")
 _library.define("flash_forward(Tensor q, Tensor k, Tensor v, bool is_causal) -> (Tensor, Tensor)")
 _library.define(
@@ -40,7 +40,7 @@ def _kernels(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> st
     """Which of `_launchers` is for `part` of the attention of tensors (batch, heads, n, d) on a GPU; None: portable."""
     for name, launcher in _launchers(q.get_device()).items():
         if launcher.serves(part, q, k, v):
-            # those for 16 bits add up dQ in the order of arrival
+            # those for 16 bits accumulate dQ in the order of arrival
             random = part == "backward" and name == "hopper" and torch.are_deterministic_algorithms_enabled()
             return None if random else name
     return None
@@ -76,11 +76,11 @@ def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal):
 
 
 def _plain(x: torch.Tensor) -> bool:
-    """Whether nobody watches: a CUDA tensor of the plain kind, no tracing, no FLOP counter or other dispatch mode.
+    """Whether nothing intercepts the call: a plain CUDA tensor, no tracing, no FLOP counter or other dispatch mode.
 
-    Then the launchers are called as they are: the way through the dispatcher and back takes longer than they do.
+    Then the launchers are called directly: the round trip through the dispatcher takes longer than they do.
     """
-    if is_compiling():  # asked first: the compiler cannot trace the last question
+    if is_compiling():  # checked first: the compiler cannot trace the last check
         return False
     return x.is_cuda and type(x) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
 
@@ -121,7 +121,7 @@ def _register_flops() -> None:
         batch, heads, num_queries, head_dim = q_shape
         return count * 2 * batch * heads * num_queries * k_shape[2] * head_dim
 
-    # as FlopCounterMode counts SDPA: matrix products of the whole square, causal or not
+    # as FlopCounterMode counts SDPA: matmuls over all pairs, causal or not
     @register_flop_formula(torch.ops.cs336.flash_forward)
     def _forward(q_shape, k_shape, *args, out_shape=None, **kwargs):
         return products(q_shape, k_shape, 2)
@@ -149,7 +149,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V)
         forward = _launch_forward_on_gpu if _plain(Q) else torch.ops.cs336.flash_forward
-        if Q.ndim == 4:  # views, even idle ones, take as long on the host as the rest of this function
+        if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal)
         else:
             o, logsumexp = forward(to_four_axes(Q), to_four_axes(K), to_four_axes(V), is_causal)

@@ -22,7 +22,7 @@ def check_inputs(
         and dtype in dtypes
         and head_dims[0] <= shape[-1] <= head_dims[1]
         and 0 not in shape
-    ):  # the usual case, in as few questions as possible: this is asked at every call
+    ):  # the common case, in as few checks as possible: this runs at every call
         return
     if q.ndim < 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., n_queries, d), at least two axes")

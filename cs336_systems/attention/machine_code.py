@@ -2,11 +2,11 @@
 
 A wgmma instruction finds its tiles by descriptors: 14 bits of a tile's address in shared memory in the low word, and
 constants beside them and in the high word. ptxas 12.8, which comes with triton 3.6 and 3.7, now and then forgets to
-copy that address to the registers that it computes a descriptor in, and computes it from what stands there. The product
-then reads other rows, or memory that is not there. Known cases are kernels with many values to keep, on tensors whose
-columns lie apart; whether it happens depends on every stride, so no test can meet all of them.
+copy that address to the registers that it computes a descriptor in, and computes it from what stands there. The wgmma
+then reads other rows, or unmapped memory. Known cases are kernels under register pressure, on tensors whose columns are
+not contiguous; whether it happens depends on every stride, so no test can cover all of them.
 
-`wrong_descriptors` follows where descriptors come from, along every way through a kernel. That finds registers without
+`wrong_descriptors` follows where descriptors come from, along every path through a kernel. That finds registers without
 the copy, whatever stands in them; it does not vouch for the rest of the code. Portable kernels are searched before they
 first run; those for Hopper, which are few, in the tests that compile them.
 
@@ -48,7 +48,7 @@ def _constant(value: Value) -> bool:
 
 
 def _either(a: Value, b: Value) -> Value:
-    """What is known where two ways meet."""
+    """What is known where two paths join."""
     if a == b:
         return a
     if _constant(a) and _constant(b):
@@ -89,7 +89,7 @@ def _high(operand: str) -> str:
 
 
 def _logic(state: State, sources: list[str]) -> Value:
-    """A bitwise operation of three operands by its table of truth."""
+    """A bitwise operation of three operands by its truth table."""
     a, b, table = _value(state, sources[0]), _value(state, sources[1]), sources[3]
     if table == "0xc0" and isinstance(b, int) and b <= _ADDRESS_BITS:  # a & b
         return ADDRESS
@@ -155,7 +155,7 @@ def _sound(state: State, operands: list[str]) -> bool:
     for i, operand in enumerate(operands):
         if found := _DESCRIPTORS.match(operand):
             first = int(found[1])
-            # the first pair is A's descriptor, and idle where A stands in registers
+            # the first pair is A's descriptor, unused where A is in registers
             for low in (first, first + 2) if i == 1 else (first + 2,):
                 words = [state.get(f"UR{low + j}", OTHER) for j in (0, 1)]
                 if not (words[0] == ADDRESS or _constant(words[0])) or not _constant(words[1]):
@@ -164,8 +164,8 @@ def _sound(state: State, operands: list[str]) -> bool:
 
 
 def wrong_descriptors(listing: str) -> list[str]:
-    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, whose descriptors on some way there do not come
-    from an address and constants, or to which no way was found."""
+    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, whose descriptors on some path there do not come
+    from an address and constants, or to which no path was found."""
     instructions: list[tuple[str | None, str, list[str]]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -198,7 +198,7 @@ def wrong_descriptors(listing: str) -> list[str]:
                 targets.append(at)
             for target in targets:
                 known = before.get(target)
-                # what only one of two ways has set is anything on the other
+                # what only one of two paths has set is anything on the other
                 new = (
                     state
                     if known is None
@@ -262,6 +262,6 @@ def faulty(compiled: Any) -> bool:
         )
         return _known.setdefault(key, False)
     found = wrong_descriptors(listing)
-    with contextlib.suppress(OSError):  # a cache that is only read: the next process looks again
+    with contextlib.suppress(OSError):  # a read-only cache: the next process looks again
         cache.put("\n".join(found) or GOOD, _file_name(), binary=False)
     return _known.setdefault(key, bool(found))

@@ -1,4 +1,4 @@
-"""Attention as the definition says: scores, softmax and output materialized. The specification of all the others."""
+"""Attention by its definition: scores, softmax and output materialized. The specification of all the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def exact_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o: torch.Tensor, is_causal: bool = False,
     max_scores: int = 2**26,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: the truth for errors.
+    """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: the reference for errors.
 
     q: (..., n_queries, d); k, v: (..., n_keys, d); grad_o: as q. Memory linear in the sequence, for any length.
     """

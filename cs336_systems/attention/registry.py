@@ -19,7 +19,7 @@ _HERE = "cs336_systems.attention"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention.
+    """An implementation of attention.
 
     what: in a few words. call: (q, k, v, is_causal) → o; imports what it needs. sources: the modules, or
     "module:definition", that compute it: what the rows of its times depend on. reason: why this machine cannot run

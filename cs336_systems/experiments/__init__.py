@@ -18,6 +18,9 @@ What an experiment module offers (none of it needs torch before `run_group` is c
     What the numbers of a case depend on beside that: `"module"`, `"package.*"` or `"module:definition"`.
 `grid(preset) -> list[Case]`
     Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
+`CHOICES` (optional)
+    Field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of a text
+    (ValueError where it is none). Those of all fields make cases beyond the grid (`cases_beyond`).
 `run_group(cases) -> Iterable[dict]`
     Measures the cases of one group in one process, interleaved; one dict of metrics for each, in order. A
     dict may carry `status` (see `store.status`).
@@ -31,7 +34,10 @@ starts processes on this machine, or uses those that torchrun has started, when 
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -79,12 +85,20 @@ def fields(experiment: ModuleType) -> list[str]:
     return list(dict.fromkeys(f for table in of_chapter(experiment) for f in rows.case_fields(table)))
 
 
+# ---------------------------------------------------------------------------------------------- which cases
+def choice(what: str, value: Any, allowed: Sequence[str]) -> str:
+    """The word among the allowed ones, however it is capitalized; ValueError with those for any other value."""
+    word = str(value).strip().lower()
+    if word not in allowed:
+        raise ValueError(f"unknown {what} {value!r}; allowed: {', '.join(allowed)}")
+    return word
+
+
 def resolve_preset(preset: str, machine: str) -> str:
     """`"auto"` becomes `"smoke"` on a machine without a GPU and `"full"` on any other."""
+    preset = choice("preset", preset, ("auto", *PRESETS))
     if preset == "auto":
         return "smoke" if machine.startswith("cpu-") else "full"
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; allowed: auto, {', '.join(PRESETS)}")
     return preset
 
 
@@ -93,23 +107,96 @@ def values(experiment: ModuleType, preset: str, field: str) -> list[Any]:
     return list(dict.fromkeys(getattr(case, field) for case in experiment.grid(preset)))
 
 
+def _words(wanted: Any) -> list[str] | None:
+    """The values that are meant, as text; None for all."""
+    if isinstance(wanted, str):
+        wanted = wanted.split(",")
+    words = [str(word).strip() for word in (wanted if isinstance(wanted, Iterable) else [wanted])]
+    return None if words == ["all"] else words
+
+
 def cases(experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
     """The cases of a preset whose fields have the given values.
 
     A filter is `"all"`, one value, several separated by commas, or a sequence. It chooses among all tables of the
-    chapter: those without the field keep their cases, those without the value have none. A name that is a field of no
-    table, or a value that no grid has, is a ValueError that names what is allowed.
+    chapter: those without the field keep their cases, those without the value have none. ValueError, with what is
+    allowed, for a name that is a field of no table and a value that no grid has; and where no table has a case left.
     """
-    found = list(experiment.grid(preset))
+    known = {rows.table_name(table): table for table in of_chapter(experiment)}
+    left = {table: list(known[table].grid(preset)) for table in known}
     for field, wanted in filters.items():
-        if field not in fields(experiment):
+        having = [table for table in known if field in rows.case_fields(known[table])]
+        if not having:
             raise ValueError(f"unknown parameter {field!r}; the cases have {', '.join(fields(experiment))}")
-        having = [table for table in of_chapter(experiment) if field in rows.case_fields(table)]
-        allowed = list(dict.fromkeys(v for table in having for v in values(table, preset, field)))
-        keep = _parse(field, wanted, allowed, preset)
-        if experiment in having:
-            found = [case for case in found if getattr(case, field) in keep]
-    return found
+        if (words := _words(wanted)) is None:
+            continue
+        allowed = dict.fromkeys(str(v) for table in having for v in values(known[table], preset, field))
+        if unknown := [word for word in words if word not in allowed]:
+            raise ValueError(
+                f"{field}={', '.join(unknown)} is not in the {preset} preset; allowed: all, {', '.join(allowed)}"
+            )
+        for table in having:
+            left[table] = [case for case in left[table] if str(getattr(case, field)) in words]
+    if filters and not any(left.values()):
+        chosen = [f"{field}={wanted}" for field, wanted in filters.items() if _words(wanted) is not None]
+        raise ValueError(f"the {preset} preset has no case with {', '.join(chosen)}")
+    return left[rows.table_name(experiment)]
+
+
+def named(experiment: ModuleType, **given: Any) -> dict[str, list[Any]]:
+    """Field → values, each once, of the fields for which others than `"all"` are given.
+
+    ValueError for what the experiment's `CHOICES` do not allow.
+    """
+    found = {field: words for field, wanted in given.items() if (words := _words(wanted)) is not None}
+    return {
+        field: list(dict.fromkeys(_chosen(field, word, experiment.CHOICES[field]) for word in words))
+        for field, words in found.items()
+    }
+
+
+def _chosen(field: str, word: str, allowed: Any) -> Any:
+    if callable(allowed):
+        return allowed(word)
+    if not isinstance(allowed, range):
+        if word not in allowed:
+            raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
+        return word
+    try:
+        number = int(word)
+    except ValueError:
+        number = None
+    if number not in allowed:
+        raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
+    return number
+
+
+def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]:
+    """As `cases`, and beyond the grid what the experiment's `CHOICES` allow.
+
+    That is the product of the values of all fields, where one is not in the grid, or where every field has been given
+    values. A field that has not takes the grid's values there, and `repeat` is 0.
+    """
+    if not hasattr(experiment, "CHOICES"):
+        return cases(experiment, preset, **given)
+    lists = {field: values(experiment, preset, field) for field in rows.case_fields(experiment)}
+    chosen = named(experiment, **given)
+    in_grid = all(set(chosen[field]) <= set(lists[field]) for field in chosen)
+    if in_grid and len(chosen) < len(lists):
+        return cases(experiment, preset, **given)
+    lists |= {"repeat": [0]} | chosen
+    return [experiment.Case(*combination) for combination in itertools.product(*lists.values())]
+
+
+def check_environment() -> None:
+    """ValueError for what a variable of the environment cannot be: on any machine, before it is first read."""
+    hopper = os.environ.get("CS336_HOPPER", "1")
+    if hopper not in ("0", "1"):
+        raise ValueError(f"CS336_HOPPER={hopper!r}; allowed: 0, 1")
+    results = Path(os.environ.get("CS336_RESULTS") or ".")
+    there = next((path for path in (results, *results.parents) if path.exists()), results)
+    if not there.is_dir():
+        raise ValueError(f"CS336_RESULTS={results}: {there} is not a folder")
 
 
 def of_this_team(
@@ -130,20 +217,3 @@ def of_this_team(
             f"they need another number of processes than the {team} that torchrun has started"
         )
     return [case for group in here for case in group]
-
-
-def _parse(field: str, wanted: Any, allowed: Sequence[Any], preset: str) -> list[Any]:
-    if isinstance(wanted, str):
-        if wanted.strip() == "all":
-            return list(allowed)
-        wanted = [w.strip() for w in wanted.split(",")]
-    elif not isinstance(wanted, Iterable):
-        wanted = [wanted]
-    by_text = {str(a): a for a in allowed}
-    unknown = [w for w in wanted if str(w) not in by_text]
-    if unknown:
-        raise ValueError(
-            f"{field}={', '.join(map(str, unknown))} is not in the {preset} preset; "
-            f"allowed: all, {', '.join(by_text)}"
-        )
-    return [by_text[str(w)] for w in wanted]

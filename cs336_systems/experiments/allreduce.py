@@ -1,4 +1,4 @@
-"""Chapter `allreduce`: how long processes take to add up a tensor, by backend, size and number of processes.
+"""Chapter `allreduce`: the time of an all-reduce, by backend, size and number of processes.
 
     cs336 run allreduce
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce        # on processes that torchrun starts
@@ -9,17 +9,17 @@ what one set of processes measures, all sizes from small to large.
 
 all_reduce    `torch.distributed.all_reduce`
 bucket        `parallel.ddp.average` of a `parallel.buckets.Bucket` with eight gradients in it: what data parallel
-              training calls, without bringing the gradients there
+              training calls, without copying the gradients in
 
 Those of one size take turns. Before each turn the tensor is written anew, since sums of sums grow, and the processes
 wait for one another. Times of a call:
 
-ms            On GPUs between CUDA events in the stream, one after each call. A kernel that waits two milliseconds goes
-              first, so that the host has queued all calls of the turn before the first begins: the GPU's own time. The
-              first call of a turn does not count, because its processes do not begin at once. On CPUs by the host's
+ms            On GPUs between CUDA events in the stream, one after each call. A kernel that spins for two milliseconds
+              goes first, so that the host has queued all calls of the turn before the first begins: the GPU's own time.
+              The first call of a turn does not count, because its processes do not begin at once. On CPUs by the host's
               clock, from the end of one call to the end of the next.
 host_ms       By the host's clock, from the first call of a turn to the end of its last, over the number of calls: on
-              GPUs with the launches, which set the pace for small tensors.
+              GPUs with the launches, which bound small tensors.
 
 Of each call the time of the slowest process counts; quantiles are over calls. `error` is the largest deviation of any
 element on any process from the exact sum or mean, over the largest element; the tensors hold integers, which fp32 adds
@@ -219,7 +219,7 @@ def _measure_size(rank: Rank, cases: list[Case]) -> list[dict[str, Any]]:
     trial: dict[str, Any] = {}
     with oom_is_a_row(trial):
         operations = {i: _Operation(rank, case) for i, case in enumerate(cases)}
-    if _largest(rank, float("status" in trial)) > 0:  # on any rank: they do the same, or wait for ever
+    if _largest(rank, float("status" in trial)) > 0:  # on any rank: all give up, or they deadlock
         return [{"status": "oom"} for _ in cases]
     results = [operation.warm_up() for operation in operations.values()]
     spans: dict[int, list[float]] = {i: [] for i in operations}
@@ -256,7 +256,7 @@ def _measure_size(rank: Rank, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 class _Operation:
-    """A tensor on this rank, and what adds it up."""
+    """A tensor on this rank, and what all-reduces it."""
 
     def __init__(self, rank: Rank, case: Case) -> None:
         import torch

@@ -7,8 +7,8 @@ and 100 backward passes are timed by the host's clock with the device synchroniz
 the graph of its forward pass, as in training. Before that come one step that compiles and one whose memory is read.
 
 `cap_gib` 24 lets this process take 24 GiB of the GPU and no more, at the two longest sequences: there smaller GPUs run
-out of memory; 0 is the whole GPU. What runs out is a row, with the pass in which it did. fp32 products are accurate to
-fp32 (matmul precision "highest").
+out of memory; 0 is the whole GPU. A case that runs out is a row, with the pass in which it did. fp32 matmuls are
+accurate to fp32 (matmul precision "highest").
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def estimate_s(group: list[Case]) -> float:
         if case.impl == "reference_compiled":
             seconds += 4
         if not case.cap_gib or matrices * scores * element < case.cap_gib * _GIB:
-            products = (0.2e-12 if matrices else 0.5e-12) * case.head_dim / (10 if element == 2 else 1)
+            matmuls = (0.2e-12 if matrices else 0.5e-12) * case.head_dim / (10 if element == 2 else 1)
             between = {4: 10e-12, 2: 4e-12, 0: 0.0}[matrices] * element
-            seconds += (WARMUP + STEPS + ROUNDS) * (300e-6 + scores * (products + between))
+            seconds += (WARMUP + STEPS + ROUNDS) * (300e-6 + scores * (matmuls + between))
     return seconds
 
 
@@ -140,7 +140,7 @@ def capped(cap_gib: int, device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _accurate_products() -> Iterator[str]:
+def _accurate_matmuls() -> Iterator[str]:
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -177,7 +177,7 @@ class _Candidate:
         self.output.backward(self.grad_o)
 
     def forget(self) -> None:
-        """Lets go of the output and the gradients; the backward pass has freed the graph, if it was reached."""
+        """Drops the output and the gradients; the backward pass has freed the graph, if it was reached."""
         self.output = None
         for x in self.inputs:
             x.grad = None
@@ -248,7 +248,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = [{} for _ in cases]
     shared: dict[str, Any] = {}  # what keeps the whole group from being measured
-    with oom_is_a_row(shared), capped(cases[0].cap_gib, device), _accurate_products() as precision:
+    with oom_is_a_row(shared), capped(cases[0].cap_gib, device), _accurate_matmuls() as precision:
         torch._dynamo.reset()  # past eight shapes of one function, Dynamo would fall back to eager without a word
         _measure(cases, rows, device)
         for row in rows:
@@ -278,7 +278,7 @@ def _measure(cases: list[Case], rows: list[dict[str, Any]], device: str) -> None
     phases = {
         name: {"forward": c.forward, "backward": c.backward, "forget": c.forget} for name, c in ready.items()
     }
-    # Each turn finds the memory as the try-out did: nothing kept, and nothing cached in pieces of another's sizes.
+    # Each turn finds the memory as the try-out did: nothing kept, and no cached blocks of another's sizes.
     before = (lambda name: torch.cuda.empty_cache()) if device != "cpu" else None
     compiled = any(c.case.impl == "reference_compiled" for c in ready.values())
     with _no_recompiling() if compiled else nullcontext():

@@ -3,7 +3,7 @@
     papermill book/benchmarking.ipynb out.ipynb -p size small,medium
     cs336 bench model --size small medium --context-length 128 512 --mode forward train_step
 
-Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 products and with backward passes that no
+Every size at contexts 128 to 1,024 in fp32, torch's default; at 512 with TF32 matmuls and with backward passes that no
 update follows as well. Five warm-up steps and ten measured ones, as the handout asks. At context 512 all sizes
 again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; attention in plain PyTorch.
 """
@@ -19,7 +19,10 @@ from cs336_systems.sizes import HANDOUT_SIZES
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
 PER_CASE = peers.PER_CASE
-CHOICES = steps.CHOICES
+CHOICES = steps.CHOICES | {
+    "context_length": range(1, 2**20 + 1), "batch": range(1, 2**16 + 1), "warmup": range(10**4 + 1),
+    "steps": range(1, 10**4 + 1), "model": steps.model_class, "repeat": range(2),
+}  # fmt: skip
 CONTEXTS = (128, 256, 512, 1024)
 COLD_SIZES = HANDOUT_SIZES
 PRIMARY = 512  # the context length where the handout names none

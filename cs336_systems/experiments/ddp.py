@@ -1,14 +1,14 @@
-"""Chapter `ddp`: a training step on several GPUs, by every way of averaging gradients, and what overlaps what.
+"""Chapter `ddp`: a training step on several GPUs, by every variant of averaging gradients, and what overlaps what.
 
     papermill book/ddp.ipynb out.ipynb -p wrapper none,naive,bucketed -p world_size 2
 
-XL, two sequences a rank. The cases of a group (one number of ranks, one precision, all contexts) are measured in one
+XL, two sequences per rank. The cases of a group (one number of ranks, one precision, all contexts) are measured in one
 process group, in turns, on one copy of the weights in each rank: so their ratios are of one run. `alone` is the step
-of rank 0 while the other ranks wait; `none` is the step of all ranks without communication. What is exposed of the
+of rank 0 while the other ranks wait; `none` is the step of all ranks without communication. Exposed
 communication is the time of a step less that of `none`; weak scaling efficiency is that of `alone` over that of a step.
 
-Cases of kind `trace` record some steps of some ways with Nsight Systems, all ranks in one report (where it is missing,
-each rank with torch's profiler: column `source`), and say for how long communication and computation ran at once. One
+Cases of kind `trace` record some steps of some variants with Nsight Systems, all ranks in one report (where it is
+missing, each rank with torch's profiler: column `source`), and say for how long communication and compute overlap. One
 step of each is kept, condensed, in `results/<machine>/ddp/`; whole reports in `_build/ddp/`.
 """
 
@@ -47,7 +47,7 @@ METRICS = (
     "tool_version",
 )  # fmt: skip
 ALONE = "alone"
-CONTEXTS = (128, 512, 1024)  # at the shorter ones a fast GPU waits for the host
+CONTEXTS = (128, 512, 1024)  # the shorter ones are launch-bound on a fast GPU
 BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
 STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
 TINY_STEPS = 4  # on a CPU there are no numbers to be precise about
@@ -57,7 +57,7 @@ _TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 900.0, 180.0
 
 @dataclass(frozen=True)
 class Case:
-    """One way of making a step on `world_size` ranks. `wrapper`: "alone", or one of `training.parallel_step.WRAPPERS`.
+    """One variant of a step on `world_size` ranks. `wrapper`: "alone", or one of `training.parallel_step.WRAPPERS`.
 
     bucket_mb: 0 is torch's default, or a wrapper without buckets. batch: sequences of each rank. kind: "time", "trace".
     repeat 1 measures the same thing again.
@@ -75,19 +75,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tells the cases of one context of a group apart: "bucketed 25"."""
+        """What distinguishes the cases of one context of a group: "bucketed 25"."""
         again = " again" if self.repeat else ""
         return f"{self.wrapper}{f' {self.bucket_mb:g}' if self.bucket_mb else ''}{again}"
 
 
 def grid(preset: str) -> list[Case]:
-    """All ways on two GPUs, the main ones on one, four and eight; or a small model on two ranks of a CPU."""
+    """All variants on two GPUs, the main ones on one, four and eight; or a small model on two ranks of a CPU."""
     if preset == "smoke":
-        ways = [
+        variants = [
             (ALONE, 0), ("none", 0), ("naive", 0), ("flat", 0), ("overlapped", 0), ("bucketed", 0.01),
             ("bucketed", 0.1), ("bucketed", 10), ("in_place", 0.1), ("torch", 0),
         ]  # fmt: skip
-        cases = [Case("tiny", 64, w, float(mb), "fp32") for w, mb in ways]
+        cases = [Case("tiny", 64, w, float(mb), "fp32") for w, mb in variants]
         cases.append(Case("tiny", 64, "bucketed", 0.1, "fp32", repeat=1))
         traced = (("naive", 0), ("bucketed", 0.1))
         return [*cases, *(Case("tiny", 64, w, float(mb), "fp32", kind="trace") for w, mb in traced)]

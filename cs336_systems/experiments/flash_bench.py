@@ -5,10 +5,10 @@
 
 The handout's grid (batch 1, causal, one head) and a second one with 16 heads, the shape of the course's leaderboard,
 which fills a GPU at every length. Forward, backward and end-to-end are timed with `triton.testing.do_bench`, all
-implementations of a shape in turns in one process; one of them twice (the A/A row), so that the spread of the method
-itself is seen. Of calls up to 10 ms the GPU's time (by a CUDA graph, L2 cache warm) and the host's are measured as
-well: where a call is short, `do_bench` may see the host more than the GPU. `tf32` means fp32 tensors whose products
-torch may round to TF32: its matrix-product precision "high".
+implementations of a shape in turns in one process; one of them twice (the A/A row), which shows the noise of the
+method itself. Of calls up to 10 ms the GPU's time (by a CUDA graph, L2 cache warm) and the host's are measured as
+well: where a call is short, `do_bench` may see the host more than the GPU. `tf32` means fp32 tensors whose matmuls
+may use TF32: matmul precision "high".
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ METRICS = (
 )
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
 IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name != "fa4")  # whose axes are in another order
+CHOICES = {
+    "heads": range(1, 2**16 + 1), "seq_len": range(1, 2**24 + 1), "head_dim": range(16, 256 + 1), "dtype": DTYPES,
+    "impl": IMPLEMENTATIONS, "repeat": range(2),
+}  # fmt: skip
 _QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
 _SHORT_MS = 10.0  # up to this time GPU and host time are measured apart as well
 _REPLAY_MS = 2.0  # of a CUDA graph's replay: it holds as many calls, at least 1 and at most 20
@@ -260,7 +264,7 @@ def _time(ready: list[_Candidate], device: str) -> None:
         for candidate in group:
             candidate.forget()
         if device != "cpu":
-            torch.cuda.empty_cache()  # memory in pieces of the wrong size is no memory for the largest cases
+            torch.cuda.empty_cache()  # cached blocks of other sizes do not serve the largest cases
         # what runs alone fails alone; in turns with others every function has run before, with memory to spare
         with failure_is_a_row(group[0].metrics) if len(group) == 1 else nullcontext():
             for part in PARTS:
@@ -296,8 +300,8 @@ def _time_part(group: list[_Candidate], part: str, device: str) -> None:
 def _time_without_host(names: dict[str, _Candidate], ms: dict[str, float], part: str) -> None:
     """GPU time by CUDA graphs, replayed in turns, and the host's time for one call: short calls only.
 
-    What a call costs the host hides behind the GPU's work where that is long; where it is short, `do_bench` measures
-    the host.
+    Where the GPU's work is long, it overlaps what a call costs the host; where it is short, `do_bench` measures the
+    host.
     """
     from cs336_systems.measure.clocks.timing import captured, host_us, interleaved
 

@@ -1,15 +1,15 @@
 """What this machine can do: the roofs that every other measured number is held against.
 
-matmul        (size, size) @ (size, size) of random normal numbers, one product a call, output preallocated.
+matmul        (size, size) @ (size, size) of random normal numbers, one matmul per call, output preallocated.
               `tf32` and `fp32` both multiply fp32 tensors, at matmul precision "high" and "highest".
 copy          `size` bytes from one place of the device's memory to another; reads and writes both count.
 launch        `size` launches of a one-element kernel, then one synchronization; `us_per_launch` is the time
               of all that divided by `size`. One shows the latency of a call, a thousand the rate.
 launch_graph  the same launches captured in a CUDA graph, and replayed.
 
-On a CPU `launch` is the overhead of a small torch operation. On a GPU the L2 cache is emptied before each
-product and each copy, so that a small copy reads memory as well; but what it writes may still be on its way
-when it ends. Only copies much larger than the cache (256 MiB and above) tell the memory's bandwidth.
+On a CPU `launch` is the overhead of a small torch operation. On a GPU the L2 cache is flushed before each
+matmul and each copy, so that a small copy reads memory as well; but its writes may still be in flight
+when it ends. Only copies much larger than the cache (256 MiB and above) show the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ METRICS = (
     "tflops",
     "tb_per_s",
     "us_per_launch",
-    "error",  # of a product: relative Frobenius norm of the difference to fp64, over sampled rows
+    "error",  # of a matmul: relative Frobenius norm of the difference to fp64, over sampled rows
     "sm_mhz",
     "power_w",
 )
 GROUP = ("kind", "size")
 
-ERROR_ROWS = 64  # rows of a product that are compared with fp64
-CPU_MATMUL = 4096  # a CPU is not asked for larger products,
+ERROR_ROWS = 64  # rows of a matmul that are compared with fp64
+CPU_MATMUL = 4096  # a CPU is not asked for larger matmuls,
 CPU_COPY = 2**30  # nor for larger copies
 
 
@@ -59,7 +59,7 @@ class Case:
     repeat: int
 
 
-# Side of the products, bytes of the copies, launches; then the case of each kind that is measured twice.
+# Side of the matmuls, bytes of the copies, launches; then the case of each kind that is measured twice.
 _FULL = {
     "matmul": (1024, 2048, 4096, 8192, 16384),
     "copy": (2**20, 2**24, 2**28, 2**30, 2**32),
@@ -83,7 +83,7 @@ def grid(preset: str) -> list[Case]:
         for size in kind_sizes:
             for dtype in {"matmul": matmul_dtypes, "copy": ("bytes",)}.get(kind, ("fp32",)):
                 if dtype == "fp64" and size > 8192:
-                    continue  # ten seconds a product on a GPU without fp64 units
+                    continue  # ten seconds per matmul on a GPU without fp64 units
                 repeats = 2 if (kind, dtype, size) in _TWICE[preset] else 1
                 cases += [Case(kind, dtype, size, repeat) for repeat in range(repeats)]
     return cases
@@ -148,7 +148,7 @@ def _rates(case: Case, timing: Timing) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------ kinds
 def _matmul(case: Case, device: str, metrics: dict[str, Any]) -> Callable[[], Any]:
-    """Checks one product, notes its error, and returns the function that makes it."""
+    """Checks one matmul, notes its error, and returns the function that runs it."""
     import torch
 
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -157,7 +157,7 @@ def _matmul(case: Case, device: str, metrics: dict[str, Any]) -> Callable[[], An
     if why := _unsupported(case, device):
         raise Skip(why)
     n, dtype = case.size, names.get(case.dtype, torch.float32)
-    # the power of a product, hence its clock, depends on the data: zeros would look faster than anything real
+    # the power of a matmul, hence its clock, depends on the data: zeros would look faster than anything real
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     c = torch.empty_like(a)
     precision = "high" if case.dtype == "tf32" else "highest"
@@ -174,7 +174,7 @@ def _matmul(case: Case, device: str, metrics: dict[str, Any]) -> Callable[[], An
 
 
 def _unsupported(case: Case, device: str) -> str | None:
-    """Why a product of this kind is not worth its time here, or None."""
+    """Why a matmul of this kind is not worth its time here, or None."""
     import torch
 
     if device == "cpu":

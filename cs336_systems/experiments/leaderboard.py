@@ -15,7 +15,7 @@ In each, one case of a group is there twice (A/A); `leaderboard_turns` measures 
 
 The handout's code unpacks q, k and v from one tensor with gradients (`leaves`: "stacked"), so autograd stacks the three
 gradients and adds them to the one of the call before. "separate" has three leaves, whose gradients are dropped before
-each call. The gradient of a sum is one number, although compiled functions have it written out as a matrix.
+each call. The gradient of a sum is an expanded scalar, although compiled functions materialize it.
 """
 
 from __future__ import annotations

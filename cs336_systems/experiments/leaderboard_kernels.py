@@ -1,7 +1,7 @@
 """A table of chapter `leaderboard`: forward and backward alone, without the host, as replays of a CUDA graph.
 
-dO is a matrix of random numbers (`grad_o`: "matrix"), and at the leaderboard's shape also one number with strides of
-zero, as the gradient of a sum is.
+dO is a matrix of random numbers (`grad_o`: "matrix"), and at the leaderboard's shape also a scalar expanded with
+strides of zero, as the gradient of a sum is.
 """
 
 from __future__ import annotations

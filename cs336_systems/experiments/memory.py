@@ -3,7 +3,7 @@
     papermill book/memory.ipynb out.ipynb -p size 2.7B -p mode train_step
 
 Each case is a fresh process: the allocator starts empty, and its history is recorded from before the model is built.
-The history is replayed and told apart there and then; what comes back is a row and, for the cases that the book draws,
+The history is replayed and categorized there and then; what comes back is a row and, for the cases that the book draws,
 a condensed timeline beside the CSV: `results/<machine>/memory/<size>_<context>_<mode>_<dtype>_<optimizer>.json`. The
 raw history of those cases stays in `_build/memory` (or `$CS336_SNAPSHOTS`), for torch's own viewer.
 

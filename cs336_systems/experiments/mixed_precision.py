@@ -7,8 +7,8 @@ Four kinds of rows; the first three take a second on any machine:
 accumulation  A hundredth, added a thousand times: accumulator `dtype`, addend `what` ("fp16", or "fp16 as fp32":
               rounded to fp16, then cast up).
 dtypes        A toy model under autocast of `dtype`: the dtype of the tensor `what`, seen by hooks.
-layer_norm    Layer norm over `width` numbers of spread `scale` around `offset`, whose part `what` is computed in
-              `dtype`, against fp64.
+layer_norm    Layer norm over `width` numbers of standard deviation `scale` and mean `offset`, whose part `what` is
+              computed in `dtype`, against fp64.
 step          One step of a model, as in `shared.steps`: every size at context 512 in fp32, TF32 and bf16, taking
               turns.
 """
@@ -43,7 +43,7 @@ AUTOCAST = ("fp16", "bf16")
 PARAMETERS = ("fc1.weight", "ln.weight", "ln.bias", "fc2.weight")
 TENSORS = (
     "input", *PARAMETERS,  # inside the autocast context
-    "fc1 operand",  # the weight as the first product reads it
+    "fc1 operand",  # the weight as the first matmul reads it
     "fc1", "relu", "ln statistics", "ln", "fc2", "loss",  # outputs; the statistics: the norm's mean and 1/sigma
     "fc2 grad", "ln grad", "relu grad", "fc1 grad",  # of these outputs
     *(f"{name}.grad" for name in PARAMETERS),
@@ -248,9 +248,7 @@ def observe(dtype: str, device: str) -> dict[str, str]:
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             output = function(*args, **(kwargs or {}))
             if function is torch.ops.aten.mm.default:
-                seen.setdefault(
-                    "fc1 operand", args[1].dtype
-                )  # the first product's; later ones change nothing
+                seen.setdefault("fc1 operand", args[1].dtype)  # the first matmul's; later ones change nothing
             elif function is torch.ops.aten.native_layer_norm.default:
                 seen["ln statistics"] = output[1].dtype
             return output

@@ -176,7 +176,7 @@ class _Shape:
             ("forward_backward", ("forward", "backward")),
         ):  # fmt: skip
             if mode == "forward_backward" and "step" in self.steps:
-                continue  # the whole step has told their times
+                continue  # the whole step has timed its phases
             failed = dict(full)
             if not failed:
                 with failure_is_a_row(failed):

@@ -3,12 +3,12 @@
     papermill book/zero.ipynb out.ipynb -p variant plain,sharded -p context_length 512
 
 Two kinds of cases. *Memory*: a variant has a launch to itself, fresh processes and a fresh process group, and what is
-alive is told at six moments, by component from the tensors and as a whole from torch's allocator. *Times* (moment
+alive is read at six moments, by component from the tensors and as a whole from torch's allocator. *Times* (moment
 `timed`): all variants take turns in one launch, on one copy of the weights; in the shortest context it is counted as
 well what each of them sends. A timed step begins with the optimizer's step and ends with the backward pass, so that
-what is sent beside the next forward pass ends in the same step.
+communication that overlaps the next forward pass ends in the same step.
 
-fp32 with TF32 products, fused AdamW, plain attention. On a CPU a tiny model runs with Gloo; there the tensors that
+fp32 with TF32 matmuls, fused AdamW, plain attention. On a CPU a tiny model runs with Gloo; there the tensors that
 torch's dispatcher sees take the place of the allocator (column `source`), and nothing is read from links or kernels.
 """
 
@@ -32,7 +32,7 @@ VARIANTS = {  # variant → names of `training.parallel_step`: wrapper, optimize
     "alone": ("none", "adamw"),
     "plain": ("bucketed", "adamw"),
     "sharded": ("bucketed", "sharded"),
-    "overlapped": ("bucketed", "sharded"),  # the same, its broadcasts beside the next forward pass
+    "overlapped": ("bucketed", "sharded"),  # the same, its broadcasts overlapping the next forward pass
     "torch": ("torch", "adamw"),
     "torch_zero": ("torch", "zero_redundancy"),
 }
@@ -64,7 +64,7 @@ PER_CASE = peers.PER_CASE
 GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
 
 CONTEXTS = (128, 512)
-TIMED_CONTEXTS = (*CONTEXTS, 1024)  # at the shorter ones a fast GPU waits for the host
+TIMED_CONTEXTS = (*CONTEXTS, 1024)  # the shorter ones are launch-bound on a fast GPU
 WORLD_SIZES = (2, 4, 8)
 ON_CPU = "tiny"
 TURNS = 4  # of each variant
@@ -78,7 +78,7 @@ class Case:
 
     variant: a key of VARIANTS: `"alone"` trains without communication, `"plain"`, `"sharded"` and `"overlapped"` behind
     BucketedDDP, `"torch"` and `"torch_zero"` behind torch's DistributedDataParallel. moment: one of accounting's
-    STEP_MOMENTS, or `"timed"`. batch: sequences a rank. bucket_mb: of either container.
+    STEP_MOMENTS, or `"timed"`. batch: sequences per rank. bucket_mb: of either container.
     """
 
     variant: str
@@ -149,7 +149,7 @@ def persistent_bucket_bytes(case: Case) -> int:
 
 
 def num_shards(case: Case) -> int:
-    """Over how many ranks the variant spreads the optimizer's state."""
+    """Over how many ranks the variant shards the optimizer's state."""
     return case.world_size if VARIANTS[case.variant][1] in ("sharded", "zero_redundancy") else 1
 
 
@@ -222,7 +222,7 @@ def _launched(
 
 
 def _of_fullest(by_rank: list[dict[str, Any]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Each case as the rank has it that holds most in the end, with how far the ranks are apart."""
+    """Each case as measured on the rank that holds most in the end, with the spread between ranks."""
     last = key_of(dataclasses.replace(cases[-1], moment=STEP_MOMENTS[-1]))
     fullest = max(by_rank, key=lambda found: found[last]["live_bytes"] if last in found else 0)
     apart = {}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cs336_systems.training.parallel_step import ParallelStep, ParallelWorkload
 
 LINK_STEPS = 3  # over which the bytes on the wire are averaged
-_STEPS_WITH_STATE = 3  # in the second torch's DDP arranges its buckets anew: the third is like all later ones
+_STEPS_WITH_STATE = 3  # in the second torch's DDP rebuilds its buckets: the third is like all later ones
 
 
 def _dtype(rank: Rank) -> str:
@@ -154,7 +154,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
 
 
 def _settle(rank: Rank) -> None:
-    """Returns when what communicated before (optimizers agreeing, weights being copied) has let go of its buffers."""
+    """Returns when what communicated before (optimizers agreeing, weights being copied) has released its buffers."""
     ranks.meet(rank)
     if rank.device == "cpu":
         time.sleep(0.05)  # Gloo's threads do so a moment after they have said that they are done

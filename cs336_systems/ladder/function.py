@@ -33,7 +33,7 @@ def _forward(q, k, v, is_causal, step):
 def _backward(q, k, v, o, logsumexp, grad_o, is_causal, step):
     if STEPS[
         step
-    ].own:  # the ladder's kernels take a matrix; a sum's gradient is one number with strides of 0
+    ].own:  # the ladder's kernels take a full tensor; a sum's gradient is a scalar expanded with strides of 0
         grad_o = grad_o.contiguous()
     return _launcher(step)(q, k, v, o, logsumexp, grad_o, is_causal)
 

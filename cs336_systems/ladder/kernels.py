@@ -1,8 +1,8 @@
 """FlashAttention-2 in Triton with a switch for each optimization: causal, and no more general than the lesson needs.
 
 The symbols are those of `attention.triton`, the production kernels for any GPU, which are what remains when
-every switch stands where it should. Here tensors are contiguous (batch · heads, n, D), all heads one below the other as
-the rows of one matrix; n is a multiple of the tiles, so that the only mask is the causal one.
+every switch is set as it should be. Here tensors are contiguous (batch · heads, n, D), all heads stacked as the rows
+of one matrix; n is a multiple of the tiles, so that the only mask is the causal one.
 
 Switches, all known at compile time:
 
@@ -10,10 +10,10 @@ Switches, all known at compile time:
     SPLIT        a loop without a mask for tiles before the diagonal, a second one with it for those that meet it
     EXP2         exponentials in base two, log2(e) folded into the scale of the scores: one multiplication, not three
     HEAVY_FIRST  programs with the most keys start first, of all heads; else head by head, lightest first
-    TMA          tiles come and go by tensor descriptors: hardware computes the addresses
+    TMA          tiles are loaded and stored through tensor descriptors: hardware computes the addresses
     PERSISTENT   as many programs as fit the GPU at once, each of which works through several tiles
     FUSE_D       D = rowsum(dO ∘ O) is computed where dQ is, not by a kernel of its own
-    ONE_PASS     the programs that own keys add their part of dQ to memory; else a second pass owns queries
+    ONE_PASS     the programs that own keys add their part of dQ to memory by atomics; else a second pass owns queries
 
 An argument that TMA reads is a descriptor then, and a pointer otherwise.
 """
@@ -80,7 +80,7 @@ def _forward_steps(q, k, v, row_max, row_sum, acc, head_row, first_query, first_
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
             s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
-        if EXP2:  # scores are scaled where they are used: one multiplication and addition in one instruction
+        if EXP2:  # scores are scaled where they are used, by one FMA
             new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
             p = tl.exp2(s * scale - new_max[:, None])
         else:
@@ -206,7 +206,7 @@ def queries_kernel(q, k, v, o, do, logsumexp, delta, dq, batch_heads, n, scale,
 def _key_steps(k, v, dk, dv, q, do, l_head, d_head, dq_sum, head_row, first_key, first_query, last_query, scale,
                MASKED: tl.constexpr, EXP2: tl.constexpr, ONE_PASS: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """dK / scale and dV over the tiles of queries in [first_query, last_query); scores stand transposed."""
+    """dK / scale and dV over the tiles of queries in [first_query, last_query); scores are transposed."""
     keys = first_key + tl.arange(0, BLOCK_N)
     for query in tl.range(first_query, last_query, BLOCK_M):
         rows = query + tl.arange(0, BLOCK_M)
@@ -236,7 +236,7 @@ def _key_steps(k, v, dk, dv, q, do, l_head, d_head, dq_sum, head_row, first_key,
 def keys_kernel(q, k, v, do, logsumexp, delta, dk, dv, dq_sum, batch_heads, n, scale,
                 SKIP: tl.constexpr, SPLIT: tl.constexpr, EXP2: tl.constexpr, HEAVY_FIRST: tl.constexpr,
                 ONE_PASS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """dK and dV; with ONE_PASS also dQ / scale, added to `dq_sum` (fp32, zeros before). Grid: a program for each
+    """dK and dV; with ONE_PASS also dQ / scale, added to `dq_sum` (fp32, zeroed before). Grid: a program for each
     tile of keys. The first keys are the heaviest, since the most queries see them."""
     head, tile = _place(tl.program_id(0), n // BLOCK_N, batch_heads, HEAVY_FIRST, False)
     head_row, first_key = head * n, tile * BLOCK_N

@@ -1,4 +1,4 @@
-"""Runs a step of the ladder on tensors, and says what it needs where it cannot."""
+"""Runs a step of the ladder on tensors, or says what it needs where it cannot."""
 
 from __future__ import annotations
 

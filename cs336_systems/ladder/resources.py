@@ -20,8 +20,8 @@ from cs336_systems.ladder.steps import Step
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel (`module.name` where the module is known): registers and spilled bytes a thread, shared memory and
-    threads of a program, and its PTX."""
+    """Of one kernel (`module.name` where the module is known): registers and spilled bytes per thread, shared memory
+    and threads per program, and its PTX."""
 
     kernel: str
     registers: int
@@ -90,7 +90,7 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
     """The Triton and Gluon kernels that one call launches, in their order, each once. Needs a GPU.
     A kernel that is not found among the compiled ones is left out.
 
-    Triton tells of each launch through a hook, by the loaded function; the compiled kernel is the object that holds it.
+    Triton reports each launch to a hook, by the loaded function; the compiled kernel is the object that holds it.
     """
     functions: list[int] = []
 
@@ -104,7 +104,7 @@ def of_call(call: Callable[[], Any]) -> list[Resources]:
         call()
     finally:
         hook.remove(note)
-    kernels = (x for x in gc.get_objects() if type(x) is CompiledKernel)  # isinstance would wake lazy objects
+    kernels = (x for x in gc.get_objects() if type(x) is CompiledKernel)  # isinstance would load lazy objects
     compiled = {kernel.function: kernel for kernel in kernels}
     return [_of_compiled(compiled[f]) for f in dict.fromkeys(functions) if f in compiled]
 

@@ -19,8 +19,8 @@ from cs336_systems.attention.triton.tiles import Tiles
 
 PARTS = ("forward", "backward")
 OVERLAP = {"none": 0.0, "chance": 0.5, "design": 0.75}  # shares of what could overlap that does: assumptions
-LOAD_CLOCKS = 600  # from asking for a tile until it is there, if nobody asked ahead: an assumption
-ATOMIC_TB_PER_S = 2.75  # fp32 numbers that the L2 cache adds up: an assumption, half of what it copies
+LOAD_CLOCKS = 600  # latency of a tile load that was not prefetched: an assumption
+ATOMIC_TB_PER_S = 2.75  # fp32 atomic additions in the L2 cache: an assumption, half of what it copies
 WORK = {"heads": 16, "seq_len": 16384, "head_dim": 64}  # the leaderboard's
 # The machine that predictions are made for: an H100 SXM by its data sheet, at the clock that its peak implies
 SMS, SM_MHZ, TB_PER_S, CAPABILITY = 132, 1830, 3.35, 90
@@ -28,8 +28,7 @@ SMS, SM_MHZ, TB_PER_S, CAPABILITY = 132, 1830, 3.35, 90
 
 @dataclass(frozen=True)
 class Switches:
-    """What `kernels` are compiled with; see there. `persistent`: programs for each multiprocessor, 0 for one for each
-    tile."""
+    """What `kernels` are compiled with; see there. `persistent`: programs per SM; 0: one per tile."""
 
     tiles: Tiles  # forward, or the backward pass that owns queries
     key_tiles: Tiles | None = None  # the backward pass that owns keys
@@ -45,7 +44,7 @@ class Switches:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a prediction goes by, known before anything has run. resident: programs that a multiprocessor holds at once,
+    """What a prediction is based on, known before anything has run. resident: programs resident on a multiprocessor,
     by their registers and shared memory; key_resident: those of the pass that owns keys. overlap: a key of OVERLAP."""
 
     resident: int
@@ -56,8 +55,8 @@ class Traits:
 @dataclass(frozen=True)
 class Step:
     """One step. `config` is handed to the launcher: `Switches` for the ladder's own kernels; for those of others the
-    name of a dataclass beside the launcher with its arguments, or None for their own choice. `model` says what the
-    prediction counts as, `may_spill` that registers are expected not to suffice."""
+    name of a dataclass beside the launcher with its arguments, or None for their own choice. `model`: the switches
+    that the prediction assumes. `may_spill`: registers are not expected to suffice."""
 
     name: str
     part: str
@@ -225,8 +224,8 @@ def of_part(part: str) -> list[Step]:
 
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_ms(step: Step, sms: int = SMS, sm_mhz: float = SM_MHZ, tb_per_s: float = TB_PER_S) -> float:
-    """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, waiting for
-    loads that nobody asked for ahead, an uneven end, and what small kernels move."""
+    """What the leaderboard's work should take by the step's traits, in ms: units that overlap in part, latency of
+    loads that are not prefetched, the tail of the launch, and the traffic of small kernels."""
     m, heads, n, d = step.model, *WORK.values()
     matrix = heads * n * d * 2  # bytes of Q, K, ...
     if step.part == "forward":
@@ -261,7 +260,7 @@ def _kernel_ms(
     spent = accounting.overlapped_ms(
         accounting.unit_ms(work, pairs, d, sms, sm_mhz, sm), OVERLAP[step.traits.overlap]
     )
-    # a step of a program: two loads, then its computation; programs beside it fill the gap
+    # an iteration of a program: two loads, then its compute; other resident programs fill the gap
     if tiles.num_stages == 1:
         steps = pairs / (tiles.block_m * tiles.block_n)
         waits = 2 * LOAD_CLOCKS * steps / (sms * sm_mhz * 1e3)

@@ -1,9 +1,9 @@
-"""How the ranks of a run ended: files that they leave, what is read from them, and the error that is made of it.
+"""How the ranks of a run ended: what is read from the files that they leave, and the error that is made of it.
 
-An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with `traceback`, `time_ns` and
-`of_communication` (whether it may be the consequence of another rank's failure); `exit_code` (negative for a signal,
-None where nobody could tell), `stack` (where it was when it was ended), `stderr` (its last lines) and `watchdog` (what
-NCCL's watchdog said).
+An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with `traceback`; `time_ns` of the
+error or the end, `of_communication` (whether that may be the consequence of another rank's failure), `exit_code`
+(negative for a signal), `stopped` (whether it ended because it was told to), `stack` (where it was then), `stderr` (its
+last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank of which nothing was heard.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store.lifeline import ending
+
 
 class LaunchError(RuntimeError):
-    """A run ended without results. The first line says which rank failed and how; what it and the others said follows.
+    """A run ended without results. The first line says which rank failed and how; what it said follows.
 
-    rank: the one that failed first; None if the run as a whole did (out of time, no launcher).
+    rank: the one that failed first; None if the run as a whole did (out of time, nothing heard of a rank).
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -28,16 +31,7 @@ class LaunchError(RuntimeError):
         self.rank = rank
 
 
-# ---- files of a run
-
-
-def answer_file(folder: Path, rank: int) -> Path:
-    return folder / f"answer-{rank}.json"
-
-
-def log_files(folder: Path, rank: int | str) -> list[Path]:
-    """What a rank prints, by the names that torchrun gives: stdout.log and stderr.log."""
-    return sorted(folder.glob(f"ranks/*/attempt_0/{rank}/std*.log"))
+# ---- files of a rank
 
 
 def write(path: Path, text: str) -> None:
@@ -50,8 +44,8 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
-def last_lines(file: Path, count: int = 20) -> list[str]:
-    return file.read_text("utf-8", "replace").strip().splitlines()[-count:] if file.is_file() else []
+def _lines(file: Path) -> list[str]:
+    return file.read_text("utf-8", "replace").strip().splitlines() if file.is_file() else []
 
 
 # ---- outcomes
@@ -60,37 +54,39 @@ def last_lines(file: Path, count: int = 20) -> list[str]:
 _NCCL_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: .*")
 
 
-def outcome(folder: Path, rank: int, exit_code: int | None) -> dict[str, Any]:
-    """What is known of a rank that has ended."""
-    answer = answer_file(folder, rank)
-    said = next((file for file in log_files(folder, rank) if file.name == "stderr.log"), None)
-    timeout = _NCCL_TIMEOUT.search(said.read_text("utf-8", "replace")) if said else None
+def outcome(folder: Path, exit_code: int) -> dict[str, Any]:
+    """What is known of a rank that has just ended by itself, from its folder."""
+    said = _lines(folder / "stderr.log")
+    timeout = _NCCL_TIMEOUT.search("\n".join(said))
     return {
-        **read(answer),
+        "time_ns": time.time_ns(),
+        "of_communication": exit_code == -signal.SIGABRT and any("NCCL" in line for line in said),
+        **read(folder / "answer.json"),
         "exit_code": exit_code,
-        "stack": _main_stack(answer.with_suffix(".stack")),
-        "stderr": last_lines(said) if said else [],
+        "stopped": False,
+        "stack": _main_stack(folder / "answer.stack"),
+        "stderr": said[-20:],
         "watchdog": timeout[0] if timeout else "",
     }
 
 
 def has_failed(found: dict[str, Any]) -> bool:
-    """An error, an exit code, or the end without a result; where nobody could tell the exit code, an error only."""
-    ended = found.get("exit_code") is not None
-    return "error" in found or bool(found.get("exit_code")) or (ended and "result" not in found)
+    return bool(found) and (found["exit_code"] != 0 or "result" not in found)
 
 
 def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
-    """The error of the rank that failed first, and what became of the others; None if none has failed."""
+    """The error of the rank that failed first; None if none has failed.
+
+    It tells of the others only where that rank's own error may be their doing: a collective that they did not join.
+    """
     failed = [rank for rank, found in enumerate(outcomes) if has_failed(found)]
     if not failed:
         return None
 
-    def order(rank: int) -> tuple[int, int]:
-        """A cause comes before what it may have caused: a broken collective, an end from outside."""
-        if "error" in outcomes[rank]:
-            return int(outcomes[rank]["of_communication"]), outcomes[rank]["time_ns"]
-        return {-signal.SIGABRT: 1, -signal.SIGTERM: 2}.get(outcomes[rank]["exit_code"], 0), 0
+    def order(rank: int) -> tuple[bool, bool, int]:
+        """A cause comes before what it may have caused: an end that was asked for, a broken collective."""
+        found = outcomes[rank]
+        return found["stopped"], found["of_communication"], found["time_ns"]
 
     first = min(failed, key=order)
     found = outcomes[first]
@@ -99,7 +95,9 @@ def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
     else:
         how = ending(found["exit_code"]) + (f": {found['watchdog']}" if found["watchdog"] else "")
         said = found["stderr"]
-    lines = [f"rank {first} of {len(outcomes)}: {how}", *said, *others(outcomes, first)]
+    lines = [f"rank {first} of {len(outcomes)}: {how}", *said]
+    if found["of_communication"]:
+        lines += others(outcomes, first)
     return LaunchError("\n".join(lines), first)
 
 
@@ -114,19 +112,13 @@ def others(outcomes: Sequence[dict[str, Any]], first: int | None) -> list[str]:
                 f"rank {rank} of {len(outcomes)} was ended here, the innermost call first:",
                 *found["stack"][:4],
             ]
+        elif rank != first and found.get("stopped"):
+            lines.append(f"rank {rank} of {len(outcomes)} did not say where it was when it was ended")
     return lines
 
 
 def _main_stack(file: Path) -> list[str]:
     """The calls of the main thread, which comes last in what faulthandler writes."""
-    lines = last_lines(file, 10_000)
+    lines = _lines(file)
     headers = [i for i, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
     return lines[headers[-1] + 1 :] if headers else []
-
-
-def ending(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code} and no result"
-    killed = " (by the system, for want of memory, if nobody sent it)" if code == -signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{killed}"

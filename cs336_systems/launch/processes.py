@@ -1,114 +1,127 @@
-"""Processes that end with the one that started them, and what they print.
-
-Starter and started hold the two ends of a socket, the *lifeline*: the started one ends when the starter lets go or
-dies, however it dies, and the starter knows that all are gone when nobody holds the other end.
-"""
+"""The processes of a run: each rank's is started, watched and ended; all of a run together."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import socket
-import stat
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from subprocess import Popen
+from typing import Any, Protocol
 
-from cs336_systems.launch.outcome import LaunchError, log_files
+from cs336_systems.launch.outcome import has_failed, outcome
+from cs336_systems.store.lifeline import Held
 
-
-class Held:
-    """A Python process at the other end of a lifeline, its standard input, in a session of its own.
-
-    A context: at its end the process and those that it started are ended, if they have not ended by themselves, and
-    all of them are gone.
-    """
-
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
-    ) -> None:
-        self._lifeline, other_end = socket.socketpair()
-        with other_end:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments], env=environment, stdin=other_end, stdout=stdout, stderr=stderr,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lifeline:
-            self._end()
-
-    def _end(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        with suppress(OSError):  # macOS: nobody is there any more
-            self._lifeline.shutdown(socket.SHUT_WR)
-        self._lifeline.settimeout(30)
-        try:
-            self._lifeline.recv(1)  # nothing comes; it returns when nobody holds the other end
-        except TimeoutError:
-            raise LaunchError("a process of this run has not ended within 30 s of its end") from None
+_SAY_S = 5.0  # what a rank has to end by itself, when it has been told to
+_GRACE_S = 60.0  # what is waited for ranks that have been told to end, and cannot be killed or heard of
+# It finds the modules that the caller finds.
+_RANK = (
+    "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; "
+    "from cs336_systems.launch.worker import work; work(sys.argv[1])"
+)
 
 
-def hold_to_lifeline() -> None:
-    """Has this process and what it started killed when the starter lets go of the lifeline, which is standard input.
+class Member(Protocol):
+    """A rank of a run, wherever its process is."""
 
-    The process must lead a process group of its own.
-    """
-    assert stat.S_ISSOCK(os.fstat(0).st_mode), "an agent passes its standard input on"
-    lifeline = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    def poll(self) -> dict[str, Any] | None:
+        """Its outcome, if it has ended."""
 
-    def watch() -> None:
-        try:
-            os.read(lifeline, 1)
-        finally:
-            os.killpg(0, signal.SIGKILL)
+    def stop(self) -> None:
+        """Has it end, if it has not; soon it will."""
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+def watch(members: Sequence[Member], timeout_s: float) -> tuple[list[dict[str, Any]], bool]:
+    """The outcomes of a run's ranks, and whether it ended in time. When one has failed, the others are stopped."""
+    outcomes: dict[int, dict[str, Any]] = {}
+    deadline, in_time = time.monotonic() + timeout_s, True
+    stopped: float | None = None  # when
+    while len(outcomes) < len(members) and (stopped is None or time.monotonic() < stopped + _GRACE_S):
+        time.sleep(0.05)
+        for rank, member in enumerate(members):
+            if rank not in outcomes and (ended := member.poll()):
+                outcomes[rank] = ended
+        if stopped is None and len(outcomes) < len(members):
+            in_time = time.monotonic() < deadline
+            if not in_time or any(map(has_failed, outcomes.values())):
+                stopped = time.monotonic()
+                for member in members:
+                    member.stop()
+    return [outcomes.get(rank, {}) for rank in range(len(members))], in_time
+
+
+@contextmanager
+def started(
+    task: Mapping[str, Any], rank: int, environment: Mapping[str, str], log: Callable[[str], None]
+) -> Iterator[Member]:
+    """A rank as a process of this one's, which is gone afterwards. `log` is called with each line that it prints, if it
+    is one of the task's `log_ranks`."""
+    with tempfile.TemporaryDirectory(prefix="cs336-") as name:
+        folder = Path(name)
+        path = [entry or os.getcwd() for entry in sys.path]
+        (folder / "task.json").write_text(json.dumps({**task, "path": path}), encoding="utf-8")
+        own = {"RANK": str(rank), "WORLD_SIZE": str(task["world_size"])}
+        own["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 serves no store
+        command = [sys.executable, "-u", "-c", _RANK, str(folder / "task.json")]
+        with (
+            open(folder / "stdout.log", "wb") as stdout,
+            open(folder / "stderr.log", "wb") as stderr,
+            Held(
+                command, folder / "lifeline", env={**environment, **own}, stdout=stdout, stderr=stderr
+            ) as held,
+        ):
+            files = [stdout.name, stderr.name] if rank in task["log_ranks"] else []
+            yield _Process(held.process, folder, Log(files, lambda line: log(f"[rank {rank}] {line}")))
+
+
+class _Process:
+    """A rank's process, which leaves its outcome in a folder."""
+
+    def __init__(self, process: Popen[bytes], folder: Path, log: Log) -> None:
+        self._process, self._folder, self._log = process, folder, log
+        self._stopped_ns = self._kill_at = None
+
+    def poll(self) -> dict[str, Any] | None:
+        late = self._kill_at is not None and time.monotonic() > self._kill_at
+        if late:
+            self._process.kill()
+        code = self._process.poll()
+        self._log.new_lines(last=code is not None)
+        if code is None:
+            return None
+        found = outcome(self._folder, code)
+        if self._stopped_ns is not None:  # it may have ended by itself just before
+            asked = code == -signal.SIGTERM or (late and code == -signal.SIGKILL)
+            found["stopped"] = found["time_ns"] > self._stopped_ns if "error" in found else asked
+        return found
+
+    def stop(self) -> None:
+        """Asks it to end, so that it says where it was; then it must."""
+        if self._stopped_ns is None and self._process.poll() is None:
+            self._stopped_ns, self._kill_at = time.time_ns(), time.monotonic() + _SAY_S
+            self._process.terminate()
 
 
 class Log:
-    """Calls `log` with the lines that some ranks have completed in their files since the last time."""
+    """Calls `log` with the lines that have been completed in some files since the last time."""
 
-    def __init__(self, folder: Path, log: Callable[[str], None], ranks: Collection[int]) -> None:
-        self._folder, self._log, self._ranks = folder, log, ranks
-        self._read: dict[Path, int] = {}
+    def __init__(self, files: Sequence[str], log: Callable[[str], None]) -> None:
+        self._log, self._read = log, dict.fromkeys(files, 0)
 
     def new_lines(self, *, last: bool) -> None:
         """last: the end of a file ends a line, too."""
-        for rank in self._ranks:
-            for file in log_files(self._folder, rank):
-                with file.open("rb") as f:
-                    f.seek(self._read.get(file, 0))
-                    text = f.read()
-                if not last:
-                    text = text[: text.rfind(b"\n") + 1]
-                self._read[file] = self._read.get(file, 0) + len(text)
-                for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
-                    if not line.startswith("[Gloo] Rank "):  # it tells of its connections
-                        shown = line.rstrip().rpartition(chr(13))[2]  # a progress bar's last state
-                        self._log(f"[rank {rank}] {shown}")
-
-
-def command(function: Callable[[str], Any], task_file: Path | str) -> list[str]:
-    """Arguments of a Python that calls a function of this room and finds the modules that the caller finds."""
-    code = (
-        "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; "
-        f"from {function.__module__} import {function.__name__} as call; call(sys.argv[1])"
-    )
-    return ["-c", code, str(task_file)]
+        for file, start in self._read.items():
+            with open(file, "rb") as f:
+                f.seek(start)
+                text = f.read()
+            if not last:
+                text = text[: text.rfind(b"\n") + 1]
+            self._read[file] = start + len(text)
+            for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
+                if not line.startswith("[Gloo] Rank "):  # it tells of its connections
+                    self._log(line.rstrip().rpartition(chr(13))[2])  # a progress bar's last state

@@ -13,11 +13,6 @@
 A *rank* is one of the processes. It calls the function with the keyword `rank` (a `group.Rank`) and the arguments,
 inside an initialized process group. Arguments and results are JSON. Where the caller leads a team of torchrun's ranks
 (see `team`), that team calls the function; for the caller nothing else changes.
-
-torchrun's engine (`elastic_launch`) runs in a process of its own, the *agent*: it takes over the signal handlers and
-the environment of the process it runs in, which a notebook's kernel cannot give away, and it knows no time limit. The
-agent and the ranks hold one end of a socket, the *lifeline*, and the caller the other: ranks end when the caller
-lets go or dies, however it dies, and the caller knows that all are gone when nobody holds the other end.
 """
 
 from __future__ import annotations
@@ -26,29 +21,16 @@ import argparse
 import json
 import os
 import re
-import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from pathlib import Path
-from subprocess import TimeoutExpired
+from contextlib import ExitStack
 from typing import Any
 
 from cs336_systems.launch.group import BACKENDS, DEVICES, backend_and_device, process_group, team_size
-from cs336_systems.launch.outcome import (
-    LaunchError,
-    ending,
-    failure,
-    last_lines,
-    others,
-    outcome,
-    read,
-    write,
-)
-from cs336_systems.launch.processes import Held, Log, command
-from cs336_systems.launch.worker import as_json, end_at_once, found, work
+from cs336_systems.launch.outcome import LaunchError, failure, others
+from cs336_systems.launch.processes import started, watch
+from cs336_systems.launch.worker import as_json, found
+from cs336_systems.store.lifeline import end_at_once
 
 __all__ = ["LaunchError", "launch"]
 
@@ -63,14 +45,15 @@ def launch(
     They run on this machine, or, where this process leads a team, one for each of the team's first ranks.
 
     timeout_s:             after this time the run is ended, whatever it is doing.
-    collective_timeout_s:  a collective that takes longer fails; as `process_group`'s timeout.
+    collective_timeout_s:  a collective that takes longer fails; as `process_group`'s timeout. A run with a failure ends
+                           within a second, or six where a rank ignores SIGTERM.
     log:                   is called, in this thread, with each line that the ranks in `log_ranks` print.
 
     Ranks import what the caller could import. OMP_NUM_THREADS shares the cores among them, unless it is set.
 
-    LaunchError if a rank raises, is killed or ends without a result, and after `timeout_s`; ValueError as
-    `backend_and_device`, and for more ranks than the team has. However it ends, also by KeyboardInterrupt, no process
-    is left.
+    LaunchError if a rank raises, calls sys.exit, is killed or ends without a result, and after `timeout_s`; it names
+    the rank that did so first, and how. ValueError as `backend_and_device`, and for more ranks than the team has.
+    However this ends, also by KeyboardInterrupt or by the caller's death, no process is left.
     """
     if not re.fullmatch(r"[\w.]+:\w+", function) or function.startswith("__main__:"):
         raise ValueError(f"function {function!r}: expected 'module:function', a module that ranks can import")
@@ -87,83 +70,42 @@ def launch(
     backend, device = backend_and_device(backend, device, local)
     task = {
         "function": function, "arguments": dict(arguments or {}), "world_size": world_size, "backend": backend,
-        "device": device, "collective_timeout_s": collective_timeout_s,
+        "device": device, "collective_timeout_s": collective_timeout_s, "log_ranks": list(log_ranks),
     }  # fmt: skip
     if team:
-        from cs336_systems.launch.team import lead
-
-        outcomes, in_time = lead(task, timeout_s, log, log_ranks)
-        trouble = "" if all("result" in one for one in outcomes) else "the team ended without saying why"
+        from cs336_systems.launch.team import lead as run
     else:
-        outcomes, in_time, trouble = _on_this_machine(task, timeout_s, log, log_ranks)
+        run = _on_this_machine
+    outcomes, in_time = run(task, timeout_s, log)
     if not in_time:
         first_line = f"{function} on {world_size} ranks took longer than {timeout_s:g} s and was ended"
         raise LaunchError("\n".join([first_line, *others(outcomes, None)]))
     if error := failure(outcomes):
         raise error
-    if trouble:
-        raise LaunchError(trouble)
+    if silent := [str(rank) for rank, one in enumerate(outcomes) if not one]:
+        raise LaunchError(f"{function} on {world_size} ranks: nothing was heard of rank {', '.join(silent)}")
     return [one["result"] for one in outcomes]
 
 
 def _on_this_machine(
-    task: Mapping[str, Any], timeout_s: float, log: Callable[[str], None], log_ranks: Collection[int]
-) -> tuple[list[dict[str, Any]], bool, str]:
-    """The outcomes of the ranks, whether they ended in time, and what torch's launcher said if it failed."""
-    world_size = task["world_size"]
+    task: Mapping[str, Any], timeout_s: float, log: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], bool]:
+    """As `processes.watch`: the ranks are processes of this one's, which serves the store at which they meet."""
+    from torch import distributed as dist
+
+    size = task["world_size"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // world_size)), **os.environ}
-    with tempfile.TemporaryDirectory(prefix="cs336-") as name:
-        folder = Path(name)
-        path = [entry or os.getcwd() for entry in sys.path]
-        (folder / "task.json").write_text(json.dumps({**task, "path": path}), encoding="utf-8")
-        code = _watch(folder, environment, timeout_s, Log(folder, log, log_ranks))
-        codes: dict[int, int | None] = dict.fromkeys(range(world_size))  # None: the agent could not tell
-        if code == 0 or (folder / "exit_codes.json").is_file():
-            failed = {int(rank): c for rank, c in read(folder / "exit_codes.json").items()}
-            codes = dict.fromkeys(range(world_size), 0) | failed
-        outcomes = [outcome(folder, rank, codes[rank]) for rank in range(world_size)]
-        said = [f"torch's launcher ended with {ending(code or 0)}", *last_lines(folder / "agent.log")]
-        return outcomes, code is not None, "\n".join(said) if code else ""
-
-
-def _watch(folder: Path, environment: Mapping[str, str], timeout_s: float, log: Log) -> int | None:
-    """Runs the agent to its end and logs what ranks print; its exit code, or None if the time was over."""
-    deadline = time.monotonic() + timeout_s
-    arguments = command(_agent, folder / "task.json")
-    with open(folder / "agent.log", "wb") as said, Held(arguments, environment, said, said) as held:
-        while time.monotonic() < deadline:
-            with suppress(TimeoutExpired):
-                held.process.wait(0.1)
-            log.new_lines(last=held.process.returncode is not None)
-            if held.process.returncode is not None:
-                return held.process.returncode
-        return None
-
-
-# ---- in the agent
-
-
-def _agent(task_file: str) -> None:
-    """torchrun without its command line: starts the ranks, and ends them all when one fails."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    folder = Path(task_file).parent
-    # NCCL's own default, which torchrun would change: a rank whose collective hangs is ended by the watchdog as it is.
-    # With torchrun's, communicators are aborted before, and the rank goes on meanwhile with numbers that are wrong.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=read(Path(task_file))["world_size"], max_restarts=0,
-        run_id=folder.name, rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1", logs_specs=DefaultLogsSpecs(log_dir=str(folder / "ranks"), redirects=Std.ALL),
-    )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)("-u", *command(work, task_file))
-    except ChildFailedError as error:
-        write(folder / "exit_codes.json", json.dumps({r: f.exitcode for r, f in error.failures.items()}))
-        sys.exit(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        members = [
+            stack.enter_context(started(task, rank, environment | {"LOCAL_RANK": str(rank)}, log))
+            for rank in range(size)
+        ]
+        return watch(members, timeout_s)
 
 
 # ---- under a torchrun of the user's
@@ -195,7 +137,7 @@ def main() -> None:
         run()
     except Exception:
         traceback.print_exc()
-        end_at_once()
+        end_at_once(1)
 
 
 if __name__ == "__main__":

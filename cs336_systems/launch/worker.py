@@ -10,10 +10,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
-import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.launch.group import process_group
-from cs336_systems.launch.outcome import answer_file, read, write
-from cs336_systems.launch.processes import hold_to_lifeline
+from cs336_systems.launch.outcome import read, write
+from cs336_systems.store.lifeline import end_at_once, hold_to_lifeline, leave_threads
 
 
 def work(task_file: str) -> None:
     """What a rank does; its answer is its result, or its error."""
-    hold_to_lifeline()
-    task = read(Path(task_file))
-    answer = answer_file(Path(task_file).parent, int(os.environ["RANK"]))
+    folder = Path(task_file).parent
+    hold_to_lifeline(folder / "lifeline")
+    task, answer = read(Path(task_file)), folder / "answer.json"
     faulthandler.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    stack = open(answer.with_suffix(".stack"), "w")  # noqa: SIM115  # to be written to when the agent ends this rank
+    stack = open(answer.with_suffix(".stack"), "w")  # noqa: SIM115  # to be written to when this rank is stopped
     faulthandler.register(signal.SIGTERM, stack, chain=True)
     try:
         function = found(task["function"])
@@ -40,18 +38,21 @@ def work(task_file: str) -> None:
             task["backend"], task["device"], task["collective_timeout_s"], task.get("meeting", "")
         ) as rank:
             result = as_json(function(rank=rank, **task["arguments"]))
-    except Exception as error:
-        # the agent may have seen another rank fail: this one has its say
+    except (
+        BaseException
+    ) as error:  # sys.exit and Ctrl-C end a rank as well: the others must not be taken for the cause
+        # the caller may have seen another rank fail: this one has its say
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         said = {
-            "error": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}",
+            "error": _words(error).splitlines()[0],
             "traceback": traceback.format_exc(),
             "time_ns": time.time_ns(),
             "of_communication": _of_communication(error),
         }
         write(answer, json.dumps(said))
-        end_at_once()
+        end_at_once(1)
     write(answer, f'{{"result": {result}}}')
+    leave_threads()
 
 
 def found(function: str) -> Callable[..., Any]:
@@ -66,16 +67,17 @@ def as_json(result: Any) -> str:
         raise TypeError(f"the result of a rank is not JSON: {error}") from error
 
 
-def _of_communication(error: Exception) -> bool:
-    """Whether it may be the consequence of another rank's failure."""
+def _words(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error))  # also of one that cannot be printed
+
+
+def _of_communication(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from, may be the consequence of another rank's failure."""
     from torch import distributed as dist
 
-    words = re.search(r"gloo/|NCCL|by peer", str(error))
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and words is not None)
-
-
-def end_at_once() -> None:
-    """Ends a rank that failed: an ordinary exit would wait for collectives that never end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    while error is not None:
+        words = re.search(r"gloo/|NCCL|by peer", _words(error))
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and words is not None):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -22,6 +22,10 @@ together, from one buffer), `InPlaceDDP` (the same, from where they are). All fo
    nobody has becomes None again, as in a single process. For everybody else the price is the latency of one small
    collective behind the last gradients, which have synchronized the ranks already: tens of microseconds a step, and
    the host does not wait.
+4. A step is finished by all ranks, or given up by all. After a backward pass that raised and was caught, the next
+   forward pass sends what other ranks may wait for, and learns from the last all-reduce whether they have given up the
+   step as well. Then all start afresh, without gradients; otherwise this rank raises, for it lacks an update that the
+   others have. (`NaiveDDP` and `FlatDDP` have sent nothing by then, and nothing is to be ended.)
 
 The mean over ranks of the gradients of their mean losses is that of the whole batch where the shares are of one size;
 where they are not, each rank counts the same, so an example in a small share counts for more.
@@ -34,16 +38,11 @@ from __future__ import annotations
 
 import abc
 import functools
-import hashlib
-import itertools
 import math
 import numbers
-import reprlib
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,8 +51,10 @@ from torch.distributed import distributed_c10d
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype, sole
+from cs336_systems.parallel.data_parallel import DataParallel
 
 
+# ------------------------------------------------------------------------------------------------- averaging
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
     """Replaces a contiguous tensor by its mean over the ranks of the group, on all of them; `async_op` as in torch."""
     backend = dist.get_backend(group)
@@ -97,127 +98,6 @@ def coalesced(
     return group.allreduce_coalesced(tensors, options)
 
 
-# -------------------------------------------------------------------------------------------- common surface
-class DataParallel(nn.Module, abc.ABC):
-    """What the five classes share; `_average_gradients` is what they differ in.
-
-    module: the model, the same on all ranks in names, shapes, dtypes and what is frozen, on its device already; it
-        stays `self.module`, and its parameters remain those that optimizers get. Rank 0's parameters and buffers are
-        copied to all ranks here; buffers that change in training (running statistics) are each rank's own afterwards.
-    process_group: the ranks that share the batch; None for all.
-
-    Parameters that require no gradient here are left alone: freeze first, wrap then. The wrapper's hooks go when it
-    does; a module has one wrapper at a time. torch.compile may be used inside the module, on it, or on the wrapper; a
-    graph hands over its gradients when its whole backward pass has ended, so compile the blocks, not the model, where
-    communication is to overlap.
-
-    Errors: ValueError for a module without a parameter to train, one that differs between ranks (on all of them), or
-    a group that this process is not in; RuntimeError where torch.distributed has not been initialized.
-    """
-
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"module is {module!r}; expected a torch.nn.Module")
-        self.module = module
-        self.process_group = _checked(process_group)
-        self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        if not self._trained:
-            raise ValueError(
-                f"module {type(module).__name__} has no parameter that requires a gradient; expected one at least"
-            )
-        self._accumulating = False
-        tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-        layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-        self._check_same_on_all_ranks("the module's parameters and buffers", layout)
-        self._copy_from_rank_0()
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's share of the batch."""
-        return self.module(*inputs, **kwargs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Call after the backward pass and before gradients are used, once a step on every rank of the group.
-
-        Afterwards each gradient is the mean over ranks, on every rank, bit for bit; on the GPU this is queued, not
-        waited for. Errors: RuntimeError inside `no_sync()`, or if a frozen parameter has been unfrozen since.
-        """
-        if self._accumulating:
-            raise RuntimeError("finish_gradient_synchronization() inside no_sync(): leave that first")
-        if any(p.requires_grad for p in self._frozen):
-            raise RuntimeError(
-                "a parameter that was frozen when the module was wrapped requires a gradient now"
-            )
-        absent = [i for i, p in enumerate(self._trained) if p.grad is None]
-        for i in absent:
-            p = self._trained[i]
-            p.grad = torch.zeros_like(p, dtype=gradient_dtype(p), requires_grad=False)
-        self._average_gradients()
-        self._drop_those_that_nobody_has(absent)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only add to this rank's gradients; the first one outside sends the sum.
-
-        It is the backward pass that counts, not the forward pass. One backward pass outside, or none, and then
-        `finish_gradient_synchronization()` end the accumulation.
-        """
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
-    @abc.abstractmethod
-    def _average_gradients(self) -> None:
-        """Averages all gradients of `_trained`, each of which exists by now."""
-
-    def _drop_those_that_nobody_has(self, absent: list[int]) -> None:
-        """Takes back the zeros in place of gradients (`absent`: this rank's) that no rank has computed."""
-        present = torch.ones(len(self._trained), dtype=torch.uint8, device=self._trained[0].device)
-        if absent:
-            present[absent] = 0
-        dist.all_reduce(present, dist.ReduceOp.MAX, self.process_group)
-        if absent:  # only now does the host wait for the device
-            somewhere = present.tolist()
-            for i in absent:
-                if not somewhere[i]:
-                    self._trained[i].grad = None
-
-    def _check_same_on_all_ranks(self, what: str, value: object) -> None:
-        """ValueError on all ranks unless `value` has the same `repr` on all of them."""
-        digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
-        largest = torch.tensor([digest, -digest], device=self._trained[0].device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self.process_group)
-        highest, lowest = largest[0].item(), -largest[1].item()
-        if highest != lowest:
-            rank = dist.get_rank(self.process_group)
-            raise ValueError(
-                f"{what} differ between the ranks; expected the same on all; rank {rank} has {reprlib.repr(value)}"
-            )
-
-    @torch.no_grad()
-    def _copy_from_rank_0(self) -> None:
-        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
-            contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, group=self.process_group, group_src=0)
-            tensor.copy_(contiguous)
-
-
-def _checked(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks for None; see `DataParallel` for the errors."""
-    if not dist.is_initialized():
-        raise RuntimeError("data parallel training needs torch.distributed.init_process_group() first")
-    if group is None:
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"process_group is {group!r} on rank {dist.get_rank()}; expected a group that this rank is in, or None"
-        )
-    return group
-
-
 # -------------------------------------------------------------------------------------------- after backward
 class NaiveDDP(DataParallel):
     """One all-reduce a parameter, one after the other, when the backward pass has ended.
@@ -248,7 +128,8 @@ class HookedDDP(DataParallel):
     """Averages buckets of gradients while the backward pass computes the others: what three of the classes share.
 
     max_bytes: what fills a bucket (see `buckets.assign`). Between two calls of `finish_gradient_synchronization()`
-    the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second.
+    the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second. ValueError in a
+    backward pass if parameters have got another dtype or device by then and do not fit into their bucket.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, max_bytes: float) -> None:
@@ -274,30 +155,74 @@ class HookedDDP(DataParallel):
         ]
         weakref.finalize(self, _remove, handles).atexit = False
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
+        # inside a backward pass this is a checkpoint, computed again
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            for p in self._trained:
+                p.grad = None
+            self._end_step(given_up=True)
+        return super().forward(*inputs, **kwargs)
+
     def _begin_step(self) -> None:
         self._order.begin_step()
         self._arrived = bytearray(len(self._trained))
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work] = []
+        self._in_backward = False
+
+    def _begin_backward(self, parameter: nn.Parameter) -> None:
+        """Notes that a backward pass has begun, and a parameter as it is, to tell later whether it was updated."""
+        self._in_backward = True  # and so it stays if the pass raises
+        self._witness = parameter, parameter._version
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         if self._arrived[number]:
-            raise RuntimeError(
-                f"a second backward pass has reached a parameter of shape {tuple(parameter.shape)} whose gradient is "
-                "on its way; run all backward passes of a step but the last inside no_sync()"
-            )
+            self._refuse_second_pass(parameter)
         if self._accumulating:
             return
         index = self._bucket_of[number]
         with self._lock:
+            if not self._in_backward:
+                self._begin_backward(parameter)
             self._arrived[number] = True
             self._missing[index] -= 1
             if not self._missing[index]:
                 self._launch(self._order.ready(index))
 
+    def _refuse_second_pass(self, parameter: nn.Parameter) -> NoReturn:
+        self._in_backward = True  # for good: this pass fails
+        witness, version = self._witness
+        if witness._version != version:
+            raise RuntimeError(
+                "parameters have been updated since the last backward pass, without finish_gradient_synchronization(); "
+                "call it after the backward pass of every step, before the optimizer's step"
+            )
+        names = [name for name, p in self.module.named_parameters() if p is parameter]
+        raise RuntimeError(
+            f"a second backward pass has reached {', '.join(names)}, whose gradient is on its way; run all backward "
+            "passes of a step but the last inside no_sync(), and call finish_gradient_synchronization() after that"
+        )
+
     def _launch(self, indices: list[int]) -> None:
         for index in indices:
-            self._works += self._start(self.buckets[index])
+            bucket = self.buckets[index]
+            try:
+                self._works += self._start(bucket)
+            except RuntimeError as error:
+                self._refuse_sparse_gradients(error)
+                then = f"{bucket.dtype} on {bucket.device}"
+                now = {f"{gradient_dtype(p)} on {p.device}" for p in bucket.parameters}
+                if now != {then}:
+                    raise ValueError(
+                        f"gradients of {', '.join(sorted(now))} in a bucket for {then}: the module was converted or "
+                        "moved after it was wrapped; do that first, wrap then"
+                    ) from error
+                raise
 
     @abc.abstractmethod
     def _start(self, bucket: Bucket) -> list[dist.Work]:

@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from torch.optim import Optimizer
 
 from cs336_systems.parallel.readers import readers
 from cs336_systems.parallel.shares import assign
+from cs336_systems.parallel.state import bytes_of, gathered, is_dense
 
 
 class ShardedOptimizer(Optimizer):
@@ -60,7 +60,9 @@ class ShardedOptimizer(Optimizer):
     at home. With one rank nothing is communicated.
 
     Errors: ValueError for an optimizer_cls, process_group or num_rounds that cannot be, for parameters whose memory has
-    gaps, and where ranks were given different parameters; whatever optimizer_cls raises, on all ranks.
+    gaps, and where ranks were given different parameters; whatever optimizer_cls raises, on all ranks. ValueError in
+    `step` if `param_groups` has got or lost parameters by other means than `add_param_group`; TypeError for `copy` and
+    `pickle`.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class ShardedOptimizer(Optimizer):
     def _share_out(self, groups: list[dict[str, Any]]) -> None:
         parameters = list(dict.fromkeys(p for group in groups for p in group["params"]))
         for parameter in parameters:
-            if not _is_dense(parameter):
+            if not is_dense(parameter):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()} and layout "
                     f"{parameter.layout}; allowed: strided memory without gaps or overlaps"
@@ -149,6 +151,7 @@ class ShardedOptimizer(Optimizer):
             self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
         if self._awaited_in_step is not None:
             self._awaited_in_step.update(round_ for _, round_ in homes.values())
+        self._sizes = [len(group["params"]) for group in self.param_groups]
 
     def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
         """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
@@ -249,6 +252,11 @@ class ShardedOptimizer(Optimizer):
 
     def _lend(self) -> None:
         """What `state` and `param_groups` hold now is what the inner optimizers work with."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != self._sizes:
+            raise ValueError(
+                f"param_groups hold {sizes} parameters, {self._sizes} were given; allowed: add_param_group()"
+            )
         for inner in self._inner:
             inner.state = self.state
             for group, own in zip(self.param_groups, inner.param_groups, strict=True):
@@ -267,7 +275,7 @@ class ShardedOptimizer(Optimizer):
         torch.autograd.graph.increment_version([p for p, owner in moving if owner != self.rank])
         by_device: dict[torch.device, list[tuple[Tensor, int]]] = {}
         for parameter, owner in moving:
-            by_device.setdefault(parameter.device, []).append((_bytes_of(parameter), owner))
+            by_device.setdefault(parameter.device, []).append((bytes_of(parameter), owner))
         works: list[Any] = []
         for device, sent in by_device.items():
             if self.process_group._get_backend(device).supports_coalescing:
@@ -286,6 +294,12 @@ class ShardedOptimizer(Optimizer):
         return self.process_group.broadcast([memory], options)
 
     # -------------------------------------------------------------------------------------------- saving, loading
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer belongs to its process group and can be neither copied nor pickled; construct another "
+            "one, and give it this one's state_dict()"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 what the plain optimizer's `state_dict` would be: all state, numbered as there.
 
@@ -303,61 +317,10 @@ class ShardedOptimizer(Optimizer):
             for group, packed in zip(self.param_groups, local["param_groups"], strict=True)
             for parameter, index in zip(group["params"], packed["params"], strict=True)
         }
-        whole = self._gather_state(local["state"], numbered)
+        whole = gathered(local["state"], numbered, self.process_group)
         if self.rank == 0:
             return {**local, "state": whole}
         return {**local, "shard": [i for i, p in numbered.items() if self.owner(p) == self.rank]}
-
-    def _gather_state(self, local: dict[Any, Any], numbered: dict[int, Tensor]) -> dict[Any, Any]:
-        """The state of all parameters on rank 0, tensors on the CPU; {} on the others."""
-
-        def exchange(operation: Callable[..., Any], tensors: Iterable[Tensor], peer: int) -> None:
-            mail = [
-                dist.P2POp(operation, _bytes_of(tensor), group=self.process_group, group_peer=peer)
-                for tensor in tensors
-                if tensor.numel()
-            ]
-            for work in dist.batch_isend_irecv(mail) if mail else []:
-                work.wait()
-
-        # Tensors where their parameter lies go from device to device. One message before tells the rest (counters,
-        # numbers) and announces those tensors, by tensors without memory.
-        heavy = {
-            index: {
-                name: value
-                for name, value in state.items()
-                if isinstance(value, Tensor) and value.dim() and value.device == numbered[index].device
-            }
-            for index, state in local.items()
-            if index in numbered
-        }
-        light = {
-            index: local[index] | {k: torch.empty_like(v, device="meta") for k, v in tensors.items()}
-            for index, tensors in heavy.items()
-        }
-        letters: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(_saved(light), letters, group=self.process_group, group_dst=0)
-        if letters is None:
-            for tensors in heavy.values():
-                dense = (
-                    v if _is_dense(v) else v.clone() for v in tensors.values()
-                )  # clones leave out the gaps
-                exchange(dist.isend, dense, peer=0)
-            return {}
-        whole = {
-            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in local[index].items()}
-            for index in heavy
-        }
-        for owner, letter in enumerate(letters[1:], start=1):
-            for index, state in torch.load(io.BytesIO(letter), map_location="cpu", weights_only=True).items():
-                arriving = {
-                    name: torch.empty_like(value, device=numbered[index].device)
-                    for name, value in state.items()
-                    if isinstance(value, Tensor) and value.is_meta
-                }
-                exchange(dist.irecv, arriving.values(), peer=owner)
-                whole[index] = state | {k: v.cpu() for k, v in arriving.items()}
-        return {k: v for k, v in local.items() if k not in numbered} | dict(sorted(whole.items()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the settings, and of the state this rank's share, from what the plain or any sharded one has saved.
@@ -396,22 +359,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _stand_in(parameter: Tensor) -> Tensor:
     """A parameter alike, without elements (a scalar has one)."""
     return parameter.detach().new_empty((0,) * parameter.dim()).requires_grad_(parameter.requires_grad)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory, in any order of dimensions."""
-    if tensor.layout != torch.strided:
-        return False
-    # torch keeps the strides of such a tensor, and of no other, when it makes one like it
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor as one vector of bytes: any dtype, any order of dimensions, no copy."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -5,20 +5,27 @@ Notebooks are run while building, in the mode that only reads rows; nothing is m
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
+from cs336_systems.store.files import naming
+from cs336_systems.store.lifeline import Held
 
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
     "fonts-freefont-otf"
+)
+_HELD = (
+    "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
+    "from jupyter_book.cli.main import main; main()"
 )
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
@@ -36,42 +43,41 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
             cases that are not measured or ended in an error.
 
     Raises:
-        FileNotFoundError: outside a checkout.
-        ValueError: `$CS336_MACHINE` names a machine without rows.
+        FileNotFoundError: outside a checkout, or without the folder that `$CS336_RESULTS` names.
+        ValueError: `$CS336_MACHINE` names a machine without rows, `reference.json` one that is not there; a place
+            that cannot be written; with `strict`, a damaged file of rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.report.chapter import MACHINE_VARIABLE, named_machines
+    from cs336_systems.report.chapter import named_machines, reference
     from cs336_systems.store.rows import results_root
 
     root = root or project_root()
-    folders = sorted({path.parent.name for path in results_root(root).glob("*/*.csv")})
-    for machine in named_machines():
-        if machine not in folders:
-            raise ValueError(
-                f"{MACHINE_VARIABLE}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
-            )
-    if strict and (found := problems(root)):
+    results = results_root(root).absolute()
+    reference(results)  # says what is wrong with it, while the last build is still there
+    named_machines(results)
+    if strict and (found := problems(results)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if pdf:
         missing_latex()
-    made = [_jupyter_book(root, "html", root / "_build" / "html" / "index.html", "--all")]
+    there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
+    shutil.rmtree(_making(root), ignore_errors=True)
+    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there))]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
-        product = root / "_build" / "latex" / "cs336-systems.pdf"
-        made.append(_jupyter_book(root, "pdflatex", product, **{KEEP_VARIABLE: "1"}))
-        if bad := latex_complaints(
-            (root / "_build" / "latex" / "cs336-systems.log").read_text(errors="replace")
-        ):
+        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", **there, **{KEEP_VARIABLE: "1"})
+        if bad := latex_complaints(output.with_suffix(".log").read_text(errors="replace")):
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
+        made.append(_published(root, output))
+    shutil.rmtree(_making(root))
     return made
 
 
-def problems(root: Path) -> list[str]:
-    """What is not final about the rows of the chapters in `results/reference.json`."""
+def problems(results: Path) -> list[str]:
+    """What is not final about the rows of the chapters in a results folder's `reference.json`."""
     from cs336_systems import experiments
-    from cs336_systems.report.chapter import Chapter
+    from cs336_systems.report.chapter import Chapter, reference
 
-    tables = experiments.tables(*json.loads((root / "results" / "reference.json").read_text()))
-    return [p for name in tables for p in Chapter(name, measure="no", root=root / "results").problems()]
+    tables = experiments.tables(*reference(results))
+    return [p for name in tables for p in Chapter(name, measure="no", root=results).problems()]
 
 
 def missing_latex() -> None:
@@ -80,45 +86,72 @@ def missing_latex() -> None:
     if lacking:
         raise BookError(
             f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES}\n"
+            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES} "
             "(the HTML needs none of it: cs336 book without --pdf)"
         )
 
 
-def _jupyter_book(root: Path, builder: str, product: Path, *options: str, **variables: str) -> Path:
-    # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
-    command = [
-        sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(root / "book"),
-        "--builder", builder, *options, "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config",
-        str(root / "_config.yml"), "--path-output", str(root),
-    ]  # fmt: skip
-    product.unlink(missing_ok=True)
-    log = root / "_build" / f"{builder}.log"
-    log.parent.mkdir(exist_ok=True)
+def _making(root: Path) -> Path:
+    """Where the book is made: until it is complete, the one before it stays in its place."""
+    return root / "_build" / "making"
+
+
+def _published(root: Path, output: Path) -> Path:
+    """Puts the folder of an output that has been made in its place; returns the output's path there."""
+    place, old = root / "_build" / output.parent.name, _making(root) / "old"
+    if place.exists():
+        place.rename(old)
+    output.parent.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    return place / output.name
+
+
+def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variables: str) -> Path:
+    """Makes an output, and returns its path among what is being made. jupyter-book ends with this process."""
+    log, made = root / "_build" / f"{builder}.log", _making(root) / "_build" / output
+    with naming("write into", log.parent):
+        _making(root).mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
     print(f"building {builder}: {log}", flush=True)
-    with open(log, "w") as out:
-        code = subprocess.run(
-            command, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
-        ).returncode
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder, open(log, "w") as out:
+        lifeline = Path(folder) / "lifeline"
+        # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
+        command = [
+            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder, *options,
+            "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
+            "--path-output", str(_making(root)),
+        ]  # fmt: skip
+        with Held(
+            command, lifeline, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
+        ) as book:
+            code = book.process.wait()
     text = log.read_text(errors="replace")
-    if code or not product.is_file():
+    if code or not made.is_file():
+        # the log, which would say it, may have had no room either
+        if os.strerror(errno.ENOSPC) in text or shutil.disk_usage(log.parent).free < 2**16:
+            raise BookError(f"building {builder} failed (exit {code}): no space left in {log.parent}")
         raise BookError(f"building {builder} failed (exit {code}); the end of {log}:\n{_tail(text)}")
-    return product
+    return made
 
 
 def _tail(text: str) -> str:
-    """What a Sphinx log says about the failure: the cells that failed, else the warnings and errors, else
-    its end.
+    """What a Sphinx log says about the failure: how cells failed, and of which notebooks, else the warnings and errors,
+    else its end.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     failed = r"(\S+): WARNING: Executing notebook failed.*?nbclient\.exceptions\.(.*?)\s*\[mystnb\.exec\]"
-    if cells := re.findall(failed, plain, flags=re.S):
-        return "\n\n".join(f"{notebook}: {what}" for notebook, what in cells)
+    where: dict[str, list[str]] = {}
+    for notebook, what in re.findall(failed, plain, flags=re.S):
+        # without the cell's source, which nbclient puts first: the traceback shows the line
+        what = re.sub(r"CellExecutionError: An error .*?\n(-{18}\n).*?\n\1\s*", "", what, flags=re.S)
+        where.setdefault(what, []).append(notebook)
+    if where:
+        return "\n\n".join(f"{', '.join(notebooks)}: {what}" for what, notebooks in where.items())
     lines = plain.splitlines()
     marked = [line for line in lines if re.search(r"\b(WARNING|ERROR|Error):", line)]
     return "\n".join(marked[:20] or lines[-40:])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cs336_systems.report.tables import show
 from cs336_systems.store import measuring
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digests
+from cs336_systems.store.files import StoreError, naming, read_json
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -27,29 +28,67 @@ MEASURE = ("auto", "yes", "no")
 _COMMON = ("measure", "preset", "machine", "refresh")
 
 
-def named_machines() -> list[str]:
-    """The machines that `$CS336_MACHINE` names."""
-    return [name.strip() for name in os.environ.get(MACHINE_VARIABLE, "").split(",") if name.strip()]
+def named_machines(root: Path) -> list[str]:
+    """The machines that `$CS336_MACHINE` names; ValueError for one that is neither this one nor a folder of `root`."""
+    text = os.environ.get(MACHINE_VARIABLE, "")
+    return _known(text, root, f"{MACHINE_VARIABLE}: ", "this") if text.strip() else []
+
+
+def _known(text: str, root: Path, where: str, *words: str) -> list[str]:
+    """The machines that a text names, each once."""
+    folders = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in (*folders, "this") and name != _this_machine():
+            raise ValueError(f"{where}unknown machine {name!r}; allowed: {', '.join([*words, *folders])}")
+    return list(dict.fromkeys(_this_machine() if name == "this" else name for name in names))
+
+
+def reference(root: Path) -> dict[str, list[str]]:
+    """What `reference.json` of a results folder says: chapter → the machines whose rows the book quotes.
+
+    FileNotFoundError without the folder; StoreError for a chapter or machine that there is none of.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no results folder {root}")
+    with naming("read", root):
+        folders = sorted(p.name for p in root.iterdir() if p.is_dir())
+    path = root / "reference.json"
+    known = read_json(path)
+    for chapter, machines in known.items():
+        if chapter not in experiments.CHAPTERS:
+            raise StoreError(
+                f"{path}: unknown chapter {chapter!r}; allowed: {', '.join(experiments.CHAPTERS)}"
+            )
+        if not isinstance(machines, list):
+            raise StoreError(f"{path}: {chapter}: {machines!r}; expected a list of machines")
+        for machine in machines:
+            if machine not in folders:
+                raise StoreError(
+                    f"{path}: {chapter}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
+                )
+    return known
 
 
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
     """The machines that the book quotes for a chapter, or a table of it: `$CS336_MACHINE`, else the chapter's entry in
     `reference.json`.
     """
-    if named := named_machines():
+    root = root or store.results_root()
+    if named := named_machines(root):
         return named
-    path = (root or store.results_root()) / "reference.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    return list(known.get(experiments.chapter_of(chapter), []))
+    return reference(root).get(experiments.chapter_of(chapter), [])
 
 
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    text = str(value).strip().lower()
-    text = {"true": "yes", "false": "no"}.get(text, text) if name == "measure" else text
-    if text not in allowed:
-        also = ", true, false" if name == "measure" else ""
-        raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}{also}")
-    return text
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """What is wrong with a notebook's parameters, or with where it runs, ends its cell in a line, without frames."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        line = f"Error: {error}"
+        error._render_traceback_ = lambda: [line]  # what IPython shows
+        raise
 
 
 class Chapter:
@@ -84,10 +123,11 @@ class Chapter:
         root: Path | None = None,
         **filters: Any,
     ) -> None:
+        experiments.check_environment()
         self.name = name
         self.experiment = experiments.load(name)
         self.root = root or store.results_root()
-        self.refresh = _choice("refresh", refresh, measuring.REFRESH)
+        self.refresh = experiments.choice("refresh", refresh, measuring.REFRESH)
         self.filters = filters
         self.preset = preset
         same = {"measure": measure, "preset": preset, "machine": machine, "refresh": refresh}
@@ -95,23 +135,25 @@ class Chapter:
             Chapter(t, root=self.root, **same, **filters) for t in experiments.tables(name)[1:]
         ]
         self._frame: pd.DataFrame | None = None
-        measure = _choice("measure", measure, MEASURE)
         self.building = os.environ.get(BUILD_VARIABLE) == "1"
-        self.machines, self.measuring = self._machines(str(machine), measure)
+        self.machines, self.measuring = self._machines(str(machine), _when(measure))
+        if not self.measuring and not self.root.is_dir():
+            raise FileNotFoundError(f"no folder {self.root} to read rows from")
         for one in self.machines or [""]:
             self.cases(one)  # raises for a bad preset or filter before anything is measured
 
     @classmethod
+    @in_one_line()
     def from_parameters(cls, name: str, namespace: Mapping[str, Any]) -> Chapter:
         """The chapter with the parameters that a notebook's globals hold."""
-        fields = experiments.fields(experiments.load(name))
-        return cls(name, **given_parameters(namespace, [*_COMMON, *fields]))
+        return cls(name, **given_parameters(namespace, _parameters(name)))
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
+        quoted = reference_machines(self.name, self.root)
         reading = self.building or measure == "no"
         if wanted == "auto" and reading:
-            return reference_machines(self.name, self.root), False
-        named = [self._known(m.strip()) for m in (wanted if wanted != "auto" else "this").split(",")]
+            return quoted, False
+        named = _known("this" if wanted == "auto" else wanted, self.root, "", "auto", "this")
         if reading or named == [_this_machine()]:
             return named, not reading
         if measure == "yes":
@@ -119,14 +161,6 @@ class Chapter:
                 f"measure=yes needs machine=this; this machine is {_this_machine()}, not {wanted}"
             )
         return named, False
-
-    def _known(self, machine: str) -> str:
-        if machine == "this":
-            return _this_machine()
-        folders = sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
-        if machine not in folders and machine != _this_machine():
-            raise ValueError(f"unknown machine {machine!r}; allowed: auto, this, {', '.join(folders)}")
-        return machine
 
     def on(self, machine: str) -> Chapter:
         """The same chapter on another machine, for a sentence about it; all is missing where it has no rows."""
@@ -229,8 +263,7 @@ class Chapter:
 
     def environments(self, machine: str) -> dict[str, dict[str, Any]]:
         """What `machine.json` says about the environments that the machine's rows name."""
-        path = self.root / machine / "machine.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
+        known = store.environments(machine, self.root)
         used = self.rows(machine=machine)["env"].dropna().unique()
         return {digest: known.get(digest, {}) for digest in used}
 
@@ -270,11 +303,18 @@ class Chapter:
         show(frame, caption=caption, name=name, note=note, **options)
 
     def problems(self) -> list[str]:
-        """What keeps the chapter's page from being final: cases not measured, errors, earlier code."""
+        """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
         frame = self.rows()
+        metrics = frame[list(self.experiment.METRICS)].replace("", None)
+        signed = [
+            m for m in metrics.select_dtypes("number") if "error" not in m
+        ]  # a difference may have a sign
         counts = {
             "not measured": (frame["status"] == NOT_MEASURED).sum(),
             "ended in an error": frame["status"].str.startswith("error").sum(),
+            "without memory that other processes held": frame["status"].str.startswith("oom:").sum(),
+            "without a number": ((frame["status"] == "ok") & metrics.isna().all(axis=1)).sum(),
+            "with a negative number": (metrics[signed] < 0).any(axis=1).sum(),
             "measured with earlier code": len(self.stale()),
         }
         return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
@@ -284,6 +324,22 @@ def _this_machine() -> str:
     from cs336_systems.store.machine import machine_name
 
     return machine_name()
+
+
+# ---------------------------------------------------------------------------------- parameters
+def check(name: str, given: Mapping[str, Any], root: Path) -> None:
+    """ValueError for what the notebook of a chapter would refuse as its parameters."""
+    _refuse_unknown(given, _parameters(name))
+    Chapter(name, root=root, **given)
+
+
+def _parameters(name: str) -> list[str]:
+    return [*_COMMON, *experiments.fields(experiments.load(name))]
+
+
+def _refuse_unknown(names: Iterable[str], allowed: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
 
 
 def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
@@ -297,9 +353,21 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
     for statement in ast.parse(cells[-1]).body if cells else []:
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
         names += [target.id for target in targets if isinstance(target, ast.Name)]
-    if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    _refuse_unknown(names, allowed)
     return {name: namespace[name] for name in allowed if name in namespace}
+
+
+@in_one_line()
+def only_reads(namespace: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The parameters, of those named, that a notebook's globals hold. It measures nothing: its `measure` can be no."""
+    given = given_parameters(namespace, ["measure", *names])
+    experiments.choice("measure", _when(given.pop("measure", "no")), ("no",))
+    return given
+
+
+def _when(measure: Any) -> str:
+    words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
+    return experiments.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
 
 
 def _environment_words(env: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Figures in one style: vectors, one fixed colour (and marker) for each implementation, a white ground in
-dark mode too.
+"""Figures in one style: vectors, one fixed color (and marker) for each implementation, a white background
+in dark mode too.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; markers say the same a second time.
+Colors are Okabe and Ito's, which color-blind readers tell apart; markers say the same a second time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.report.tables import EMPTY, fmt
 
-# implementation or series → (label, colour, marker)
+# implementation or series → (label, color, marker)
 SERIES: dict[str, tuple[str, str, str]] = {
     "flash_triton": ("ours", "#0072B2", "o"),
     "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
@@ -82,7 +82,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def look(name: str, position: int = 0) -> tuple[str, str, str]:
-    """Label, colour and marker of a series: its own, or the spare ones at a position."""
+    """Label, color and marker of a series: its own, or the spare ones at a position."""
     spare = (name, _SPARE[position % len(_SPARE)], _SPARE_MARKERS[position % len(_SPARE_MARKERS)])
     return SERIES.get(name, spare)
 
@@ -124,10 +124,10 @@ def lines(
         nothing(ax)
         return
     for position, (name, part) in enumerate(frame.groupby(series, sort=False)):
-        text, colour, marker = look(str(name), position)
+        text, color, marker = look(str(name), position)
         part = part.sort_values(x)
         xs, ys = part[x].to_numpy(float), part[y].to_numpy(float)
-        ax.plot(xs, ys, color=colour, marker=marker, label=text, zorder=3)
+        ax.plot(xs, ys, color=color, marker=marker, label=text, zorder=3)
     if binary_x:
         ticks = sorted(frame[x].unique())
         ax.set_xscale("log", base=2)
@@ -176,9 +176,9 @@ def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame 
     values = table.to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         strength = np.clip(np.log(values) / np.log(limit), -1, 1)
-    colours = plt.get_cmap("RdBu")(0.5 + 0.42 * np.nan_to_num(strength))
-    colours[np.isnan(values)] = (0.93, 0.93, 0.93, 1)
-    ax.imshow(colours, aspect="auto")
+    colors = plt.get_cmap("RdBu")(0.5 + 0.42 * np.nan_to_num(strength))
+    colors[np.isnan(values)] = (0.93, 0.93, 0.93, 1)
+    ax.imshow(colors, aspect="auto")
     for i in range(values.shape[0]):
         for j in range(values.shape[1]):
             empty = np.isnan(values[i, j])

@@ -29,7 +29,7 @@ __all__ = [
     "Number", "Row", "Span", "answer", "brief", "claim", "compare", "every", "one", "published", "say", "span",
 ]  # fmt: skip
 
-LEAST_NOISE = 0.03  # two measurements of one case that differ by less are never told apart
+LEAST_NOISE = 0.03  # two measurements that differ by less are never distinguished
 UNKNOWN_NOISE = 0.25  # without a case measured twice in the same run
 WIDE = 1.5  # within the noise up to here; beyond, one may say slower or faster
 NOT_BORNE_OUT = "These rows do not bear this out."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,7 @@ class Roofs:
     """The most that was measured on a machine.
 
     Attributes:
-        tflops: dtype → TFLOP/s of the best square matrix product.
+        tflops: dtype → TFLOP/s of the best square matmul.
         tb_per_s: TB/s of the best copy, bytes read and written; None if not measured.
         sms: multiprocessors of the GPU; None on a CPU.
         sheet: what the data sheet promises; None where it is not known.
@@ -33,15 +32,14 @@ def roofs(machine: str, root: Path | None = None) -> Roofs:
     """The roofs of a machine. What has no row is left out, or None; an empty name has no roofs at all."""
     if not machine:
         return Roofs()
-    path = (root or store.results_root()) / machine / "machine.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = store.environments(machine, root)
     newest = list(known.values())[-1] if known else {}
     frame = store.read(experiments.load("hardware"), machine, root)
     frame = frame[frame["status"] == "ok"]
-    products = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
+    matmuls = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
     copies = pd.to_numeric(frame[frame["kind"] == "copy"]["tb_per_s"], errors="coerce").dropna()
     return Roofs(
-        tflops={str(k): float(v) for k, v in products.groupby("dtype")["tflops"].max().items()},
+        tflops={str(k): float(v) for k, v in matmuls.groupby("dtype")["tflops"].max().items()},
         tb_per_s=float(copies.max()) if len(copies) else None,
         sms=newest.get("sms"),
         sheet=accounting.peaks(newest.get("gpu", "")),

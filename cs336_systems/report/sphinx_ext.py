@@ -38,7 +38,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     os.environ[BUILD_VARIABLE] = "1"
     if os.environ.get(KEEP_VARIABLE) != "1":
         app.connect("env-get-outdated", _every_page)
-    # Twice the cores: Sphinx deals the pages out in lots of equal number, of which some take longer.
+    # Twice the cores: Sphinx splits the pages into batches of equal size, of which some take longer.
     app.parallel = 2 * (os.cpu_count() or 1)
     app.connect("env-before-read-docs", _declare_parallel)
     app.connect("env-updated", _no_failed_notebook)

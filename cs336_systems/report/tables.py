@@ -80,7 +80,8 @@ def in_order(rows: pd.DataFrame, by: Sequence[str], *orders: Iterable[str]) -> p
 
 def _word(status: str) -> str:
     """What a cell says in place of a number: `OOM`, `skipped`, `error`, or a dash."""
-    return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(status, status.partition(":")[0])
+    kind = status.partition(":")[0]
+    return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(kind, kind)
 
 
 def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.DataFrame:
@@ -132,7 +133,7 @@ def _html_text(text: str) -> str:
 
 
 def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
-    """The table as HTML, in the colours of the page around it."""
+    """The table as HTML, in the colors of the page around it."""
     heads, rows, numeric = _flat(frame)
     align = ["right" if n else "left" for n in numeric]
     head = "".join(

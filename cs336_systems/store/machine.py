@@ -22,6 +22,9 @@ import subprocess
 _NOISE = {"nvidia", "tesla", "geforce", "quadro", "graphics", "gpu", "generation"}
 _NOISE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "pcie", "nvl"}
 
+# So much of a GPU the driver and a process itself may take beside what torch's allocator tells (1.3 GiB on an H200).
+_DRIVER_GIB = 3.0
+
 
 def gpu_slug(device_name: str) -> str:
     """A short name for a GPU: "NVIDIA H100 80GB HBM3" → "h100", "NVIDIA GeForce RTX 4090" → "rtx-4090"."""
@@ -155,6 +158,21 @@ def free_memory_bytes(device: str) -> int | None:
     except FileNotFoundError:
         return None
     return None
+
+
+def memory_of_others_gib() -> float:
+    """The most that other processes hold of a GPU's memory, in GiB; 0 where that is nothing, or NVML cannot tell."""
+    if not has_module("pynvml") or not (names := gpu_names()):
+        return 0.0
+    import pynvml
+    import torch
+
+    try:
+        used = [torch.cuda.device_memory_used(i) - torch.cuda.memory_reserved(i) for i in range(len(names))]
+    except (pynvml.NVMLError, RuntimeError):
+        return 0.0
+    most = max(used) / 2**30
+    return most if most > _DRIVER_GIB else 0.0
 
 
 def cpp_compiler() -> str | None:

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from cs336_systems.store.code import code_digests
-from cs336_systems.store.machine import environment_digest, machine_name
+from cs336_systems.store.files import lock
+from cs336_systems.store.machine import environment_digest, machine_name, memory_of_others_gib
 from cs336_systems.store.rows import case_key, csv_path, groups, load, table_name, write, write_environment
 from cs336_systems.store.status import error_status, loses_context
 
@@ -47,7 +48,7 @@ def _due(
 ) -> bool:
     for case in group:
         row = known.get(case_key(experiment, case))
-        if refresh == "all" or row is None or row["status"].startswith("error"):
+        if refresh == "all" or row is None or row["status"].startswith(("error", "oom:")):
             return True
         elsewhere = row["env"] != environment_digest()
         # what was skipped may have become possible: a GPU, triton, a compiler
@@ -69,29 +70,55 @@ def measure(
 ) -> int:
     """Measures the groups that are due on this machine and keeps their rows; returns how many there were.
 
-    `refresh`: `"missing"` measures what has no row yet (or ended in an error), `"stale"` also what was
-    measured with earlier code or another environment, `"all"` everything. A case that fails becomes an
-    `error` row with its traceback printed, the other groups still run, and at the end `MeasurementError`
-    names them. Where the CUDA context is lost, the run ends after that group's rows are written. An interrupt
-    loses one group. `log` takes each line of progress (`print`, flushed, by default); `progress` goes through the
-    groups that are due, one after the other, and may draw a bar meanwhile.
+    `refresh`: `"missing"` measures what has no row yet (or ended in an error, or without memory that other processes
+    held), `"stale"` also what was measured with earlier code or another environment, `"all"` everything. A case that
+    fails becomes an `error` row with its traceback printed, the other groups still run, and at the end
+    `MeasurementError` names them. Where the CUDA context is lost, the run ends after that group's rows are written. An
+    interrupt loses one group. `log` takes each line of progress (`print`, flushed, by default); `progress` goes through
+    the groups that are due, one after the other, and may draw a bar meanwhile.
+
+    Only one process measures a table of a machine at a time; another one waits, and then measures what is left.
+    ValueError for a case that no file can keep; StoreError where the table's file is damaged or of another version,
+    before anything is measured, and where it cannot be written.
     """
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
     machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
-    path = csv_path(table, machine, root)
-    known = {case_key(experiment, row): row for row in load(experiment, path)}
-    due = [g for g in groups(experiment, cases) if _due(experiment, g, known, refresh, code)]
-    # what failed before comes last, so that it cannot keep the others from being measured
-    due.sort(key=lambda group: _failed_before(experiment, group, known))
-    total = len(groups(experiment, cases))
-    if not due:
-        log(f"{table} on {machine}: all {total} groups are measured")
-        return 0
+    for case in cases:
+        case_key(experiment, case)  # raises for what no file can keep
+    all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
+
+    def find_due() -> list[list[Any]]:
+        known = load(experiment, path)
+        due = [group for group in all_groups if _due(experiment, group, known, refresh, code)]
+        # what failed before comes last, so that it cannot keep the others from being measured
+        return sorted(due, key=lambda group: _failed_before(experiment, group, known))
+
+    if find_due():
+        waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
+        with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
+            if due := find_due():
+                todo = f"{len(due)} of {len(all_groups)} groups to measure{_estimate(experiment, due)}"
+                log(f"{table} on {machine}: {todo}")
+                _fill(experiment, machine, due, code, root, log, progress)
+                return len(due)
+    log(f"{table} on {machine}: all {len(all_groups)} groups are measured")
+    return 0
+
+
+def _fill(
+    experiment: ModuleType,
+    machine: str,
+    due: list[list[Any]],
+    code: Callable[[Any], str],
+    root: Path | None,
+    log: Callable[[str], None],
+    progress: Callable[[list[list[Any]]], Iterable[list[Any]]],
+) -> None:
+    table = table_name(experiment)
     codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
     write_environment(machine, root)
-    log(f"{table} on {machine}: {len(due)} of {total} groups to measure{_estimate(experiment, due)}")
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
@@ -118,7 +145,6 @@ def measure(
         raise MeasurementError(
             f"{len(failed)} cases of {table} ended in an error (their rows say so): {failed[0]['status']}"
         )
-    return len(due)
 
 
 def _estimate(experiment: ModuleType, due: list[list[Any]]) -> str:
@@ -145,4 +171,8 @@ def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]]
     for metrics in results:
         unknown = set(metrics) - {*experiment.METRICS, "status"}
         assert not unknown, f"run_group gave {', '.join(sorted(unknown))}, which METRICS does not name"
+    lacked_memory = [metrics for metrics in results if metrics.get("status") == "oom"]
+    if lacked_memory and (held := memory_of_others_gib()):
+        for metrics in lacked_memory:
+            metrics["status"] = f"oom: other processes held {held:.0f} GiB"
     return results, context_lost

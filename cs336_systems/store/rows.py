@@ -2,38 +2,52 @@
 
 One CSV a table and machine. A row is a case, its metrics, a status, and where it comes from:
 
-    status    `ok`, `oom`, `skipped: why`, `error: what`
+    status    `ok`, `oom`, `skipped: why`, `error: what` (`store.status`)
     run       one id for the rows that a group was given at one time: measured in one process, interleaved; ratios stay
               within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
     code      digest of the definitions that the number depends on (`store.code`)
+
+Whatever reads a file refuses one that is damaged, or of a version with other columns (StoreError).
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import functools
+import io
 import json
+import math
+import operator
 import os
+import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pandas as pd
 
+from cs336_systems.store.files import StoreError, changing, read_json, read_table, replace
 from cs336_systems.store.machine import environment, environment_digest
+from cs336_systems.store.status import check_status, is_hindered, is_measured
 
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
+_BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
 
 # -------------------------------------------------------------------------------------------- where rows live
 def results_root(start: str | Path | None = None) -> Path:
     """The results folder: `$CS336_RESULTS`, else the nearest parent's `results/` with a `reference.json`."""
-    if os.environ.get("CS336_RESULTS"):
-        return Path(os.environ["CS336_RESULTS"])
+    if named := os.environ.get("CS336_RESULTS"):
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"CS336_RESULTS={named}: {error}") from error
     here = Path(start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
         if (folder / "results" / "reference.json").is_file():
@@ -64,53 +78,99 @@ def columns(experiment: ModuleType) -> list[str]:
     return [*case_fields(experiment), *experiment.METRICS, *PROVENANCE]
 
 
-# ---------------------------------------------------------------------------------------- reading and writing
+# -------------------------------------------------------------------------------------------------- reading
+@functools.cache
+def _types(case_class: type) -> dict[str, type]:
+    return typing.get_type_hints(case_class)
+
+
 def case_key(experiment: ModuleType, row: Any) -> tuple[Any, ...]:
-    """The typed case of a row (a dict of CSV strings, or a Case), as a sortable tuple."""
-    types = typing.get_type_hints(experiment.Case)
-    out = []
-    for field in case_fields(experiment):
-        value = getattr(row, field) if dataclasses.is_dataclass(row) else row[field]
-        if types[field] is bool:
-            out.append(str(value) in ("True", "true", "1"))
-        elif types[field] is float:
-            out.append(float(_text(float(value))))  # to the digits that the file keeps
-        else:
-            out.append(types[field](value))
-    return tuple(out)
+    """The typed case of a row (a dict of CSV strings, or a Case), as a sortable tuple; ValueError for values that are
+    not of their field's type, or that a file cannot give back."""
+    types = _types(experiment.Case)
+    get = getattr if dataclasses.is_dataclass(row) else operator.getitem
+    return tuple(_typed(field, get(row, field), types[field]) for field in case_fields(experiment))
+
+
+def _typed(field: str, value: Any, kind: type) -> Any:
+    if kind is bool and str(value) in _BOOLS:
+        return _BOOLS[str(value)]
+    if kind is str:
+        return _text(value)
+    with suppress(ValueError, OverflowError):
+        if kind is int and abs(int(value)) < 2**63:  # what a frame's column of numbers holds
+            return int(value)
+        if kind is float and math.isfinite(float(value)):
+            return float(_text(float(value)))  # to the digits that the file keeps
+    what = {bool: "True or False", int: "a whole number of 64 bits", float: "a finite number"}[kind]
+    raise ValueError(f"{field}={value}: expected {what}")
 
 
 def _text(value: Any) -> str:
-    if value is None:
+    if value is None or value != value:
         return ""
     if isinstance(value, float):
-        return "" if value != value else f"{value:.6g}"
-    return str(value)
+        return f"{value:.6g}"
+    return str(value).replace("\r", " ")  # which the csv module would not quote
 
 
-def load(experiment: ModuleType, path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV as strings; ValueError if it lacks a column without which its rows have no place."""
-    if not path.is_file():
-        return []
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8").to_dict("records")
-    lacking = [c for c in (*case_fields(experiment), *PROVENANCE) if rows and c not in rows[0]]
+def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tuple[Any, ...], dict[str, str]]:
+    """The rows of a CSV by their cases, as strings; none where there is no file.
+
+    StoreError names the file, and the line and column where there is one, if it is no table, has columns that this
+    version does not know or lacks those without which its rows have no place, or has a row that is none; with
+    `numbers` also for a word in a column of numbers. Metrics may be lacking: an earlier version did not measure them.
+    """
+    header, found = read_table(path)
+    known = columns(experiment)
+    if unknown := [column for column in header if column not in known]:
+        raise StoreError(f"{path} has columns that this version does not know: {', '.join(unknown)}")
+    lacking = [c for c in (*case_fields(experiment), *PROVENANCE) if header and c not in header]
     if lacking:
-        raise ValueError(
+        raise StoreError(
             f"{path} lacks the columns {', '.join(lacking)}: an earlier version of the chapter measured it; "
             "move it away and measure again"
         )
+    rows: dict[tuple[Any, ...], dict[str, str]] = {}
+    for line, row in found:
+        try:
+            key = case_key(experiment, row)
+            check_status(row["status"])
+        except ValueError as error:
+            raise StoreError(f"{path}, line {line}: {error}") from error
+        if key in rows:
+            raise StoreError(f"{path}, line {line}: the same case as in an earlier line")
+        rows[key] = row
+    for metric in experiment.METRICS if numbers else ():
+        _refuse_words(path, metric, [(line, row[metric]) for line, row in found if row.get(metric)])
     return rows
+
+
+def _refuse_words(path: Path, metric: str, cells: list[tuple[int, str]]) -> None:
+    """No metric says which type it has: where at least half of the cells are numbers (or lists of such), all are."""
+    words = [(line, cell) for line, cell in cells if not _is_number(cell)]
+    damaged = words if 2 * len(words) <= len(cells) else [x for x in words if x[1].lower() == "nan"]
+    if damaged:
+        line, cell = damaged[0]
+        raise StoreError(f"{path}, line {line}: {metric}={cell}: expected a number")
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        values = [float(part) for part in cell.replace(";", " ").split()]
+    except ValueError:
+        return False
+    return len(values) > 1 or any(not math.isnan(value) for value in values)
 
 
 def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.DataFrame:
     """All rows of a table on a machine: case fields in their types, metrics as numbers where they are."""
-    raw = load(experiment, csv_path(table_name(experiment), machine, root))
-    frame = pd.DataFrame(raw, columns=columns(experiment))
-    types = typing.get_type_hints(experiment.Case)
-    keys = [case_key(experiment, row) for row in raw]
+    rows = load(experiment, csv_path(table_name(experiment), machine, root), numbers=True)
+    frame = pd.DataFrame(list(rows.values()), columns=columns(experiment))
+    types = _types(experiment.Case)
     for place, field in enumerate(case_fields(experiment)):
         dtype = types[field] if types[field] in (int, float, bool) else object
-        frame[field] = pd.Series([key[place] for key in keys], dtype=dtype, index=frame.index)
+        frame[field] = pd.Series([key[place] for key in rows], dtype=dtype, index=frame.index)
     for metric in experiment.METRICS:
         numbers = pd.to_numeric(frame[metric], errors="coerce")
         if numbers.notna().sum() == (frame[metric].fillna("") != "").sum():
@@ -118,109 +178,129 @@ def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.D
     return frame
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keeps two processes from rewriting the same file at once, where the system has file locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows: one writer at a time is the user's care
-        yield
-        return
-    folder = os.open(path.parent, os.O_RDONLY)  # the folder itself is the lock: no file to leave behind
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+def environments(machine: str, root: Path | None = None) -> dict[str, dict[str, Any]]:
+    """What `<machine>/machine.json` spells out: digest → environment."""
+    path = (root or results_root()) / machine / "machine.json"
+    found = read_json(path)
+    for digest, spelled_out in found.items():
+        if not isinstance(spelled_out, dict):
+            raise StoreError(f"{path}: {digest} is {spelled_out!r}; expected an object")
+    return found
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _replaces(row: dict[str, Any], known: dict[str, Any]) -> bool:
-    """Whether a row takes the place of another one of its case."""
-    kinds = {x["status"].partition(":")[0] for x in (row, known)}
-    if kinds in ({"skipped", "ok"}, {"skipped", "oom"}):
-        return not row["status"].startswith("skipped")
-    return row["time_utc"] >= known["time_utc"]
+# -------------------------------------------------------------------------------------------------- writing
+def _csv(experiment: ModuleType, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> str:
+    header = columns(experiment)
+    table = [[_text(rows[key].get(column)) for column in header] for key in sorted(rows)]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([header, *table])
+    return out.getvalue()
 
 
 def write(
-    experiment: ModuleType, machine: str, rows: Iterable[dict[str, Any]], root: Path | None = None
+    experiment: ModuleType, machine: str, rows: Iterable[Mapping[str, Any]], root: Path | None = None
 ) -> Path:
-    """Takes rows into the table's CSV: sorted by case, the newest row of each wins, swapped in whole.
+    """Takes rows that were just measured into the table's CSV, sorted by case, swapped in whole.
 
-    A skipped case does not take the place of a measured one: what this machine lacks, another run of it had. (Such a
-    row stays of earlier code, so that `refresh="stale"` measures its group each time.)
+    Each takes the place of the one that is there, whatever that one's time says, except that a case which could not be
+    run does not take a measured one's: what this machine lacks, another run of it had. (Such a row stays of earlier
+    code, so that `refresh="stale"` measures its group each time.)
     """
     path = csv_path(table_name(experiment), machine, root)
-    with _locked(path):
-        by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for row in [*load(experiment, path), *rows]:
+    with changing(path.parent):
+        known = load(experiment, path)
+        for row in rows:
             key = case_key(experiment, row)
-            if key not in by_key or _replaces(row, by_key[key]):
-                by_key[key] = row
-        ordered = [by_key[key] for key in sorted(by_key)]
-        table = [[_text(row.get(column)) for column in columns(experiment)] for row in ordered]
-        frame = pd.DataFrame(table, columns=columns(experiment))
-        _replace(path, frame.to_csv(index=False, lineterminator="\n"))
+            check_status(row["status"])
+            if key not in known or not _stays(known[key], row):
+                known[key] = row
+        replace({path: _csv(experiment, known)})
     return path
 
 
 def write_environment(
-    machine: str, root: Path | None = None, environments: dict[str, Any] | None = None
+    machine: str, root: Path | None = None, more: Mapping[str, dict[str, Any]] | None = None
 ) -> Path:
     """Spells this environment's digest (or the given ones) out in `<machine>/machine.json`."""
     path = (root or results_root()) / machine / "machine.json"
-    with _locked(path):
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        known |= {environment_digest(): environment()} if environments is None else environments
-        _replace(path, json.dumps(known, indent=1, sort_keys=True) + "\n")
+    with changing(path.parent):
+        more = {environment_digest(): environment()} if more is None else more
+        replace({path: _spelled_out(environments(machine, root) | more)})
     return path
 
 
+def _stays(known: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a row keeps its place against another one that says nothing about the case."""
+    return is_measured(known["status"]) and is_hindered(row["status"])
+
+
+def _spelled_out(known: Mapping[str, dict[str, Any]]) -> str:
+    return json.dumps(known, indent=1, sort_keys=True) + "\n"
+
+
+# -------------------------------------------------------------------------------------------------- merging
 def merge(
     experiments: Iterable[ModuleType], source: Path, root: Path | None = None
 ) -> list[tuple[str, str, int]]:
     """Takes in the rows of another results folder; returns (machine, table, number of rows) of each CSV.
 
-    What lies beside a CSV in a folder of its name (timelines, as JSON) comes along, unless the rows that are
-    here already are newer. Numbers that an earlier version did not measure stay empty. Nothing is taken in, and a
-    ValueError names the file, where one has columns that this version does not know, lacks those that say what was
-    measured, or is no table.
+    The newer row of a case wins, but one that could not be run does not take a measured one's place. What lies beside a
+    CSV in a folder of its name (timelines, as JSON) comes along, unless the rows that are here already are newer.
+    Numbers that an earlier version did not measure stay empty.
+
+    All is read before anything is written: ValueError, and nothing is taken in, where a file is no table of this
+    version or is damaged, here or there.
     """
+    root = root or results_root()
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<table>.csv")
     by_name = {table_name(experiment): experiment for experiment in experiments}
-    found = []
+    found, beside = {}, {}
     for path in sorted(source.glob("*/*.csv")):
         if path.stem not in by_name:
             raise ValueError(f"{path} is no table of this version; those are {', '.join(by_name)}")
-        experiment = by_name[path.stem]
-        header = set(pd.read_csv(path, dtype=str, nrows=0, encoding="utf-8").columns)
-        unknown = sorted(header - set(columns(experiment)))
-        if unknown:
-            raise ValueError(f"{path} has columns that this version does not know: {', '.join(unknown)}")
-        found.append((path, experiment, load(experiment, path)))
+        found[path] = _load_with_times(by_name[path.stem], path)
+        for file in sorted(path.with_suffix("").glob("*.json")):
+            read_json(file)  # refuses a damaged one
+            beside.setdefault(path, {})[file.name] = file.read_text(encoding="utf-8")
     if not found:
         raise ValueError(f"{source} holds no <machine>/<table>.csv")
-    for path, experiment, rows in found:
-        target = csv_path(path.stem, path.parent.name, root)
-        newest_here = max((row["time_utc"] for row in load(experiment, target)), default="")
-        write(experiment, path.parent.name, rows, root)
-        for beside in sorted(path.with_suffix("").glob("*.json")):
-            copy = target.with_suffix("") / beside.name
-            if not copy.is_file() or max(row["time_utc"] for row in rows) >= newest_here:
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                _replace(copy, beside.read_text(encoding="utf-8"))
-        spelled_out = path.parent / "machine.json"
-        if spelled_out.is_file():
-            write_environment(path.parent.name, root, json.loads(spelled_out.read_text(encoding="utf-8")))
-    return [(path.parent.name, path.stem, len(rows)) for path, _, rows in found]
+    spelled_out = {path.parent.name: environments(path.parent.name, source) for path in found}
+    texts = {}
+    with ExitStack() as stack:
+        for machine, more in sorted(spelled_out.items()):
+            stack.enter_context(changing(root / machine))
+            if more:
+                texts[root / machine / "machine.json"] = _spelled_out(environments(machine, root) | more)
+        for path, rows in found.items():
+            experiment, target = by_name[path.stem], csv_path(path.stem, path.parent.name, root)
+            here = _load_with_times(experiment, target)
+            newer = {key: row for key, row in rows.items() if key not in here or _wins(row, here[key])}
+            texts[target] = _csv(experiment, here | newer)
+            newest, newest_here = (max((r["time_utc"] for r in x.values()), default="") for x in (rows, here))
+            for name, text in beside.get(path, {}).items():
+                copy = target.with_suffix("") / name
+                if newest >= newest_here or not copy.is_file():
+                    texts[copy] = text
+        replace(texts)
+    return [(path.parent.name, path.stem, len(rows)) for path, rows in found.items()]
+
+
+def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
+    """`load`, for rows whose times are compared."""
+    rows = load(experiment, path, numbers=True)
+    for key, row in rows.items():
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time_utc"]):
+            case = " ".join(map(str, key))
+            raise StoreError(
+                f"{path}, {case}: time_utc={row['time_utc']}: expected as in 2026-01-31T23:59:59Z"
+            )
+    return rows
+
+
+def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether a row of another folder takes the place of the one here."""
+    return not _stays(here, row) and (_stays(row, here) or row["time_utc"] >= here["time_utc"])
 
 
 def groups(experiment: ModuleType, cases: Sequence[Any]) -> list[list[Any]]:

@@ -1,4 +1,10 @@
-"""How the measurement of a case can end other than with numbers: a row that says so, instead of none."""
+"""How the measurement of a case can end other than with numbers: a row that says so, instead of none.
+
+ok, oom               measured; without room for the case is a result too
+oom: others held ...  other processes held memory of the GPU when the case ran out of it (`store.measuring`)
+skipped: why          this machine cannot run the case
+error: what           it failed
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,24 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+KINDS = ("ok", "oom", "skipped", "error")  # what stands before the colon
+
+
+def check_status(status: str) -> None:
+    """ValueError for a status that is none."""
+    if status.partition(":")[0] not in KINDS:
+        raise ValueError(f"unknown status {status!r}; allowed: {', '.join(KINDS)}, and a colon with words")
+
+
+def is_measured(status: str) -> bool:
+    """Whether a row says what the case does on its machine, in numbers or for want of memory."""
+    return status in ("ok", "oom")
+
+
+def is_hindered(status: str) -> bool:
+    """Whether a row only says what the case lacked when its turn came: it takes no measured one's place."""
+    return status.startswith(("skipped", "oom:"))
 
 
 class Skip(Exception):

@@ -1,20 +1,20 @@
-"""One data-parallel training step, taken apart into its phases: what the chapters about several GPUs run and measure.
+"""One data-parallel training step, split into its phases: what the multi-GPU chapters run and measure.
 
-    def on_a_rank(rank):                                       # started by `launch.start.launch`
+    def on_a_rank(rank):                                       # launched by `launch.start.launch`
         work = ParallelWorkload(size("xl"), batch=2, context_length=512, rank=rank)
         for wrapper in ("none", "naive", "bucketed"):
             with work.step(wrapper, bucket_mb=25, dtype="tf32", optimizer="adamw") as step:
                 times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=5)       # measure.clocks.ranks
 
-A `ParallelWorkload` is what several ways of running the same step share on one rank: the weights, the optimizers and
-this rank's batch. A `ParallelStep` is one way: its wrapper, precision and optimizer. It is a context: the model has its
-wrapper inside only, so that steps of one workload take turns (one at a time) on one copy of the weights. All ranks do
-the same in the same order; entering and leaving communicate, and so does the first use of some optimizers.
+A `ParallelWorkload` is what the variants of a step share on one rank: the weights, the optimizers and this rank's
+batch. A `ParallelStep` is one variant: its wrapper, precision and optimizer. It is a context manager: the model is
+wrapped only inside it, so steps of one workload take turns on one copy of the weights. All ranks do the same in the
+same order; entering and leaving communicate, and so does the first use of some optimizers.
 
 Wrappers, by name:
 
-    none        no communication: what each rank computes in any case. Its ranks' weights drift apart, until the next
-                wrapper copies rank 0's to all.
+    none        no communication: the baseline of compute alone. The ranks' weights diverge, until the next wrapper
+                broadcasts rank 0's.
     naive, flat, overlapped, bucketed, in_place
                 the five of `parallel.ddp`; `bucket_mb` is for the last two, None one bucket for all.
     torch       torch's DistributedDataParallel, `bucket_mb` its `bucket_cap_mb` (None: its default, 25);
@@ -24,8 +24,8 @@ Optimizers, by name: `adamw` (fused, the whole state on every rank), `sharded` (
 it), `zero_redundancy` (torch's ZeroRedundancyOptimizer over it). A workload makes each when it is first asked for and
 keeps it, state and all, until `drop_optimizer`.
 
-Phases of a step, in order: `forward` (the loss), `backward` (with the communication that runs beside it; torch's DDP
-also waits for it in here), `synchronization` (`finish_gradient_synchronization`; nothing for `none` and torch's),
+Phases of a step, in order: `forward` (the loss), `backward` (with the communication that it overlaps; torch's DDP also
+waits for it here), `synchronization` (`finish_gradient_synchronization`; nothing for `none` and torch's),
 `optimizer` (the update, after which the gradients are dropped).
 """
 
@@ -57,7 +57,7 @@ PHASES = ("forward", "backward", "synchronization", "optimizer")
 
 
 class ParallelWorkload:
-    """One rank's part of what is compared: model, batch, optimizers.
+    """One rank's share of what the compared variants have in common: model, batch, optimizers.
 
     config: sizes; batch, context_length: the token ids' shape on each rank (`batch` may differ between ranks); rank: as
     the launcher gives it, inside its process group; attention: an implementation of `attention.IMPLEMENTATIONS`, or
@@ -94,26 +94,26 @@ class ParallelWorkload:
         return self._optimizers[name]
 
     def drop_optimizer(self, name: str) -> None:
-        """Gives the optimizer's state back, if there is one; the next use makes a fresh one."""
+        """Frees the optimizer and its state, if there is one; the next use makes a fresh one."""
         self._optimizers.pop(name, None)
         _empty(self.rank.device)
 
     def drop_gradients(self) -> None:
-        """As `zero_grad` of the model, without a walk through its modules."""
+        """`model.zero_grad()` without traversing the modules."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def step(
         self, wrapper: str, *, bucket_mb: float | None = None, dtype: str = "fp32", optimizer: str = "adamw"
     ) -> ParallelStep:
-        """One way of running this workload, to be entered. ValueError for an unknown choice, or a bucket size for a
+        """One variant of this workload's step, to be entered. ValueError for an unknown choice, or a bucket size for a
         wrapper that has no buckets.
         """
         return ParallelStep(self, wrapper, bucket_mb, dtype, optimizer)
 
 
 class ParallelStep:
-    """One way of running a workload's step; see the module. `phases` maps PHASES to functions of no arguments, to be
+    """One variant of a workload's step; see the module. `phases` maps PHASES to functions of no arguments, to be
     called in this order, inside the context.
     """
 
@@ -142,7 +142,7 @@ class ParallelStep:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Takes the wrapper off the model: its hooks go with it, and what memory it has."""
+        """Unwraps the model: removes the wrapper's hooks and frees its memory."""
         self.loss = self.container = self._optimizer = None
         self._finish = _nothing
         self.work.drop_gradients()
@@ -151,12 +151,12 @@ class ParallelStep:
 
     @property
     def matmul_precision(self) -> str:
-        """torch's setting for fp32 products: "highest" computes in fp32, "high" in TF32."""
+        """torch's setting for fp32 matmuls: "highest" computes in fp32, "high" in TF32."""
         return "highest" if self.dtype == "fp32" else "high"
 
     @property
     def num_buckets(self) -> int | None:
-        """The all-reduces of gradients in one step; None for torch's, which tells nobody."""
+        """Gradient all-reduces per step; None for torch's DDP, which does not expose it."""
         if self.wrapper in ("torch", "torch_view"):
             return None
         if self.wrapper in ("naive", "overlapped"):
@@ -175,7 +175,7 @@ class ParallelStep:
             phase()
 
     def forward(self) -> None:
-        """The loss of this rank's batch. The gradients of the step before are gone by then."""
+        """The loss of this rank's batch. The previous step's gradients have been dropped by then."""
         device = self.work.rank.device.split(":")[0]
         bf16 = self.dtype == "bf16"
         autocast: AbstractContextManager[Any] = (
@@ -186,14 +186,14 @@ class ParallelStep:
             self.loss = F.cross_entropy(logits.flatten(0, 1), self.work.targets.flatten())
 
     def backward(self) -> None:
-        """Gradients of all parameters; wrappers that overlap send them meanwhile."""
+        """Gradients of all parameters; wrappers that overlap communicate them meanwhile."""
         if self.loss is None:
             raise RuntimeError("backward needs the loss of a forward pass")
         self.loss.backward()
         self.loss = None
 
     def synchronize(self) -> None:
-        """What is left of averaging the gradients."""
+        """Finishes averaging the gradients."""
         self._finish()
 
     def optimizer_step(self) -> None:
@@ -226,8 +226,8 @@ def _wrapped(model: nn.Module, wrapper: str, bucket_mb: float | None) -> nn.Modu
             return BucketedDDP(model, bucket_mb)
         case "in_place":
             return InPlaceDDP(model, bucket_mb)
-    # The model's buffers are tables that never change: sending them every step would be a handicap that ours lack. What
-    # asks for that had another name before torch 2.13.
+    # The model's buffers are constant tables: broadcasting them every step would be an overhead that ours do not have.
+    # The option had another name before torch 2.13.
     names = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     settings: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": wrapper == "torch_view"}
@@ -249,7 +249,7 @@ def _new_optimizer(name: str, parameters: tuple[nn.Parameter, ...]) -> torch.opt
 
 
 def _empty(device: str, cycles: bool = True) -> None:
-    """Gives what nothing refers to back to the device; `cycles`: and what only refers to itself, as torch's DDP."""
+    """Frees unreferenced device memory; `cycles`: reference cycles too, such as torch's DDP."""
     if cycles:
         gc.collect()
     if device != "cpu":

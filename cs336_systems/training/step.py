@@ -1,4 +1,4 @@
-"""One step of training, taken apart into its phases: what every chapter about whole models runs and measures.
+"""One training step, split into its phases: what every chapter about whole models runs and measures.
 
     workload = Workload(size("small"), batch=4, context_length=512, device="cuda")
     step = workload.step("train_step", dtype="bf16", attention="flash_triton", compile="default")
@@ -6,9 +6,9 @@
     for phase in step.phases.values():
         phase()
 
-A `Workload` is what several ways of running the same step share: weights, optimizer state and a random batch. A `Step`
-is one way: its mode, precision, implementation of attention, and whether torch.compile is used. Steps of one workload
-may take turns; `prepare` sets what is global (fp32 precision, the model's attention) before each turn.
+A `Workload` is what the variants of a step share: weights, optimizer state and a random batch. A `Step` is one variant:
+its mode, precision, implementation of attention, and whether torch.compile is used. Steps of one workload may take
+turns; `prepare` sets what is global (fp32 precision, the model's attention) before each turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cs336_systems.model import OWN_CLASS, build, choose_attention
 from cs336_systems.sizes import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16")
-"""fp32; fp32 whose products torch may round to TF32; bf16 autocast over fp32 weights."""
+"""fp32; fp32 whose matmuls may use TF32; bf16 autocast over fp32 weights."""
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("fused", "foreach")
 
@@ -65,11 +65,11 @@ class Workload:
         return torch.optim.AdamW(self.parameters, lr=1e-4, **{self._optimizer: True})
 
     def step(self, mode: str, dtype: str = "fp32", attention: str = "auto", compile: str = "off") -> Step:
-        """One way of running this workload. ValueError for an unknown choice, or attention of a model not ours."""
+        """One variant of this workload's step. ValueError for an unknown choice, or attention of a model not ours."""
         return Step(self, mode, dtype, attention, compile)
 
     def drop_gradients(self) -> None:
-        """As `zero_grad` of the model, but without a walk through its modules, which would be timed with a step."""
+        """`model.zero_grad()` without traversing the modules, which would be timed with a step."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -81,7 +81,7 @@ class Workload:
 
 
 class Step:
-    """One way of running a workload's step. `phases` maps forward, backward, optimizer (as far as `mode` goes) to
+    """One variant of a workload's step. `phases` maps forward, backward, optimizer (as far as `mode` goes) to
     functions of no arguments, to be called in this order.
 
     mode: `"forward"`: the logits, without a graph (`torch.no_grad`); `"forward_backward"`: with cross entropy and
@@ -102,16 +102,16 @@ class Step:
         function = _logits if mode == "forward" else _loss
         self._function: Callable[..., torch.Tensor] = function
         if compile != "off":
-            # Dynamo keeps compiled code by code object, at most eight for each: every step gets one of its own
+            # Dynamo caches compiled code by code object, at most eight entries each: every step gets its own
             self._function = torch.compile(_copy(function), mode=compile, fullgraph=True, dynamic=False)
 
     @property
     def matmul_precision(self) -> str:
-        """torch's setting for fp32 products: "highest" computes in fp32, "high" in TF32."""
+        """torch's setting for fp32 matmuls: "highest" computes in fp32, "high" in TF32."""
         return "highest" if self.dtype == "fp32" else "high"
 
     def prepare(self) -> None:
-        """Sets what is global for this step: the precision of fp32 products, and the model's attention."""
+        """Sets what is global for this step: the precision of fp32 matmuls, and the model's attention."""
         torch.set_float32_matmul_precision(self.matmul_precision)
         if self.workload.own_model:
             choose_attention(self.workload.model, self.attention)
@@ -153,7 +153,7 @@ class Step:
             self.loss = self._function(work.model, work.ids, work.targets)
 
     def backward(self) -> None:
-        """Gradients of all parameters. The gradients of the step before are gone by then."""
+        """Gradients of all parameters. The previous step's gradients have been dropped by then."""
         if self.loss is None:
             raise RuntimeError(
                 "backward needs the loss of a forward pass in mode forward_backward or train_step"

@@ -1,5 +1,5 @@
-"""Compiles the kernels ahead of time, those in Triton for any NVIDIA GPU and those in Gluon for Hopper, without having
-one, and reads what the compiler says.
+"""Compiles the kernels ahead of time, without a GPU: those in Triton for any NVIDIA GPU and those in Gluon for Hopper;
+and reads what the compiler says.
 
 Used by the compile tests (does each frozen configuration fit its target?) and while tuning (registers and spills of a
 candidate). Nothing here runs a kernel.
@@ -38,11 +38,11 @@ _TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel: registers a thread, spilled bytes, shared memory in bytes.
+    """What the compiler says of a kernel: registers per thread, spilled bytes, shared memory in bytes.
 
-    serialized: whether the assembler lets each asynchronous product end before the next begins, which it does where it
-    cannot follow what becomes of the registers that hold the results. wrong_descriptors: wgmma instructions whose
-    descriptors it got wrong (see `machine_code`).
+    serialized: whether the assembler serializes the wgmma instructions, which it does where it cannot track the
+    registers that hold their results. wrong_descriptors: wgmma instructions whose descriptors it got wrong (see
+    `machine_code`).
     """
 
     registers: int
@@ -202,7 +202,7 @@ def compile_split_kernel(
 
 
 def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:
-    """Registers a thread, spilled bytes, whether products are serialized (see `Compiled`): what the assembler says."""
+    """Registers per thread, spilled bytes, whether wgmma is serialized (see `Compiled`): what the assembler says."""
     from triton import knobs
 
     tool = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path

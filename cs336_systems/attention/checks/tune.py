@@ -67,7 +67,7 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
     (launch,) = first_launch(kernel, tensors, True, tiles)
     pointers = [x.data_ptr() for x in tensors.values()]
 
-    # a launch takes addresses, which are the tensors' own only as long as these live
+    # a launch takes addresses, which are valid only as long as the tensors live
     def again(_kept: object = tensors) -> None:
         launch_again(launch, q.get_device(), *pointers)
 

@@ -1,13 +1,13 @@
-"""Backward: 128 keys a program, two groups of 64, queries from the diagonal on. Scores are keys by queries:
+"""Backward: 128 keys per program, two groups of 64, queries from the diagonal on. Scores are keys by queries:
 
     Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
     Pᵀ = exp2(c Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − D)     c = scale · log2(e)
     dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
     dQ += dS K        dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
 
-All five products are made once, against seven in the two passes of `attention.triton`; in exchange programs
-add to dQ in any order, so that its last bits differ from run to run. A small kernel before this one makes the
-statistics and zeroes the fp32 sum, one after it turns the sum into dQ (`backward_ends`).
+All five matmuls run once, against seven in the two passes of `attention.triton`; in exchange programs
+accumulate dQ in any order, so that its last bits differ from run to run. A small kernel before this one computes the
+statistics and zeroes the fp32 accumulator, one after it turns that into dQ (`backward_ends`).
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -41,8 +41,8 @@ from cs336_systems.attention.hopper.common import WG, place, rounded, widened
 def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p, dk, dv,
                    MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """A tile of queries for a group's 64 keys. With AHEAD, p has been made already, and that of the next tile is made
-    here: while dK's product runs, the next exponentials do."""
+    """A tile of queries for a group's 64 keys. With AHEAD, p has been computed already, and that of the next tile is
+    computed here: its exponentials overlap dK's matmul."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -70,7 +70,7 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
         dp = warpgroup_mma_wait(2, deps=(dp,))
     else:
         dp = warpgroup_mma_wait(1, deps=(dp,))
-    # from the rounded P, so that the exact one need not be kept
+    # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
 
     ds_slot = t & 1
@@ -85,7 +85,7 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
         dv, s = warpgroup_mma_wait(1, deps=(dv, s))
         mbarrier.arrive(do_empty.index(slot), count=1)
         p = weights(s, tiles, first_key, i + 1, t + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
-        mbarrier.wait(do_full.index(slot), parity)  # fulfilled; keeps the next wait behind the exponentials
+        mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
     elif DQ_GROUP:
@@ -94,14 +94,14 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
         mbarrier.arrive(do_empty.index(slot), count=1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
-    else:  # each group makes half of dQ, of its rows
+    else:  # each group computes half of dQ: of its rows
         half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         mbarrier.wait(ds_full.index(ds_slot), (t // 2) & 1)
         k_all = k_smem.index(0).reshape([2 * WG, D])
         ds_half = ds_tile.slice(G * WG, WG, 1).permute((1, 0))
         empty = gl.zeros([WG, D], gl.float32, half_layout)
         dq = warpgroup_mma(ds_half, k_all, empty, use_acc=False, is_async=True)
-        # this product runs while dQ is stored
+        # this matmul runs while dQ is stored
         dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(do_empty.index(slot), count=1)
@@ -122,7 +122,7 @@ def _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, mask
         s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
         s = warpgroup_mma_wait(0, deps=(s,))
         p = weights(s, tiles, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
-    # ahead, the last of these makes the first P that needs no mask, and is unharmed by it
+    # ahead, the last of these computes the first P that needs no mask; masking does not change it
     for i in range(first, masked):
         p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
                                    dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
@@ -134,19 +134,19 @@ def _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, mask
 
 @gluon.jit
 def _zero(t):
-    """0 for the number of a tile, which the compiler does not know: it would keep all descriptors of K and V, which do
-    not change, in registers that the accumulators need."""
+    """0, from the index of a tile so that the compiler cannot fold it: it would keep all descriptors of K and V, which
+    do not change, in registers that the accumulators need."""
     return t >> 30
 
 
 @gluon.jit
 def _late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr):
-    """Begins a group's half of dQ of tile t: of its columns, over the keys of both groups."""
+    """Issues a group's half of dQ of tile t: of its columns, over the keys of both groups."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     slot = (t + 3) % 3
-    # before the first tile: a product that nobody uses
+    # before the first tile: a matmul whose result is unused
     mbarrier.wait(ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
     empty = gl.zeros([WG, 64], gl.float32, half_layout)
     k_half = k_smem.index(_zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, 64, 1)
@@ -157,10 +157,10 @@ def _late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr):
 def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, dk, dv,
                MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
                STAGES: gl.constexpr):  # fmt: skip
-    """`_backward_step` in which the two groups need not keep pace: dQ of the tile before is made beside dV, not right
-    after both have stored their dSᵀ, and the next tile's scores, s, begin before dK is there.
+    """`_backward_step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
+    not right after both have stored their dSᵀ, and the next tile's scores, s, are issued before dK is done.
 
-    A group may be a tile ahead of the other, which still reads the dSᵀ of the tile before: hence three of them."""
+    A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -184,7 +184,7 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
     dq = _late_dq(tiles, barriers, t - 1, G, D)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     dp = warpgroup_mma_wait(2, deps=(dp,))
-    # from the rounded P, so that the exact one need not be kept
+    # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
     ds_slot = t % 3
     ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
@@ -193,7 +193,7 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
     mbarrier.arrive(do_empty.index(slot), count=1)
-    if t > 0:  # while dK's product runs
+    if t > 0:  # while dK's matmul runs
         add_half(dq_desc, dq, tiles, head, i - 1, G)
     s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
     dk, s = warpgroup_mma_wait(0, deps=(dk, s))
@@ -240,7 +240,7 @@ def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_hea
     mbarrier.wait(kv_full.index(0), 0)
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
     v = v_smem.index(G).reshape([WG, D])
-    if K_REGISTERS:  # shared memory has enough to do
+    if K_REGISTERS:  # shared memory is busy enough
         k = k.load(gl.DotOperandLayout(0, s_layout, 2))
     first = 0
     masked = 0
@@ -257,7 +257,7 @@ def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_hea
     else:
         dk, dv = _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, masked, query_tiles, num_keys,
                                  c, dk, dv, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
-    # no product needs this group's rows of V any more: the results leave through them
+    # no matmul reads this group's rows of V any more: the results are staged there
     at = [head // heads, head % heads, first_key + G * WG, 0]
     v.store(dv.to(v.dtype))
     fence_async_shared()

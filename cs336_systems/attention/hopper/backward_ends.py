@@ -15,7 +15,7 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. TILE_ROWS > 0:
-    dO of a head is one number, with strides of 0, which TMA cannot read: a tile of it is written to tile
+    dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
     (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
     """
     tiles = tl.cdiv(padded_queries, ROWS)
@@ -40,7 +40,7 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     tl.store(
         dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < padded_queries)[:, None] & (columns < D)[None, :]
     )
-    if TILE_ROWS:  # noqa: SIM102 (known when compiling, the next one not)
+    if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
             value = tl.load(do_ptr + batch * do_batch + head * do_head)
             tile_rows = tl.arange(0, TILE_ROWS)

@@ -1,4 +1,4 @@
-"""What the steps of the backward kernel are made of: loading, scores, weights, and adding to dQ.
+"""The parts of the backward kernel's steps: loading, scores, weights, and adding to dQ.
 
 `tiles` are its tiles in shared memory, `barriers` those that say which are full and which are free again.
 """
@@ -25,7 +25,8 @@ DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
 
 @builtin
 def add_to_global(descriptor, coordinates, source, _semantic=None):
-    """TMA adds a tile of shared memory to one in global memory. Gluon 3.6 has no word for what its compiler can do."""
+    """TMA adds a tile of shared memory to one in global memory. Gluon 3.6 does not expose this operation of its
+    compiler."""
     from triton._C.libtriton import ir
 
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
@@ -53,7 +54,7 @@ def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads
     if IS_CAUSAL:
         first = first_key // BLOCK_M
     last = query_tiles
-    if AHEAD:  # the groups begin the scores of one tile more, of zeros, also where no query sees these keys
+    if AHEAD:  # the groups issue the scores of one tile more, of zeros, also where no query sees these keys
         last = gl.maximum(first, query_tiles) + 1
     for i in range(first, last):
         t = i - first
@@ -76,7 +77,7 @@ def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads
 
 @gluon.jit
 def scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """Begins Sᵀ = K Qᵀ of tile t of the queries."""
+    """Issues Sᵀ = K Qᵀ of tile t of the queries."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -107,8 +108,8 @@ def weights(s, tiles, first_key, i, t, num_keys, c, MASKED: gl.constexpr, IS_CAU
 
 @gluon.jit
 def store_dq(dq, tile):
-    """A tile of 64 x 64 in the order in which threads hold it: 16 bytes each, side by side, so that a store takes no
-    more of shared memory's time than its bytes do. `finish_kernel` puts dQ in order."""
+    """A tile of 64 x 64 in the order in which threads hold it: 16 bytes each, side by side, so that a store has no
+    bank conflicts. `finish_kernel` puts dQ in order."""
     # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
     parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     tile.store(parts.reshape([1, DQ_ROWS, DQ_COLUMNS]))

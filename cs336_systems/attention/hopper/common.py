@@ -1,4 +1,4 @@
-"""What kernels are made of: exponentials, rounding, the order of programs."""
+"""What the kernels share: exponentials, rounding, the order of programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FROM_FP16 = gl.constexpr(
 
 @gluon.jit
 def rounded(x, DTYPE: gl.constexpr):
-    """fp32 numbers in 16 bits, two by one instruction, in registers that `widened` reads as they are."""
+    """fp32 numbers rounded to 16 bits, two per instruction, packed in registers as `widened` reads them."""
     if DTYPE == gl.bfloat16:  # noqa: SIM300
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -37,8 +37,8 @@ def rounded(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def widened(x):
-    """16-bit numbers in fp32. `to` would take pairs apart and keep both halves in registers of their own, and where
-    numbers are needed one by one the compiler also rounds them so, in the unit that makes the exponentials."""
+    """16-bit numbers in fp32. `to` would unpack pairs into registers of their own, and where numbers are needed
+    one by one the compiler also rounds them one by one, in the unit that computes the exponentials."""
     pair: gl.constexpr = _FROM_BF16 if x.dtype == gl.bfloat16 else _FROM_FP16
     return gl.inline_asm_elementwise(pair, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 

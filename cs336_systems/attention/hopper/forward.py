@@ -1,6 +1,6 @@
-"""Forward: GROUPS · 64 queries a program, keys from the right end to the left, so that masks are needed in the first
-step only. Groups take no notice of each other, and that is the point: while one waits for a product, the softmax of
-another keeps the arithmetic units busy, and the other way round.
+"""Forward: GROUPS · 64 queries per program, keys from the right end to the left, so that only the first step needs a
+mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
+another keeps the arithmetic units busy, and vice versa.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -33,7 +33,8 @@ def _key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr,
 
 @gluon.jit
 def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
-    """Algorithm 1, lines 8 to 9, of one tile: new maximum, what older sums shrink by, new sum, P as an operand."""
+    """Algorithm 1, lines 8 to 9, of one tile: new maximum, factor that rescales older sums, new sum, P as an
+    operand."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     scaled = new_max * c
     alpha = exp2(row_max * c - scaled)
@@ -127,12 +128,12 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
         k = k_smem.index(slot).reshape([BLOCK_N, D])
         v = v_smem.index(slot).reshape([BLOCK_N, D])
         mbarrier.wait(full.index(slot), parity)
-        if OVERLAP:  # the softmax of this tile runs beside the product of the last one
+        if OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             acc = warpgroup_mma(p, v, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
-            # fulfilled long ago; a wait ends the basic block, without which ptxas would move the next line up
+            # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(slot), count=1)
@@ -195,7 +196,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     elif GROUPS == 1:
-        # two programs share a multiprocessor, if a thread has no more than 128 registers on average
+        # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),

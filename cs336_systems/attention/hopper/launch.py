@@ -18,22 +18,22 @@ from cs336_systems.attention.triton.launch import elsewhere, remember, remembere
 from cs336_systems.attention.triton.tiles import few_programs_of, multiprocessors_of
 
 LOG2_E = math.log2(math.e)
-GROUP = 64  # queries or keys of a group of warps
+GROUP = 64  # queries or keys of a warpgroup
 KEYS = 128  # keys of a program of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
 MIN_LENGTH = 256  # queries and keys from which on the forward kernel is faster than the portable one
-# programs of the portable backward kernels, in tiles for few, for each multiprocessor up to which those are faster than
-# the three here: tiles as large as these make fewer, and the time is that of the longest program
+# up to so many programs per multiprocessor, in tiles for few, the portable backward kernels are faster than the three
+# here: tiles as large as these make fewer programs, and the time is that of the longest one
 PORTABLE_BACKWARD = 1
 _ROWS = 64  # of a program of the two small kernels
-_DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 numbers, as TMA sees them
-_L2_BYTES = 30 * 2**20  # what a section's tensors may take of the L2 cache (50 MiB on an H100)
+_DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 elements, as TMA sees them
+_L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 MiB on an H100)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile runs beside
-    the product of the one before within a group."""
+    """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
+    the matmul of the previous one within a group."""
 
     groups: int
     block_n: int
@@ -49,14 +49,14 @@ class Forward:
 
     @property
     def registers(self) -> int | None:
-        """Registers of a thread on average, where several programs are to share a multiprocessor."""
+        """Registers per thread on average, where several programs are to fit a multiprocessor."""
         return 128 if self.groups == 1 else None
 
 
 @dataclass(frozen=True)
 class Backward:
     """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead (with dq_group only): a
-    tile's P is made beside the last products of the tile before. k_registers: K is read from registers."""
+    tile's P is computed beside the last matmuls of the previous tile. k_registers: K is read from registers."""
 
     block_m: int
     stages: int
@@ -67,7 +67,7 @@ class Backward:
     def __post_init__(self) -> None:
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
-        if self.ahead and self.stages < 2:  # it would wait for a tile in a place that it has not left
+        if self.ahead and self.stages < 2:  # it would wait for a tile in a slot that it still occupies
             raise ValueError(f"ahead=True with stages={self.stages}; allowed: 2 and more")
 
     def check(self, d: int) -> None:
@@ -123,7 +123,7 @@ def padded(head_dim: int) -> int:
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, multiprocessors: int
 ) -> Forward:
-    """Small programs, two of which share a multiprocessor, while there are few of them or their rows are short; larger
+    """Small programs, two of which fit a multiprocessor, while there are few of them or their rows are short; larger
     ones, which read keys and values less often, for long rows. A rule made from an H100's times."""
     d = padded(head_dim)
     if batch_heads * triton.cdiv(num_queries, FORWARD[d].groups * GROUP) <= multiprocessors:
@@ -202,8 +202,8 @@ def launch_forward(
 # ------------------------------------------------------------------------------------------------ backward
 @dataclass(frozen=True)
 class Workspace:
-    """What the three kernels share, one behind the other in one buffer of fp32 numbers, for allocating three would take
-    the host longer: two numbers a row, the sum that becomes dQ, and in 16 bits a tile of a dO that is one number."""
+    """What the three kernels share, one behind the other in one fp32 buffer, since allocating three costs the host
+    more: two statistics per row, the accumulator of dQ, and in 16 bits a tile of a dO that is an expanded scalar."""
 
     stats: tuple[int, int]
     dq_sum: tuple[int, int, int]
@@ -211,7 +211,7 @@ class Workspace:
 
     @functools.cached_property
     def numbers(self) -> int:
-        """How many of fp32 the buffer has."""
+        """The buffer's length in fp32 elements."""
         return (
             math.prod(self.stats) + math.prod(self.dq_sum) + (math.prod(self.tile) // 2 if self.tile else 0)
         )
@@ -244,7 +244,7 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: three kernels on the device's current stream.
 
-    dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one number a head,
+    dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
     expanded; it is copied otherwise where TMA cannot read it.
     """
     if elsewhere(q):
@@ -281,12 +281,12 @@ def launch_backward(
     rows = query_tiles * settings.block_m
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
-    if copied:  # to where an allocation begins: what is contiguous may begin elsewhere
+    if copied:  # to the start of an allocation, which is aligned: a contiguous view may begin anywhere
         do = do.clone(memory_format=torch.contiguous_format)
     workspace = Workspace(
         (batch_heads * 2, rows),
         (batch_heads, rows * d // _DQ_TILE[1], _DQ_TILE[1]),
-        # TMA cannot spread one number out: the first kernel writes a tile of it, which serves all rows
+        # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, settings.block_m, d) if one_number else None,
     )
     stats, dq_sum, do_tile = workspace.tensors(workspace.empty(device), dtype)

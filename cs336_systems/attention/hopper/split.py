@@ -1,17 +1,15 @@
-"""fp32 attention by products of bf16: every number is taken apart into three of bf16, and six of their nine products
+"""fp32 attention by bf16 matmuls: every number is split into three bf16 pieces, and six of the nine products of pieces
 are computed, which is as accurate as fp32.
 
     x = x₀ + x₁ + x₂,  each of 8 significant bits:  x₀ = bf16(x),  x₁ = bf16(x − x₀),  x₂ = bf16(x − x₀ − x₁)
     a b ≈ a₀b₀ + (a₀b₁ + a₁b₀) + (a₀b₂ + a₁b₁ + a₂b₀)          what is left out is about 2⁻²⁴ of a b
 
-On Hopper's tensor cores six products of bf16 take as long as three of TF32, the other way to that accuracy
-(`attention.triton`). But both operands may come from shared memory in either order, and Q, K, V and dO can be taken
-apart once, by a small kernel, instead of in every step of every program; P and dS are taken apart on the chip, where
-they are made.
+On Hopper's tensor cores six bf16 matmuls take as long as three in TF32, the alternative with that accuracy
+(`attention.triton`). But both operands may come from shared memory in either order, and Q, K, V and dO can be split
+once, by a small kernel, instead of in every step of every program; P and dS are split on chip, where they are computed.
 
-Pieces stand in memory as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols
-and passes are those of `attention.triton`, but both backward passes are one launch; gradients are the same bits every
-time.
+Pieces are stored as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols
+and passes are those of `attention.triton`, but both backward passes are one launch; gradients are deterministic.
 
 Source of the method: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).
@@ -35,7 +33,7 @@ from cs336_systems.attention.triton.kernels import (
 _WIDE = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# ------------------------------------------------------------------------------------------------ numbers in pieces
+# ------------------------------------------------------------------------------------------------ splitting numbers
 @triton.jit
 def _pieces(x):
     """x₀, x₁, x₂ of fp32 numbers."""
@@ -56,8 +54,8 @@ def _dot(a, b, acc):
 def _product(a0, a1, a2, b0, b1, b2):
     """a b, the smallest products first.
 
-    It begins at zero, and sums over tiles are made outside: a tensor core cuts off what its accumulator cannot hold,
-    always towards zero, at every step, and in sums over thousands of keys or queries that would add up.
+    It starts at zero, and sums over tiles are computed outside: a tensor core truncates its accumulator, always toward
+    zero, at every step, and in sums over thousands of keys or queries that error would accumulate.
     """
     product = _dot(a2, b0, tl.zeros((a0.shape[0], b0.shape[1]), tl.float32))
     product = _dot(a0, b2, product)
@@ -97,7 +95,7 @@ def _split_rows(x_ptr, pieces_ptr, x_batch, x_head, x_row, x_col, index, first, 
 def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
                  v_batch, v_head, v_row, v_col, heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys,
                  ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
-    """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, one behind the other. Grid: (tiles
+    """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, concatenated. Grid: (tiles
     of the longer's rows · heads, 3)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
@@ -124,7 +122,7 @@ def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr, o_batch, o_head,
     first = tl.program_id(0) // batch_heads * ROWS
     do = _load_gradient(_head(do_ptr, index, heads, do_batch, do_head), do_row, do_col, first, num_queries,
                         ROWS, D, HEAD_DIM, True, EXPANDED)  # fmt: skip
-    if EXPANDED:  # one number for a row, or for all: in the padding it has to be zero as well
+    if EXPANDED:  # one scalar for a row, or for all: in the padding it has to be zero as well
         columns = tl.arange(0, D)
         do = tl.where((columns < HEAD_DIM)[None, :], do, 0.0)
     o = _load_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first, num_queries, ROWS, D, HEAD_DIM,
@@ -259,7 +257,7 @@ def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, d
 def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,
                first_query, last_query, num_queries, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
-    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores stand transposed.
+    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores are transposed.
 
     Rows past the last query need no mask: q, dO, L and D are zero there, and so is what they add.
     """
@@ -305,7 +303,7 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
     if IS_CAUSAL:
         begin = (first_key // BLOCK_M) * BLOCK_M
         whole = begin
-        # at 128 columns a loop of its own for the diagonal would cost registers that are not there
+        # at 128 columns a loop of its own for the diagonal would need more registers than there are
         if D < 128:
             whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
             dk, dv = _key_steps(
@@ -330,7 +328,7 @@ def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_de
                     D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr,
                     EVEN_N: tl.constexpr, IN_TURNS: tl.constexpr):  # fmt: skip
     """Both passes in one launch: they do not depend on one another, and few programs of one would leave multiprocessors
-    idle. Those of keys come first, which have more to do; IN_TURNS: one of each at a time, for few programs, which
+    idle. Those of keys come first, which have more work; IN_TURNS: one of each at a time, for few programs, which
     begin together (many of both read twice as much at a time as the L2 cache may hold).
 
     Grid: (all of them,); IN_TURNS: (twice the programs of the pass that has more,)."""

@@ -26,16 +26,16 @@ from cs336_systems.attention.triton.launch import (
 from cs336_systems.attention.triton.tiles import Tiles, few_programs_of, multiprocessors_of
 
 MAX_HEAD_DIM = 128
-MIN_LENGTH = 512  # queries and keys from which on taking numbers apart pays in the backward pass
-# programs of the portable forward kernel, in tiles for few, for each multiprocessor up to which it is faster
+MIN_LENGTH = 512  # queries and keys from which on splitting pays in the backward pass
+# up to so many programs per multiprocessor, in tiles for few, the portable forward kernel is faster
 PORTABLE_FORWARD = 2
 PADDING = 128  # lengths are padded to whole tiles of any of the kernels
-_ROWS = 64  # of a program that takes numbers apart
-_MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit numbers
+_ROWS = 64  # of a program that splits
+_MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit integers
 
 # by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal; queries
-# and keys apart). The backward kernels at 16 and 128 spill registers and are faster all the same than smaller tiles
-# that do not.
+# and keys apart). The backward kernels at 16 and 128 spill registers and are still faster than smaller tiles that
+# do not.
 FORWARD = {
     16: Tiles(64, 64, 4, 3),
     32: Tiles(128, 64, 8, 2),
@@ -55,7 +55,7 @@ KEYS = {
     128: Tiles(32, 64, 4, 2),
 }
 
-# programs of FORWARD for each multiprocessor from which on they are many (at 32, one head of 32,768 makes two)
+# from so many programs of FORWARD per multiprocessor on they are many (at 32, one head of 32,768 makes two)
 MANY_FORWARD = {16: 1, 32: 3, 64: 1, 128: 1}
 # where they are few: the time is that of the longest program then.
 # The fastest of two to five each (one head of 256 to 8,192), though the backward kernels spill here, too.
@@ -117,7 +117,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
-    (batch, heads, n, d). Not where TF32 is allowed: with one product in it instead of six in bf16, both passes together
+    (batch, heads, n, d). Not where TF32 is allowed: with one TF32 matmul instead of six in bf16, both passes together
     take less time, or hardly more."""
     if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return False
@@ -154,7 +154,7 @@ def _launch(
 
 @dataclass(frozen=True)
 class Room:
-    """Of the pieces of Q, K, V and, for gradients, dO, one behind the other in one tensor: the rows of each, the
+    """The layout of the pieces of Q, K, V and, for gradients, dO, concatenated in one tensor: the rows of each, the
     tensor's shape, and the bytes before each."""
 
     rows: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Tensors as the TMA unit sees them: descriptors, and a short way for every launch after the first of its kind.
+"""Tensors as the TMA unit sees them: descriptors, and a fast path for every launch after the first of its kind.
 
-Triton makes its arguments of a descriptor anew at each launch, in Python. Here they are kept by address.
+Triton rebuilds the arguments of a descriptor at each launch, in Python. Here they are cached by address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from cs336_systems.attention.triton.launch import Launch, launch_again
 
-try:  # not part of what triton promises: without it, launches take the long way
+try:  # not part of triton's public API: without it, launches take the slow path
     from triton.backends.nvidia.driver import make_tensordesc_arg
 except ImportError:
     make_tensordesc_arg = None
@@ -27,14 +27,14 @@ _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 @functools.cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype, swizzled: bool = True) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory: as products read it, or, not swizzled, as rows."""
+    """How a tile lies in shared memory: as wgmma reads it, or, not swizzled, as rows."""
     if swizzled:
         return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
     return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block))
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """x's strides, with a lawful one for axes of length 1, whose stride is idle but must be a multiple of 16 bytes."""
+    """x's strides, with a valid one for axes of length 1, whose stride is unused but must be a multiple of 16 bytes."""
     return [stride if n > 1 else 8 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
 
 
@@ -45,7 +45,7 @@ def descriptor(x: torch.Tensor, *block: int, swizzled: bool = True) -> TensorDes
 
 
 class _Again:
-    """What triton asks of a descriptor, for a tensor at an address with the layout of an earlier one."""
+    """What triton needs of a descriptor, for a tensor at an address with the layout of an earlier one."""
 
     __slots__ = ("address", "padding", "round_f32_to_tf32", "shape", "strides")
 
@@ -70,8 +70,8 @@ _MAX_MADE = 20_000  # some 10 MB
 class _Described:
     """A descriptor argument of a launch that was made once: its layout, and what triton knows of it for the kernel.
 
-    Making the arguments that it becomes takes longer than all the rest of a launch, and a loop finds its tensors at the
-    same addresses again and again: they are kept by address.
+    Building the arguments that it becomes takes longer than the rest of a launch, and a loop finds its tensors at the
+    same addresses again and again: they are cached by address.
     """
 
     shape: list[int]
@@ -92,7 +92,7 @@ class _Described:
 class Plan:
     """A launch that was made once: the `Launch` of `attention.triton`, its descriptors, and triton's launcher of a
     kernel whose descriptors have become arguments. That is None for a kernel without descriptors, and where it is
-    not to be had: then launches go through all of triton's layers."""
+    unavailable: then launches go through all of triton's layers."""
 
     launch: Launch
     described: tuple[_Described, ...]

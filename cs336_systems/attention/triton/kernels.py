@@ -27,7 +27,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# ------------------------------------------------------------------------------------------------ pieces of kernels
+# ------------------------------------------------------------------------------------------------ helpers
 @triton.jit
 def _load_tile(base, stride_row, stride_col, first_row, num_rows,
                ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -52,8 +52,8 @@ def _load_tile(base, stride_row, stride_col, first_row, num_rows,
 def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
                    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    MASK_ROWS: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
-    """A tile of dO. EXPANDED: autograd hands the gradient of a sum over as one number (or column) with strides of 0;
-    it is read as what it is and spread out on the chip, instead of being copied to a full matrix first."""
+    """A tile of dO. EXPANDED: autograd passes the gradient of a sum as one scalar (or column) with strides of 0;
+    it is loaded as such and broadcast on chip, instead of being materialized first."""
     if EXPANDED:
         rows = tl.arange(0, ROWS)
         start = base + tl.cast(first_row, tl.int64) * stride_row
@@ -65,7 +65,7 @@ def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
 @triton.jit
 def _store_tile(base, stride_row, stride_col, first_row, num_rows, tile,
                 ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Writes a (ROWS, BLOCK_D) tile to the rows first_row… of a (num_rows, HEAD_DIM) matrix, what lies inside of it."""
+    """Writes a (ROWS, BLOCK_D) tile to the rows first_row… of a (num_rows, HEAD_DIM) matrix, the part inside it."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     pointers = (base + tl.cast(first_row, tl.int64) * stride_row
@@ -102,7 +102,7 @@ def _forward_steps(q, k_head, v_head, k_row, k_col, v_row, v_col, row_max, row_s
                 s = tl.where((keys < num_keys)[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - new_max[:, None])
-        alpha = tl.exp2(row_max - new_max)  # what the sums so far shrink by when the maximum grows
+        alpha = tl.exp2(row_max - new_max)  # rescales the sums so far when the maximum grows
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = _load_tile(v_head, v_row, v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
@@ -237,12 +237,12 @@ def _key_steps(k, v, dk, dv, q_head, do_head, l_row, delta_row, q_row, q_col, do
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr, EXPANDED: tl.constexpr,
                PRECISION: tl.constexpr):  # fmt: skip
-    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores stand transposed.
+    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores are transposed.
 
     Rows past the last query need no mask: q, dO, L and D are zero there, and so is what they add.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
-    if EXPANDED == 2:  # one number for the whole head: the tile is the same in every step
+    if EXPANDED == 2:  # one scalar for the whole head: the tile is the same in every step
         do = _load_gradient(do_head, do_row, do_col, 0, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, True, True)
     for query in tl.range(first_query, last_query, BLOCK_M):
         queries = query + tl.arange(0, BLOCK_M)
@@ -256,7 +256,7 @@ def _key_steps(k, v, dk, dv, q_head, do_head, l_row, delta_row, q_row, q_col, do
         else:
             l_log2 = tl.load(l_row + queries, mask=queries < num_queries, other=0.0) * LOG2_E
             delta = tl.load(delta_row + queries, mask=queries < num_queries, other=0.0)
-        # both products are issued before either is used: the tensor cores go on while the exponentials are computed
+        # both matmuls are issued before either is used: the tensor cores go on while the exponentials are computed
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - l_log2[None, :])

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: their arguments, and a short way for every launch after the first of its kind.
+"""Launches the Triton kernels: their arguments, and a fast path for every launch after the first of its kind.
 
 Working out some forty arguments, and triton's binding of them, takes longer than a small kernel runs. A launch is
 therefore remembered by the layouts it depends on: the compiled kernel, its grid, its arguments after the pointers.
@@ -25,7 +25,7 @@ from cs336_systems.attention.triton.tiles import (
 # TRITON_INTERPRET=1 at the time of import: kernels run on the CPU
 INTERPRETED = triton.knobs.runtime.interpret
 
-# tf32x3: three TF32 products make one that is accurate to fp32, on the tensor cores. For 16-bit tiles it has no effect.
+# tf32x3: three TF32 matmuls make one that is accurate to fp32, on the tensor cores. For 16-bit tiles it has no effect.
 INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
 # A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
@@ -35,7 +35,8 @@ MAX_REMEMBERED = 10_000  # the lengths are part of the key, and a program may me
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """How products are computed, as the keys of the tile table name it: fp32 tiles as torch's own matrix products."""
+    """The precision of the matmuls, as the keys of the tile table name it: of fp32 tiles, that of torch's own
+    matmuls."""
     if dtype != torch.float32:
         return "half"
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -63,7 +64,7 @@ def _arguments(
     )  # fmt: skip
     if "do" in tensors:
         do = tensors["do"]
-        # 0: an ordinary dO; 1: its columns are one (stride 0); 2: a whole head is one number
+        # 0: an ordinary dO; 1: its columns are one (stride 0); 2: a whole head is one scalar
         arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
     arguments["PRECISION"] = INPUT_PRECISION[_precision(q.dtype)]
     assert tuple(arguments) == tuple(KERNELS[kernel].arg_names), (
@@ -75,8 +76,8 @@ def _arguments(
 def _mistrusted(
     kernel: str, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], tiles: Tiles
 ) -> bool:
-    """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns lie apart, which
-    needs a register for the address of each number, and where its code shows the fault."""
+    """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns are not
+    contiguous, which needs a register for the address of each element, and where its code shows the fault."""
     if tensors["q"].device.type != "cuda" or capability_of(tensors["q"].device.index) != 90:
         return False
     if any(x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
@@ -114,7 +115,7 @@ def first_launch(
 
 
 def watched() -> bool:
-    """Whether somebody (triton's profiler) is to be told of each launch; triton's own way of launching does that."""
+    """Whether a hook (of triton's profiler) wants to see each launch; triton's own launch path calls it."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(

@@ -1,6 +1,6 @@
 """The portable Triton kernels' frozen tile configurations: by GPU generation, kernel, head dimension and precision; on
-Hopper others for few programs, and where the machine code is not to be trusted. (Those of the kernels for Hopper stand
-in `hopper.launch` and `hopper.split_launch`.)
+Hopper others for few programs, and where the machine code is not to be trusted. (Those of the kernels for Hopper are in
+`hopper.launch` and `hopper.split_launch`.)
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add to
@@ -46,7 +46,7 @@ class Few(Tiles):
     below: float = 1 / 2
 
 
-# 16-bit tiles; fp32 tiles with TF32 products; fp32 tiles with fp32 accuracy
+# 16-bit tiles; fp32 tiles with TF32 matmuls; fp32 tiles with fp32 accuracy
 PRECISIONS = ("half", "tf32", "fp32")
 
 # generation → kernel → precision → rows for d up to 16, 32, 64, 128, 256; None: not even the smallest tiles fit
@@ -58,7 +58,7 @@ _SMALL_FP32 = {
     "backward_keys": (_T(16, 32, 4, 1), _T(16, 32, 4, 1), _T(16, 16, 4, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 }
 TABLE: dict[int, dict[str, dict[str, tuple[Tiles | None, ...]]]] = {
-    75: {  # no tensor-core products from triton here, so these are for completeness
+    75: {  # triton uses no tensor cores here, so these are for completeness
         "forward": {
             "half": (_T(64, 32, 8, 1), _T(64, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(32, 16, 8, 1)),
             "tf32": _SMALL_FP32["forward"],
@@ -146,7 +146,7 @@ FEW: dict[int, dict[str, dict[str, dict[int, Few]]]] = {
 }
 # fmt: on
 
-# by precision, for d up to 16, 32, 64, 128, 256: so few rows that products are made without Hopper's wgmma instructions
+# by precision, for d up to 16, 32, 64, 128, 256: so few rows that matmuls do not use Hopper's wgmma instructions
 WITHOUT_WGMMA = {
     "half": (*[_T(32, 32, 4, 2)] * 4, _T(32, 32, 8, 1)),
     "tf32": (*[_T(32, 32, 4, 1)] * 3, _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
@@ -199,7 +199,7 @@ def tiles(
 
 
 def tiles_without_wgmma(head_dim: int, precision: str) -> Tiles:
-    """The configuration with which any of KERNELS makes its products without wgmma instructions, for a head dimension
+    """The configuration with which any of KERNELS computes its matmuls without wgmma instructions, for a head dimension
     of 16 to 256 and one of PRECISIONS."""
     return WITHOUT_WGMMA[precision][_column(head_dim)]
 

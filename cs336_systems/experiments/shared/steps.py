@@ -49,7 +49,7 @@ _SLOW_MS = 500.0  # a step this long is the sum of its phases: what synchronizin
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run one step. `model`: "own", or `module:Class`. `repeat` 1 measures the same thing again.
+    """One variant of a step. `model`: "own", or `module:Class`. `repeat` 1 measures the same thing again.
 
     Fields as in `training.step.Step`; `warmup` steps come before the `steps` that are measured.
     """
@@ -65,6 +65,17 @@ class Case:
     steps: int = 10
     model: str = OWN
     repeat: int = 0
+
+
+def model_class(spec: str) -> str:
+    """`spec` again if it is "own", or names a class that can stand for our model; ValueError otherwise."""
+    if spec != OWN:
+        from cs336_systems.model import OWN_CLASS, load_class
+
+        if spec.startswith("."):  # relative to what?
+            raise ValueError(f"model {spec!r} is not of the form module:Class, as in {OWN_CLASS}")
+        load_class(spec)
+    return spec
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -342,7 +353,7 @@ def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) 
 
 
 def _rates(case: Case, step_ms: float) -> dict[str, float | None]:
-    """Tokens a second, and MFU against the data sheet where the GPU is listed there."""
+    """Tokens/s, and MFU against the data sheet where the GPU is listed there."""
     names = machine.gpu_names()
     peaks = accounting.peaks(names[0]) if names else None
     peak = peaks.tflops.get(case.dtype) if peaks else None

@@ -1,7 +1,7 @@
 """Times of a step's phases, one step after another: the host's clock, and the device synchronized after each phase.
 
 This is how the handout asks for whole models to be timed. (Kernels are timed by CUDA events: `timing`.) Every
-step's time is kept, the warm-up's too, so that a table can say how they spread and a figure can draw them.
+step's time is kept, the warm-up's too, so that a table can say how they vary and a figure can draw them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def each(text: Any) -> list[float]:
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """What waits for everything that a device (`"cpu"`, `"cuda"`) was asked to do."""
+    """A function that synchronizes a device (`"cpu"`, `"cuda"`)."""
     if device == "cpu":
         return lambda: None
     import torch
@@ -75,7 +75,7 @@ def time_phases(
     """Times the phases of several candidates, which take turns; returns candidate → phase → its times.
 
     candidates: name → phase → a function of no arguments; a candidate's phases run in their order, once a step.
-    warmup:     untimed-for-the-mean steps of each candidate before its first turn; their times are kept apart.
+    warmup:     warm-up steps of each candidate before its first turn; their times are kept apart.
     steps:      measured steps of each, spread over `rounds` turns. Each later turn begins with one step that is not
                 kept: it brings back the caches that the other candidates have used meanwhile.
     before:     called with the candidate's name at the beginning of each of its turns.
@@ -83,7 +83,7 @@ def time_phases(
                 `trace.profiler.span`, for a trace.
     watches:    candidate → what is entered for each of its turns and left after it: `timing.Watch`, for its clocks.
 
-    The device is synchronized before the first phase and after each one. What a phase raises comes through. Raises
+    The device is synchronized before the first phase and after each one. Exceptions of a phase propagate. Raises
     ValueError for counts that are negative, and for `steps` or `rounds` below 1.
     """
     if warmup < 0 or steps < 1 or rounds < 1:

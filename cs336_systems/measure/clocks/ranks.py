@@ -1,10 +1,10 @@
-"""Times of a step that several ranks make together, and of its phases: measured on each, the longest counted.
+"""Times of a step of several ranks, and of its phases: measured on each rank, the slowest counts.
 
 Before each step the ranks wait for one another and for their devices, so that all begin at once. The step's time is the
-host's, from there until its device has finished; a step takes as long as on the rank that took longest. Phases are told
-apart without stopping the device between them, which would keep communication from overlapping what follows: CUDA
-events in the stream that computes, one at each boundary. So a phase lasts from the end of its predecessor's work in
-that stream to the end of its own; what runs in other streams counts where the computing stream waits for it. On a CPU
+host's, from there until its device has finished; a step takes as long as on the rank that took longest. Phases are
+separated without synchronizing the device between them, which would keep communication from overlapping what follows:
+CUDA events in the compute stream, one at each boundary. So a phase lasts from the end of its predecessor's work in
+that stream to the end of its own; what runs in other streams counts where the compute stream waits for it. On a CPU
 the host's clock at the boundaries does the same.
 """
 
@@ -35,7 +35,7 @@ def time_steps(
     `step` around each step and one with a phase's name around each phase (`trace.profiler.span`).
 
     Of each step those times are returned that the slowest rank measured: so its phases add up to (nearly) the step.
-    What a phase raises comes through; other ranks then wait for this one until the group's timeout. ValueError for
+    Exceptions of a phase propagate; other ranks then wait for this one until the group's timeout. ValueError for
     negative counts or no step.
     """
     if warmup < 0 or steps < 1:
@@ -72,7 +72,7 @@ def meet(rank: Rank) -> None:
 
 
 def gathered(value: Any, rank: Rank) -> list[Any]:
-    """What each rank brings, by rank; it can be pickled."""
+    """Each rank's value, by rank; it must be picklable."""
     import torch.distributed as dist
 
     everyones: list[Any] = [None] * rank.world_size
@@ -86,7 +86,7 @@ def pooled(turns: list[Times]) -> Times:
 
 
 def in_turns(names: list[str], steps: int, rounds: int) -> Iterator[tuple[int, str, int]]:
-    """(turn, name, number of measured steps): `rounds` turns of each, the order rotating from turn to turn.
+    """(turn, name, num_steps to measure): `rounds` turns of each, the order rotating from turn to turn.
 
     A name alone has all its steps in one turn; no turn is without a step. ValueError for no step or no round.
     """

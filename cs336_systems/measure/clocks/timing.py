@@ -1,10 +1,10 @@
-"""How long things take: functions timed in turns, GPU time without launches, peak memory, the clocks.
+"""How long things take: functions timed in turns, GPU time without launch overhead, peak memory, clocks.
 
 Functions that will be compared are timed in turns, in one process (`interleaved`): whatever drifts
-(temperature, clocks, a neighbour on the CPU) then meets all of them alike. On a GPU each turn is
-`triton.testing.do_bench`, the tool that the handout names: CUDA events around each call, the L2 cache emptied
+(temperature, clocks, a neighbor on the CPU) then affects all of them alike. On a GPU each turn is
+`triton.testing.do_bench`, the tool that the handout names: CUDA events around each call, the L2 cache flushed
 before it. Where triton is missing, and for functions so slow that its six preparatory calls cost more than
-they tell, a loop here does the same.
+they are worth, a loop here does the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def interleaved(
     watches:       name → `Watch` that runs during this function's turns, and thus sees no other function.
 
     Every function is called twice beforehand: the first call may compile, the second one says how long it
-    takes. What a function raises comes through at once (running out of memory too): try each function first
+    takes. Exceptions propagate at once (out of memory too): try each function first
     if some may fail. Raises ValueError for `rounds` or `max_calls` below 1 and for names in `grad_to_none`
     or `watches` that no function has.
     """
@@ -175,7 +175,7 @@ class _CpuClock:
 
 
 class _CudaClock(_CpuClock):
-    """CUDA events around each call, the L2 cache emptied before it; `do_bench` where it is worth it."""
+    """CUDA events around each call, the L2 cache flushed before it; `do_bench` where it is worth it."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -217,11 +217,11 @@ class _CudaClock(_CpuClock):
             return super().turn(fn, estimate_ms, warmup_ms, rep_ms, max_calls, grads)
         from triton.testing import do_bench
 
-        # no limit of calls here: do_bench counts the emptying of the cache (0.1 ms) as part of a call
+        # no limit of calls here: do_bench counts the flush of the cache (0.1 ms) as part of a call
         return do_bench(fn, warmup=warmup_ms, rep=rep_ms, grad_to_none=list(grads) or None, return_mode="all")
 
 
-# ------------------------------------------------------------------------------------------- without launches
+# ----------------------------------------------------------------------------------- without launch overhead
 def captured(fn: Callable[[], Any], calls: int = 20) -> Callable[[], None]:
     """`calls` calls of `fn` captured in a CUDA graph: a function that replays them, with next to no launch overhead.
 
@@ -254,12 +254,12 @@ def captured(fn: Callable[[], Any], calls: int = 20) -> Callable[[], None]:
     def replay() -> None:
         graph.replay()
 
-    replay.of = fn  # the graph reads what `fn` holds, and does not keep it
+    replay.of = fn  # the graph reads the tensors that `fn` holds, but does not keep them alive
     return replay
 
 
 def host_us(fn: Callable[[], Any], *, calls: int = 20, grad_to_none: Sequence[torch.Tensor] = ()) -> float:
-    """The median time in µs after which a call of `fn` returns to the host, the GPU's work not awaited.
+    """The median time in µs after which a call of `fn` returns to the host, without waiting for the GPU's work.
 
     The GPU's queue is empty at first and takes `calls` calls without making the host wait. `grad_to_none` as for
     `interleaved`. Raises `Skip` without a CUDA device, ValueError for `calls` below 1.

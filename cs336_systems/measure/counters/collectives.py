@@ -1,4 +1,4 @@
-"""What is sent: the collectives that a process starts, counted as torch's dispatcher sees them, and a link's bytes.
+"""What is sent: the collectives that a process issues, counted as torch's dispatcher sees them, and a link's bytes.
 
     with Collectives() as sent:
         step()
@@ -9,9 +9,9 @@ Every collective of c10d is an operator of the dispatcher, whoever calls it: thi
 from a hook of the backward pass, an optimizer. So one place sees them all, on any backend. What is counted is the
 *payload*, the bytes of the tensors that are given to the collective; what a rank puts on the wire for it depends on
 the algorithm (`accounting.zero_step_bytes` has the formulas). Calls inside one group call of NCCL are counted one by
-one here, although they are launched as one: `kernels_of` tells the launches.
+one here, although they are launched as one: `Beside.launches` counts kernels.
 
-A GPU's own counters of its NVLink ports (`link_bytes`) tell what really went over the wire, protocol and all.
+A GPU's own counters of its NVLink ports (`link_bytes`) tell what really went over the wire, protocol overhead included.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KIB = 1024
 
 
 class Collectives:
-    """Counts the collectives that this process starts inside the `with` block, its backward passes included.
+    """Counts the collectives that this process issues inside the `with` block, its backward passes included.
 
     Autograd hands the counting over to the threads that run a backward pass. It costs the host some time for every
     operator, so a step that is counted is not timed. Tensors are not kept alive by being counted.
@@ -79,7 +79,7 @@ class Collectives:
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def calls(self, kind: str) -> int:
-        """How many collectives of a kind (`"all_reduce"`, `"broadcast"`, ...) were started."""
+        """How many collectives of a kind (`"all_reduce"`, `"broadcast"`, ...) were issued."""
         return self._calls[kind]
 
     def num_bytes(self, kind: str) -> int:
@@ -117,7 +117,7 @@ def _mode(note: Callable[[str, list[Any]], None]) -> Any:
 # --------------------------------------------------------------------------------------------- launches and their time
 @dataclass(frozen=True)
 class Beside:
-    """What a recording says of communication beside an optimizer's kernels. Times are in ms, on one device."""
+    """Communication beside an optimizer's kernels in a recording. Times are in ms, on one device."""
 
     launches: int  # of communication kernels
     communication_ms: float  # a communication kernel was running
@@ -127,7 +127,7 @@ class Beside:
 
 
 def beside(trace: Trace) -> Beside:
-    """How an optimizer's kernels and communication share the time of a recording of GPU kernels."""
+    """How an optimizer's kernels and communication overlap in a recording of GPU kernels."""
     spans = {
         kind: np.array([(k.start_ns, k.end_ns) for k in trace.kernels if class_of(k.name) == kind], int)
         for kind in (COMMUNICATION, OPTIMIZER)

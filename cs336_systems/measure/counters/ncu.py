@@ -3,7 +3,7 @@
     kernels = counted("cs336_systems.experiments.leaderboard_counters:counted_calls", {...}, timeout_s=300)
 
 The function warms up, and runs what is to be counted inside `nsys.capture()`, with a `mark()` before each part. Each
-kernel is run several times over, alone, with its memory restored in between: shares are to be read, not times.
+kernel is replayed several times, alone, with its memory restored in between: read the shares, not the times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNTERS = {
     "shared_pct": "l1tex__throughput.avg.pct_of_peak_sustained_elapsed",
     "l2_pct": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "instructions": "smsp__inst_executed.sum",
-    # of one multiprocessor, on average: cycles in which shared memory serves a request again, and all cycles
+    # of one multiprocessor, on average: cycles lost to bank conflicts of shared memory, and all cycles
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.avg",
     "cycles": "l1tex__cycles_elapsed.avg",
 }

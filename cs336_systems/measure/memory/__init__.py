@@ -1,1 +1,1 @@
-"""What memory holds over time: recorded (`memory`, or of `tensors`), replayed (`replay`), told apart (`timeline`)."""
+"""What memory holds over time: recorded (`memory`, or of `tensors`), replayed (`replay`), categorized (`timeline`)."""

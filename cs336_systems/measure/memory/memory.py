@@ -8,7 +8,7 @@
     snapshot = read_snapshot("step.pickle")
     timeline.timeline(snapshot).to_json("step.json")
 
-`replay` says what counts as active, `timeline` how allocations are told apart.
+`replay` says what counts as active, `timeline` how allocations are categorized.
 
 How stages are marked: `mark(name)` makes an allocation of 343 bytes that is freed at once, from a function named
 `_mark_<name>`. The allocator writes all events of a device under one lock, from whichever thread they come, so the
@@ -45,13 +45,13 @@ def recording(
     """Records what the allocator of the current CUDA device does, and writes the snapshot to `path` at the end.
 
     Gives `mark(name)`, which begins a stage; the categories of `timeline` know `model`, `forward`, `loss`,
-    `backward` and `optimizer`. Enter the block before the model is built. Whatever the block raises passes on, out of
+    `backward` and `optimizer`. Enter the block before the model is built. Exceptions of the block propagate, out of
     memory too, after the snapshot has been written; the recording ends in any case.
 
     stacks:  `"python"`, or `"all"`: with C++ frames, which name the node of the backward pass that allocates, and whose
              symbols may take minutes to look up.
 
-    Before it begins, a tiny matrix product and its backward pass make cuBLAS take its workspaces, one for each of the
+    Before it begins, a tiny matmul and its backward pass make cuBLAS allocate its workspaces, one for each of the
     two threads: they belong to no stage, and count as allocated before the recording. The peak statistics of the
     allocator are reset. The file is what `torch.cuda.memory._dump_snapshot` writes, with one more key, and opens in
     torch's viewer. Raises `Skip` without a CUDA device.

@@ -1,10 +1,10 @@
 """The trace of torch's CUDA allocator, replayed: which bytes were active when, and where stages begin.
 
 What counts as active: an allocation is active from its `alloc` to its `free_completed`. `free_requested` is the moment
-at which the last tensor lets go of it; the memory can be used again once every stream that used it has caught up
+at which the last tensor releases it; the memory can be used again once every stream that used it has caught up
 (`Tensor.record_stream`), which `free_completed` tells, most often in the next event. Sizes are those that were asked
 for, so that the sum is what torch calls `requested_bytes`. `torch.cuda.memory_allocated` counts the blocks handed out
-instead, up to 511 bytes an allocation more (up to 1 MiB for large ones), and ends at `free_requested`.
+instead, up to 511 bytes per allocation more (up to 1 MiB for large ones), and ends at `free_requested`.
 
 Memory that was active before the recording is a base under everything: blocks that are there at the end and that no
 event allocated, and blocks that are freed and that no event allocated. With a cut-off history, what the lost events

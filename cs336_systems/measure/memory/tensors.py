@@ -14,7 +14,7 @@ from cs336_systems.measure.memory.replay import Mark, Snapshot, replay
 
 @contextlib.contextmanager
 def watching_tensors() -> Iterator[tuple[Callable[[str], None], Callable[[], Snapshot]]]:
-    """What `memory.recording` tells of an allocator, told of tensors: gives `mark(name)` and `snapshot()`.
+    """As `memory.recording`, of tensors instead of an allocator's blocks: gives `mark(name)` and `snapshot()`.
 
     Every operation that torch's dispatcher sees is looked at for storages that it has made, and these for when they go.
     What a kernel allocates for itself is not seen.

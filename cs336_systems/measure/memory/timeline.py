@@ -1,4 +1,4 @@
-"""What the active memory consists of, over time: a replayed snapshot told apart and condensed to a small JSON file.
+"""What the active memory consists of, over time: a replayed snapshot, categorized and condensed to a small JSON file.
 
 Each allocation has a category, by the kind of the stage in which it was made and by whether it outlives that stage:
 
@@ -15,7 +15,7 @@ What was active before the recording is `before recording`. Without any marks ev
   its outputs at most, and a graph that is dropped before the next mark counts as temporaries.
 - What is active at the end of the recording outlives the last stage. If memory ran out in the backward pass, the
   temporaries of that moment therefore count as gradients.
-- Weights that autocast has cast for the forward pass are activations: they live until the graph lets go of them.
+- Weights that autocast has cast for the forward pass are activations: they live until the graph releases them.
 - Workspaces of libraries belong to `other`, where the stack traces have C++ frames that say so.
 """
 
@@ -250,7 +250,7 @@ def timeline(
     max_points: int = MAX_POINTS,
     top: int = 10,
 ) -> Timeline:
-    """Tells the allocations of a snapshot apart, and condenses it.
+    """Categorizes the allocations of a snapshot, and condenses it.
 
     kinds:       as for `categories`.
     code:        what a path of the user's code contains; the innermost such frame is named, or else the innermost

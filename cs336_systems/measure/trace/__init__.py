@@ -1,1 +1,1 @@
-"""What a GPU did and when: recorded by `nsys` or torch's `profiler`, read as `events`, told apart by `kernels`."""
+"""What a GPU did and when: recorded by `nsys` or torch's `profiler`, read as `events`, classified by `kernels`."""

@@ -27,7 +27,7 @@ MAX_KERNELS, MAX_RANGES = 10_000, 1_000
 class Stream:
     """What ran on one stream of a device (or thread of the CPU): pieces, by start; times from the step's start on.
 
-    `kinds` are places in `CLASSES`. `kernels` ran there, in `busy_ms`; pooled, they may be fewer pieces.
+    `kinds` are indices into `CLASSES`. `kernels` ran there, in `busy_ms`; pooled, they may be fewer pieces.
     """
 
     label: str

@@ -2,10 +2,10 @@
 
     trace = sqlite.read_nsys("step.sqlite")          # or profiler.record_torch(step)
     kernel_table(trace, "forward")                   # which kernels, how often, how long
-    usage(trace, "step")                             # busy, idle, share of matrix products: one entry a step
+    usage(trace, "step")                             # busy, idle, share of matmuls: one entry per step
     condensed.condense(trace, "step").to_json("step.json")
 
-Whose kernel it is: a kernel runs long after the host has asked for it, so what counts is the time of the launch (the
+Whose kernel it is: a kernel runs long after the host has launched it, so what counts is the time of the launch (the
 call of the CUDA runtime or driver with the kernel's correlation id), not that of the execution. A kernel belongs to
 all ranges that are open on the launching thread at that time. The backward pass launches from autograd's own thread,
 while the thread that called it waits inside its `backward` range: so a kernel belongs to ranges open on other threads
@@ -284,7 +284,7 @@ class Usage:
         kernel_ms: the sum of their times.
         busy_ms: the time in which at least one of them ran.
         idle_ms: the part of `span_ms` in which nothing ran on their devices, of whatever range.
-        product_ms: the sum of the times of matrix products.
+        product_ms: the sum of the times of matmuls.
     """
 
     host_ms: float

@@ -18,7 +18,7 @@ CLASSES = (
 )  # fmt: skip
 
 # The first row whose pattern is found anywhere in the name decides. The order matters: the types of a flash kernel
-# speak of cutlass, Inductor names a kernel after all that it fuses, an optimizer's kernel has functors of all kinds.
+# mention cutlass, Inductor names a kernel after all that it fuses, an optimizer's kernel has functors of all kinds.
 RULES: tuple[tuple[str, str], ...] = (
     # the transfers of the copy engines: Nsight Systems, torch's profiler
     (MEMORY, r"^\[CUDA mem|^Mem(cpy|set)\b"),
@@ -27,12 +27,12 @@ RULES: tuple[tuple[str, str], ...] = (
     (ATTENTION, r"^(forward|backward_queries|backward_keys)_kernel$"),
     # FlashAttention 2 and 3, PyTorch's memory-efficient kernels, cuDNN, FlexAttention in Inductor
     (ATTENTION, r"flash_(fwd|bwd)|FlashAttn|flash_attention|fmha_|_sdpa_|flex_attention"),
-    # torch.optim with foreach=True or fused=True; clipping of gradients goes this way as well
+    # torch.optim with foreach=True or fused=True; gradient clipping uses these kernels as well
     (OPTIMIZER, r"multi_tensor_apply|FusedAdam|FusedSgd"),
-    # Inductor: templates that multiply matrices, and everything that it has fused
+    # Inductor: its matmul templates, and everything that it has fused
     (PRODUCT, r"^triton_(tem_fused_(\w*_)?)?(mm|bmm|addmm|baddbmm)(_|$)"),
     (FUSED, r"^triton_"),
-    # cuBLAS and cuBLASLt (nvjet is their family for Hopper and later), CUTLASS, and the sums of split products
+    # cuBLAS and cuBLASLt (nvjet is their family for Hopper and later), CUTLASS, and split-K reductions
     (PRODUCT, r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitK"),
     (SOFTMAX, r"(?i:softmax)"),
     # torch.flip is an index kernel that copies in another order

@@ -119,7 +119,7 @@ def record_nsys(
 def capture() -> Iterator[None]:
     """Records what runs inside, if the program runs under `prefix`; the GPU is synchronized at both ends.
 
-    Raises `Skip` without a CUDA device. What the block raises passes on, after the recording has ended.
+    Raises `Skip` without a CUDA device. Exceptions of the block propagate, after the recording has ended.
     """
     import torch
 

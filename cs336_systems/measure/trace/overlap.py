@@ -1,4 +1,4 @@
-"""Communication beside computation in a trace: for how long both ran at once, and a small picture of one step.
+"""The overlap of communication and compute in a trace, and a small picture of one step.
 
     step = overlap(trace, "rank 0/bucketed/step")[0]      # one occurrence of the range, of one rank
     step.overlap_ms / step.communication_ms
@@ -7,7 +7,7 @@ Two sets of intervals are compared: those in which a communication kernel ran, a
 the same step did. Where the work is that of a CPU (source `torch-cpu`), operators stand for kernels, and the ranges
 that the threads of Gloo report (`gloo:all_reduce`) for communication.
 
-A communication kernel runs from its launch on: the time in which it waits for the other ranks to come is part of it.
+A communication kernel spins while it waits for the other ranks: that time is part of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Overlap:
         communication_ms: the time in which communication ran.
         compute_ms: the time in which anything else ran.
         overlap_ms: the time in which both did.
-        backward_overlap_ms: the part of it in which what ran was launched by the backward pass.
+        backward_overlap_ms: the part of it that overlaps kernels of the backward pass.
         collectives: how many kernels (or ranges of Gloo) communicated.
         phases: name, start and length in ns of what each phase launched, on the device.
         compute, communication: the two sets, with gaps too short to see closed.
@@ -60,7 +60,7 @@ class Overlap:
 
     @property
     def share(self) -> float | None:
-        """The part of the communication that ran beside computation; None if there was none."""
+        """The share of communication that is overlapped; None if there was none."""
         return self.overlap_ms / self.communication_ms if self.communication_ms else None
 
 
@@ -74,7 +74,7 @@ def _one(trace: Trace, index: int, phases: Sequence[str]) -> Overlap:
     owned = trace.owned(index)
     communicates = {i for i in owned if _communicates(trace, i)}
     sent = [(trace.kernels[i].start_ns, trace.kernels[i].end_ns) for i in communicates]
-    if trace.source == "torch-cpu":  # there, operators only ask for communication
+    if trace.source == "torch-cpu":  # there, operators only issue communication
         sent = [
             (r.start_ns, r.end_ns) for r in trace.ranges
             if r.process == whole.process and r.name.startswith(_CPU_COMMUNICATION)

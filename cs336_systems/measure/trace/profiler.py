@@ -61,7 +61,7 @@ def record_torch(function: Callable[[], Any], *, keep: str | Path | None = None)
 
     keep:  where the profiler's own file is kept (Chrome's format; `.gz` packs it); by default nowhere.
 
-    Warm up before. The GPU is synchronized at both ends. What the function raises passes on.
+    Warm up before. The GPU is synchronized at both ends. Exceptions of the function propagate.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile

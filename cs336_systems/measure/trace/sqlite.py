@@ -12,7 +12,7 @@ Reference"), compared with the schemas of exports from 2023 to 2025. Only those 
     StringIds                         id, value
 
 A global thread id holds the process in the bits from 24 on, and the thread in those below. Within a process a
-correlation id ties what the device did to the call that asked for it; all kernels of a CUDA graph carry the one of
+correlation id ties what the device did to the call that launched it; all kernels of a CUDA graph carry the one of
 their cudaGraphLaunch.
 """
 

@@ -1,4 +1,4 @@
-"""What chapter `allreduce` shows: numeric frames and figures from its rows, and a ring that adds up step by step."""
+"""What chapter `allreduce` shows: numeric frames and figures from its rows, and a ring all-reduce, step by step."""
 
 from __future__ import annotations
 
@@ -166,14 +166,14 @@ def time_figure(rows: pd.DataFrame) -> Figure:
 
 
 def ring(n: int = 4) -> list[np.ndarray]:
-    """A ring's states, first to last: how many ranks' shares each rank (row) holds of each piece (column)."""
+    """A ring's states, first to last: how many ranks' shares each rank (row) holds of each chunk (column)."""
     now = np.ones((n, n), dtype=int)
     states = [now]
     for step in range(2 * (n - 1)):
         before, now = now, now.copy()
         for rank in range(n):
-            piece, to = (rank - step) % n, (rank + 1) % n
-            now[to, piece] = before[rank, piece] + (before[to, piece] if step < n - 1 else 0)
+            chunk, to = (rank - step) % n, (rank + 1) % n
+            now[to, chunk] = before[rank, chunk] + (before[to, chunk] if step < n - 1 else 0)
         states.append(now)
     return states
 
@@ -188,13 +188,13 @@ def ring_figure(n: int = 4) -> Figure:
         ax.set_title(phase, fontsize=8.5, loc="center")
         arrived = state != states[max(step - 1, 0)]
         for rank in range(n):
-            for piece in range(n):
-                shares = int(state[rank, piece])
+            for chunk in range(n):
+                shares = int(state[rank, chunk])
                 color = _SHADES[round(shares / n * (len(_SHADES) - 1))]
-                new = arrived[rank, piece]
-                ax.add_patch(Rectangle((piece, rank), 1, 1, fc=color, ec="#D55E00" if new else "#b0b0b0",
+                new = arrived[rank, chunk]
+                ax.add_patch(Rectangle((chunk, rank), 1, 1, fc=color, ec="#D55E00" if new else "#b0b0b0",
                                        lw=1.8 if new else 0.6, zorder=3 + new))  # fmt: skip
-                ax.text(piece + 0.5, rank + 0.5, str(shares), ha="center", va="center", fontsize=8,
+                ax.text(chunk + 0.5, rank + 0.5, str(shares), ha="center", va="center", fontsize=8,
                         color="white" if shares > n / 2 else "#222222", zorder=5)  # fmt: skip
         ax.set(xlim=(-0.1, n + 0.1), ylim=(n + 0.1, -0.1), aspect="equal")
         ax.set_axis_off()

@@ -75,7 +75,7 @@ def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
     roof, form = found.get(row.machine, Roofs()), _form(row.impl, getattr(row, f"{part}_kernels"))
     kernels = accounting.attention_kernels(*_shape(row.head_dim, row.seq_len, row.dtype), form, part)
     rates = [roof.tflops.get(row.dtype, math.nan)]
-    if row.impl == OURS and row.dtype == "fp32":  # three products in TF32, or six in bf16, for one in fp32
+    if row.impl == OURS and row.dtype == "fp32":  # three matmuls in TF32, or six in bf16, for one in fp32
         rates += [roof.tflops[t] / count for t, count in (("tf32", 3), ("bf16", 6)) if t in roof.tflops]
     least = lambda k: max(k.flops / max(rates) / 1e9, k.num_bytes / ((roof.tb_per_s or math.nan) * 1e9))
     return pd.Series({kernel.name: least(kernel) for kernel in kernels}, dtype=float)
@@ -143,7 +143,7 @@ def misses(rows: pd.DataFrame) -> pd.Series:
 
 def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
     """Every pass on the whole GPU: least ms of its GEMMs and of softmax and scaling by its machine's roofs, the sum,
-    the measured median, and that over the sum. (For ours, GEMMs are not told from the rest.)"""
+    the measured median, and that over the sum. (For ours, GEMMs are not separated from the rest.)"""
     chosen = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
     out = []
     for row in chosen.itertuples():

@@ -22,7 +22,7 @@ from cs336_systems.report.tables import pivot
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
 
 BATCH = 4
-ADAMW_BYTES = 28  # a parameter: reads weight, gradient and two moments, writes weight and moments, all fp32
+ADAMW_BYTES = 28  # per parameter: reads weight, gradient and two moments, writes weight and moments, all fp32
 PASSES = ("forward", "backward")
 TIME_HEADS = {
     "forward_ms_mean": "F, ms", "forward_ms_std": "F std, ms", "backward_ms_mean": "B, ms",
@@ -216,7 +216,7 @@ def _first_machine(rows: pd.DataFrame) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------------ the grid
 def grid(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every case: medians of its phases and of the whole step, tokens a second, MFU, peak of memory."""
+    """Every case: medians of its phases and of the whole step, tokens/s, MFU, peak of memory."""
     heads = {
         "machine": "machine", "size": "size", "context_length": "context", "mode": "mode", "dtype": "dtype",
         "warmup": "warm-up", "repeat": "repeat", "forward_ms_p50": "forward, ms", "backward_ms_p50": "backward, ms",

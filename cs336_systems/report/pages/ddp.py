@@ -121,7 +121,7 @@ def pace(steps: pd.DataFrame, zero: pd.DataFrame) -> pd.DataFrame:
 
 
 def variants(steps: pd.DataFrame) -> pd.DataFrame:
-    """The step of each variant, and what is exposed of its communication: beside the backward pass, or after it."""
+    """The step of each variant, and its exposed communication: during the backward pass, or after it."""
     rows = main(steps)
     rows = rows[rows["bucket_mb"].isin(SHOWN_MB) & (rows["wrapper"] != ALONE)]
     rows = in_order(rows, ["machine", "wrapper"], NAMES)
@@ -175,7 +175,8 @@ def everything(steps: pd.DataFrame) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------------------ figures
 def schematic() -> Figure:
-    """When the gradients of eight layers travel: after the backward pass, each when it is ready, or in buckets."""
+    """When the gradients of eight layers are communicated: after the backward pass, each when it is ready, or in
+    buckets."""
     layers, width = range(8, 0, -1), 0.55  # of an all-reduce; the backward pass of a layer takes 1
     sent = {
         "naive": [(8 + width * i, width, str(n)) for i, n in enumerate(layers)],

@@ -118,7 +118,7 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
             offset = (-4, 6) if name == "GEMM" else (6, -7)  # GEMMs stand above attention
             ax.annotate(figures.short(size), (x, y), xytext=offset, textcoords="offset points", fontsize=8)
     ax.margins(y=0.12)
-    ax.set(xscale="log", yscale="log", xlabel="FLOP/byte that must move", ylabel="TFLOP/s")
+    ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
     for axis in (ax.xaxis, ax.yaxis):  # exponents would be too small in print
         axis.set_major_formatter(lambda value, _: fmt(value, 1))
     ax.legend(loc="lower right")

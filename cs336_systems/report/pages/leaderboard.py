@@ -107,7 +107,7 @@ def harness_ms(roof: Roofs) -> float:
 # ------------------------------------------------------------------------------------------------ ladder
 def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     """The steps of one pass in their order: what each cost and was expected to cost, its gain over the step that it
-    changes (of one run), registers a thread, bytes spilled, shared memory, and why it was expected to cost that."""
+    changes (of one run), registers per thread, bytes spilled, shared memory, and why it was expected to cost that."""
     found = rows[(rows["part"] == part) & (rows["repeat"] == 0)].drop_duplicates("impl").set_index("impl")
     lacking = pd.Series(math.nan, found.columns)
     number = {step.name: place for place, step in enumerate(steps.of_part(part), 1)}
@@ -125,8 +125,8 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
 
 
 def _title(step: steps.Step) -> str:
-    """A step's title without module names, in the book's words."""
-    return re.sub(r"\bproduct(s?)\b", r"GEMM\1", re.sub(r" \(`\w+`\)", "", step.title))
+    """A step's title without module names."""
+    return re.sub(r" \(`[\w.]+`\)", "", step.title)
 
 
 def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:

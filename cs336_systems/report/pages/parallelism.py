@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cs336_systems.accounting import parallelism as model
 from cs336_systems.accounting.parallelism import GB, GIB, HANDOUT, OVERLAPS, TPU_V5P, WIDE, XXL, Layout
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import given_parameters
+from cs336_systems.report.chapter import in_one_line, only_reads
 from cs336_systems.report.prose import Number
 from cs336_systems.report.tables import fmt
 
@@ -36,27 +36,28 @@ class Setting:
     nonlinearity: str = "relu"
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens_per_device", 0), ("devices", 2), ("tensor", 1)):
+        for name, least, most in (
+            ("tokens_per_device", 0, 10**9),
+            ("devices", 2, 10**6),
+            ("tensor", 1, 10**6),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r}; allowed: integers from {least} on")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ValueError(f"{name}={value!r}; allowed: integers from {least} to {most}")
         capacity = self.capacity_gb
-        if isinstance(capacity, bool | str) or not 0 < capacity < math.inf:
+        if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity < math.inf:
             raise ValueError(f"capacity_gb={capacity!r}; allowed: positive numbers")
         if self.devices % self.tensor or self.tensor == self.devices:
             allowed = [str(n) for n in range(1, self.devices) if self.devices % n == 0]
             raise ValueError(f"tensor={self.tensor} of devices={self.devices}; allowed: {', '.join(allowed)}")
-        if self.nonlinearity not in WIDE:
+        if str(self.nonlinearity) not in WIDE:
             raise ValueError(f"unknown nonlinearity {self.nonlinearity!r}; allowed: {', '.join(WIDE)}")
 
     @classmethod
+    @in_one_line()
     def from_parameters(cls, namespace: Mapping[str, Any]) -> Setting:
         """The setting that a notebook's globals hold. Names in an injected cell that are no parameters are refused."""
-        given = given_parameters(namespace, ["measure", *(field.name for field in fields(cls))])
-        measure = given.pop("measure", "no")
-        if str(measure).lower() not in ("no", "false"):
-            raise ValueError(f"unknown measure {measure!r}; this page only computes: no")
-        return cls(**given)
+        return cls(**only_reads(namespace, *(field.name for field in fields(cls))))
 
     @property
     def layout(self) -> Layout:
@@ -71,7 +72,7 @@ def state_bytes() -> Number:
 
 
 def saved_bytes(nonlinearity: str) -> Number:
-    """Bytes a token that are saved for backward."""
+    """Bytes per token that are saved for backward."""
     return Number(sum(model.saved_bytes_per_token(XXL, nonlinearity).values()))
 
 
@@ -100,8 +101,8 @@ def up(number: Number) -> Number:
 
 
 def pipeline(setting: Setting) -> list[Number]:
-    """Of the pipeline among the levers: microbatches, the bubble's share of a pass, and the time of handing over to the
-    next stage along a link of the mesh, over that of the GEMMs."""
+    """Of the pipeline among the levers: microbatches, the bubble's share of a pass, and the time of sending to the next
+    stage along a link of the mesh, over that of the GEMMs."""
     layout = levers(setting).get("pipeline")
     if layout is None or (tokens := batch(setting, **vars(layout))).missing:
         return [Number(math.nan, "no such pipeline")] * 3

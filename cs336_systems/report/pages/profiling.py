@@ -89,7 +89,7 @@ def contexts_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------------ kernels
 def longest(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
-    """The longest kernels of these ranges taken together: name, class, calls a step, ms, percent of all kernel time;
+    """The longest kernels of these ranges taken together: name, class, calls per step, ms, percent of all kernel time;
     the longest first within a shape. Shapes that were not measured have none."""
     lines = []
     for key, found in rows[rows["range"].isin(ranges)].groupby(SHAPE, sort=False):
@@ -147,8 +147,8 @@ def share_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def adamw_tb_s(row_ms: float, name: str) -> float:
-    """TB/s of AdamW's least traffic, 28 bytes a parameter: weight, gradient and two moments read, all but the gradient
-    written."""
+    """TB/s of AdamW's least traffic, 28 bytes per parameter: weight, gradient and two moments read, all but the
+    gradient written."""
     return 28 * accounting.num_parameters(SIZES[name]) * 1e-9 / row_ms
 
 

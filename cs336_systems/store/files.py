@@ -1,0 +1,152 @@
+"""Files of results: read with a line on what is wrong with them, replaced whole, changed by one process at a time.
+
+What is written stands beside its place first (`.<name>.<process>.tmp`): a full disk or a kill leaves the file as it
+was, and the next writer sweeps what a killed one left.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: that nobody else writes is the user's care
+    fcntl = None
+
+
+class StoreError(ValueError):
+    """What is wrong with a file of results, or with the place where it belongs, in one line that names it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows: the line, without the calls that led to it."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+@contextmanager
+def naming(what: str, path: Path) -> Iterator[None]:
+    """Says of the system's errors what could not be done, and where."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot {what} {path}: {error.strerror or error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- reading
+def read_text(path: Path) -> str | None:
+    """The text of a file, with or without a byte order mark; None where there is no such file."""
+    with naming("read", path):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise StoreError(f"{path}, line {line}: no text in UTF-8") from error
+    if "\0" in text:  # what a crash of the system can leave
+        line = text[: text.index("\0")].count("\n") + 1
+        raise StoreError(f"{path}, line {line}: a byte of value 0")
+    return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    if (text := read_text(path)) is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise StoreError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(found, dict):
+        raise StoreError(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """The columns of a CSV, and its rows with their lines; nothing of either where there is no such file."""
+    if (text := read_text(path)) is None:
+        return [], []
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows = []
+    try:
+        if not (header := next(reader, [])):
+            raise StoreError(f"{path} is empty; expected a line of columns")
+        if twice := [name for place, name in enumerate(header) if name in header[:place]]:
+            raise StoreError(f"{path} has columns twice: {', '.join(twice)}")
+        for cells in filter(None, reader):  # without empty lines
+            if len(cells) != len(header):
+                raise StoreError(
+                    f"{path}, line {reader.line_num}: {len(cells)} cells for {len(header)} columns"
+                )
+            rows.append((reader.line_num, dict(zip(header, cells, strict=True))))
+    except csv.Error as error:
+        raise StoreError(f"{path}, line {reader.line_num}: {error}") from error
+    return header, rows
+
+
+# ------------------------------------------------------------------------------------------------- writing
+def replace(texts: Mapping[Path, str]) -> None:
+    """Replaces files whole. All new texts are on the disk before the first of them takes its place: where that cannot
+    be (StoreError), every file stays as it was."""
+    written: dict[Path, Path] = {}
+    try:
+        for path, text in texts.items():
+            place = path.resolve()  # of a link, what it leads to
+            with naming("write into", path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written[place] = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+                # what an exception says may hold anything; a row is not lost for that
+                with open(written[place], "wb") as file:
+                    file.write(text.encode("utf-8", "backslashreplace"))
+                    file.flush()
+                    os.fsync(file.fileno())
+        for place, temporary in written.items():
+            with naming("write", place):
+                os.replace(temporary, place)
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
+    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name."""
+    if fcntl is None:
+        yield
+        return
+    with naming("open", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        others = path.exists() and not os.access(
+            path, os.W_OK
+        )  # else open for writing: NFS locks nothing else
+        file = os.open(path, os.O_CREAT | (os.O_RDONLY if others else os.O_RDWR), 0o666)
+    try:
+        with naming("lock", path):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy()
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def changing(folder: Path) -> Iterator[None]:
+    """Alone in changing the files of a folder; what a killed process left half written is swept first."""
+    with lock(folder / ".lock"):
+        if fcntl is not None:
+            with naming("write into", folder):
+                for leftover in folder.rglob(".*.tmp"):
+                    leftover.unlink()
+        yield

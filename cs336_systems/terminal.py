@@ -1,0 +1,54 @@
+"""How commands behave on a terminal: Ctrl-C ends them in a line, options take several values."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import types
+import typing
+from typing import Any
+
+import typer
+import typer.core
+
+
+class Interruptible(typer.core.TyperGroup):
+    """Commands that Ctrl-C ends with one line and exit code 130."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            if before is signal.default_int_handler:  # a shell's background jobs ignore it
+                signal.signal(signal.SIGINT, _interrupt)
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from cs336_systems.launch.team import rank_here
+
+            if not rank_here():  # of torchrun's ranks the first speaks for all
+                typer.echo("Interrupted", err=True)
+            raise typer.Exit(130) from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
+    logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
+    raise KeyboardInterrupt
+
+
+class Lists(typer.core.TyperCommand):
+    """A command whose options take several values with blanks between them too: `--size small medium`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        takes = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", False)}
+        joined: list[str] = []
+        value_of = ""  # the option whose value the next word is, or adds to
+        for arg in args:
+            if arg.startswith("-") and arg != "-":
+                value_of = arg if arg in takes else ""
+                joined.append(arg)
+            elif value_of and joined[-1] != value_of:
+                joined[-1] += f",{arg}"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, joined)
