@@ -70,7 +70,8 @@ class Trainer:
         sizes = config.model.sizes(data.vocab_size)
         self.sizes = sizes
         torch.manual_seed(config.run.seed)
-        self.model = build(sizes, config.model.attention, device=self.device)
+        attention = modes.attention_of(config.model.attention, self.device)
+        self.model = build(sizes, attention, device=self.device)
         if config.checkpoints.init_from:
             self._take_weights(checkpoints.weights_of(Path(config.checkpoints.init_from)))
         self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
