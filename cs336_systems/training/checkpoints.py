@@ -25,6 +25,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from cs336_systems.training.outputs import sync_folder
+
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
 
@@ -59,7 +61,7 @@ def save(
         if final.exists():
             shutil.rmtree(final)
         os.replace(new, final)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CheckpointError(f"cannot write {final}: {error.strerror or error}{_instead(folder)}") from error
@@ -77,15 +79,6 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _sweep(folder: Path) -> None:

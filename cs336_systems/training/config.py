@@ -52,7 +52,7 @@ class Text:
 
     source: str = _text("stories", "stories, tinystories, random, or a file or folder of text")
     train_mb: float = _number(
-        8.0, 0, "megabytes of stories to write; of other texts the most to take (0: all)"
+        8.0, 0, "megabytes of stories or random tokens to make; of other texts the most to take (0: all)"
     )
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
     seed: int = _number(0, 0, "of the stories, or of the random tokens")
@@ -339,6 +339,8 @@ def checked(config: TrainingConfig) -> TrainingConfig:
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "
             f"batch.accumulate={config.batch.accumulate}"
         )
+    if config.text.source in ("stories", "random") and not config.text.train_mb:
+        raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
     if not config.out.strip():
         raise ValueError("out=''; it must name a folder")
     if config.model.attention not in ("auto", *IMPLEMENTATIONS):

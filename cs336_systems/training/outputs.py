@@ -96,7 +96,7 @@ def _made(
         (folder / f"{name}.json").unlink(missing_ok=True)
         for file in files:
             os.replace(new / file, folder / file)
-        _sync_folder(folder)
+        sync_folder(folder)
         os.replace(new / f"{name}.json", folder / f"{name}.json")
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -109,7 +109,7 @@ def _synced(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     if os.name == "posix":  # elsewhere a folder cannot be opened
         descriptor = os.open(folder, os.O_RDONLY)
         try:

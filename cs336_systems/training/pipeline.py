@@ -217,7 +217,7 @@ class Speaker:
                 checkpoints.best_of(place / "checkpoints")
                 or checkpoints.newest_sound(place / "checkpoints")[0]
             )
-        if path is None or not path.is_dir():
+        if path is None or not (path / "checkpoint.json").is_file():
             raise ValueError(f"{place} is neither a checkpoint nor the folder of a run that has one")
         about, weights, *_ = checkpoints.load(path)
         self.path = path
@@ -244,7 +244,7 @@ class Speaker:
         from cs336_systems.training.tokens import END_OF_TEXT
 
         end = self.tokenizer.token_to_id(END_OF_TEXT)
-        ids = self.tokenizer.encode(prompt).ids or [end]
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
         sampling = Sampling(temperature, top_k, top_p, seed)
         new: list[int] = []
         shown = ""
