@@ -29,6 +29,7 @@ import typer
 import typer.core
 
 from cs336_systems import terminal
+from cs336_systems.training import commands as training
 
 app = typer.Typer(
     cls=terminal.Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -253,6 +254,11 @@ def merge(
         )
     for machine, table, count in merged:
         typer.echo(f"{machine}: {count} rows of {table}")
+
+
+# -------------------------------------------------------------------------------- training
+for command in (training.data, training.tokenize, training.train, training.generate):
+    app.command()(command)
 
 
 # -------------------------------------------------------------------------------- benchmarks

@@ -1,0 +1,55 @@
+"""Which tokens a rank sees at a step: a function of the step alone, so that a run resumes anywhere.
+
+    batches = Batches(tokens, context_length=512, sequences=64, seed=0)
+    ids, targets = batches.at(step, part=rank, parts=world_size)          # (16, 512) each, int64, for four ranks
+
+The tokens are cut into windows of `context_length`, each with the token after it. An epoch visits every window once, in
+an order drawn from the seed and the epoch's number; steps take windows off this endless stream, ranks and microbatches
+disjoint parts of a step's. Nothing is kept between calls, so neither workers nor the number of ranks make a difference.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+
+class Batches:
+    """Windows over `tokens`, a 1-D array of token ids (a memory map, usually). `sequences`: of one optimizer step, all
+    ranks and microbatches together. ValueError where there is not one window."""
+
+    def __init__(self, tokens: np.ndarray, context_length: int, sequences: int, seed: int) -> None:
+        self.windows = (len(tokens) - 1) // context_length
+        if self.windows < 1:
+            raise ValueError(
+                f"{len(tokens)} tokens; context_length={context_length} needs {context_length + 1} or more"
+            )
+        self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed
+        self._order = functools.lru_cache(maxsize=2)(
+            self._order_of_epoch
+        )  # a step may see the end of one and the next
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that visit every window once."""
+        return self.windows / self.sequences
+
+    def at(self, step: int, part: int = 0, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and targets of one of `parts` equal parts of a step: (sequences / parts, context_length), int64."""
+        share = self.sequences // parts
+        first = step * self.sequences + part * share
+        return self.windows_at([self._window(place) for place in range(first, first + share)])
+
+    def windows_at(self, windows: list[int] | range) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and targets of windows by number, as they lie in the text."""
+        n = self.context_length
+        cut = np.stack([self.tokens[w * n : (w + 1) * n + 1] for w in windows]).astype(np.int64)
+        return cut[:, :-1], cut[:, 1:]
+
+    def _window(self, place: int) -> int:
+        epoch, slot = divmod(place, self.windows)
+        return int(self._order(epoch)[slot])
+
+    def _order_of_epoch(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)

@@ -1,0 +1,378 @@
+"""Everything that a training run can be told: `TrainingConfig`, frozen dataclasses in sections. Needs no torch.
+
+    config = load("run.toml", {"optimizer.learning_rate": "3e-4", "model.size": "small"})
+
+A file is TOML or JSON with the sections and keys of the dataclasses below; what it leaves out has its default. Each
+field says in its metadata what is allowed; a wrong key or value is a ValueError that names both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.attention.registry import IMPLEMENTATIONS
+from cs336_systems.sizes import SIZES, ModelConfig, size
+
+WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
+DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
+COMPILE = ("off", "blocks", "whole")
+_LARGEST = 2**53  # what JSON and TOML readers agree on
+
+
+def _one_of(default: str, allowed: tuple[str, ...], about: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed, "about": about})
+
+
+def _number(default: float, least: float, about: str, most: float = _LARGEST, above: bool = False) -> Any:
+    """A number from `least` (or `above` it) to `most`."""
+    return field(default=default, metadata={"least": least, "most": most, "above": above, "about": about})
+
+
+def _text(default: str, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+def _switch(default: bool, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+# --------------------------------------------------------------------------------------------------- sections
+@dataclass(frozen=True)
+class Text:
+    """What is learned."""
+
+    source: str = _text("stories", "stories, tinystories, random, or a file or folder of text")
+    train_mb: float = _number(
+        8.0, 0, "megabytes of stories or random tokens to make; of other texts the most to take (0: all)"
+    )
+    valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
+    seed: int = _number(0, 0, "of the stories, or of the random tokens")
+    cache: str = _text("", "folder of texts that runs share; empty: text/ in the run's own")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Bytes to tokens."""
+
+    vocab_size: int = _number(1024, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
+    path: str = _text("", "a tokenizer.json to use instead of training one")
+    workers: int = _number(0, 0, "processes that tokenize; 0: one for each core")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The Transformer: a named size, and what differs from it (0: as the size has it)."""
+
+    size: str = _one_of("tiny", tuple(SIZES), "a name of `sizes.SIZES`")
+    context_length: int = _number(128, 1, "tokens of a sequence")
+    d_model: int = _number(0, 0, "width of the residual stream")
+    d_ff: int = _number(0, 0, "inner width of the SwiGLU")
+    num_layers: int = _number(0, 0, "blocks")
+    num_heads: int = _number(0, 0, "attention heads of a block")
+    attention: str = _text("auto", "auto, or an implementation that `cs336 doctor` lists")
+
+    def sizes(self, vocab_size: int) -> ModelConfig:
+        """The model's hyperparameters; ValueError where they do not fit together."""
+        own = {name: getattr(self, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
+        changed = {name: value for name, value in own.items() if value}
+        return dataclasses.replace(
+            size(self.size), vocab_size=vocab_size, context_length=self.context_length, **changed
+        )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, without weight decay on norms and embeddings."""
+
+    name: str = _one_of(
+        "adamw", ("adamw", "own"), "torch's (fused where it may), or the course's formula in our code"
+    )
+    learning_rate: float = _number(1e-3, 0, "at its highest", most=10, above=True)
+    beta1: float = _number(0.9, 0, "decay of the first moment", most=0.9999999)
+    beta2: float = _number(0.95, 0, "decay of the second moment", most=0.9999999)
+    eps: float = _number(1e-8, 0, "added to the root of the second moment", most=1)
+    weight_decay: float = _number(0.1, 0, "decoupled, of matrices", most=10)
+    clip: float = _number(1.0, 0, "largest norm of all gradients together; 0: any")
+    sharded: bool = _switch(False, "spread its state over the ranks (ZeRO stage 1)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long, and how the learning rate moves. One of steps, tokens, epochs and minutes is the length."""
+
+    steps: int = _number(0, 0, "optimizer steps")
+    tokens: int = _number(0, 0, "training tokens, all ranks together")
+    epochs: float = _number(0, 0, "passes over the training text")
+    minutes: float = _number(0, 0, "wall time of the loop, evaluation included")
+    kind: str = _one_of("cosine", ("cosine", "constant"), "after the warm-up")
+    warmup: float = _number(0.05, 0, "share of the length in which the learning rate rises", most=1)
+    floor: float = _number(0.1, 0, "share of the learning rate that a cosine ends at", most=1)
+
+    @property
+    def length(self) -> tuple[str, float]:
+        """The name and value of the one that is set."""
+        return next((name, getattr(self, name)) for name in _LENGTHS if getattr(self, name))
+
+
+_LENGTHS = ("steps", "tokens", "epochs", "minutes")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step sees. It does not depend on the number of ranks."""
+
+    sequences: int = _number(32, 1, "of a step, all ranks and microbatches together")
+    accumulate: int = _number(1, 1, "microbatches a step")
+    seed: int = _number(0, 0, "of the order of the sequences")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How it is computed."""
+
+    device: str = _one_of("auto", ("auto", "cpu", "cuda"), "auto: a GPU where there is one")
+    dtype: str = _one_of(
+        "auto", DTYPES, "auto: bf16 autocast on GPUs that have it, fp16 on older ones, fp32 on a CPU"
+    )
+    compile: str = _one_of("off", COMPILE, "torch.compile of each block, or of model and loss together")
+    seed: int = _number(0, 0, "of the weights")
+    deterministic: bool = _switch(False, "the same bits in every run on a GPU")
+    profile: int = _number(0, 0, "steps to record a trace of, after ten")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Several ranks."""
+
+    nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
+    wrapper: str = _one_of(
+        "in_place", WRAPPERS, "how gradients are averaged (`parallel.ddp`), or torch's own DDP"
+    )
+    bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
+    timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss on held-out text."""
+
+    every: int = _number(200, 0, "steps; 0: at the end only")
+    tokens: int = _number(65536, 0, "of the held-out text each time; 0 and the last time: all", most=_LARGEST)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is saved, beside the last step, which always is."""
+
+    every: int = _number(0, -_LARGEST, "steps; 0 or less: the last only")
+    keep: int = _number(2, 1, "of the periodic ones")
+    best: bool = _switch(False, "keep the one of the lowest validation loss as well")
+    resume: str = _text("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
+    init_from: str = _text("", "a checkpoint or safetensors file whose weights are the first")
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is written while it runs; log.csv always is."""
+
+    every: int = _number(10, 1, "steps between lines")
+    tensorboard: bool = _switch(False, "also for TensorBoard, where it is installed")
+    wandb: str = _text("", "project of Weights & Biases to log to, where wandb is installed")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The samples at the end."""
+
+    prompt: str = _text("Once upon a time", "where they begin")
+    samples: int = _number(2, 0, "how many", most=1000)
+    tokens: int = _number(160, 1, "the longest one")
+    temperature: float = _number(0.8, 0, "0: always the likeliest token", most=100)
+    top_k: int = _number(0, 0, "choose among so many; 0: all")
+    top_p: float = _number(0.95, 0, "choose among the likeliest that make up so much", most=1, above=True)
+    seed: int = _number(0, 0, "of the choices")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A whole run, section by section."""
+
+    out: str = _text("runs/stories", "folder of the run: everything that it writes")
+    text: Text = field(default_factory=Text)
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    batch: Batch = field(default_factory=Batch)
+    run: Run = field(default_factory=Run)
+    parallel: Parallel = field(default_factory=Parallel)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    logging: Logging = field(default_factory=Logging)
+    generation: Generation = field(default_factory=Generation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a file would have it, with every key."""
+        return dataclasses.asdict(self)
+
+
+# --------------------------------------------------------------------------------------------------- reading
+def load(file: str | Path | None = None, changes: Mapping[str, Any] | None = None) -> TrainingConfig:
+    """A file's configuration (the default one without a file), changed by `"section.key"` → value, and checked.
+
+    Values of `changes` may be texts, as a command line has them. Errors: ValueError that names the file, key or value
+    and what is allowed; FileNotFoundError that names the file.
+    """
+    told = _read(Path(file)) if file else {}
+    for key, value in (changes or {}).items():
+        section, dot, name = key.rpartition(".")
+        place = told.setdefault(section, {}) if dot else told
+        if not isinstance(place, dict):
+            raise ValueError(f"{section}={place!r}; it must be a section")
+        place[name] = value
+    return checked(_section(TrainingConfig, told, ""))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file.suffix not in (".toml", ".json"):
+        raise ValueError(f"{file}: a configuration is a .toml or .json file")
+    try:
+        text = file.read_text(encoding="utf-8")
+        told = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no configuration {file}") from None
+    except (OSError, ValueError) as error:  # no TOML, no JSON, no UTF-8
+        raise ValueError(f"{file}: {error}") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{file}: it must hold sections of keys, not {type(told).__name__}")
+    return told
+
+
+def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:
+    types_of = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for name, value in told.items():
+        if name not in known:
+            raise ValueError(f"unknown key {path}{name}; allowed: {', '.join(path + k for k in known)}")
+        if dataclasses.is_dataclass(types_of[name]):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{path}{name}={value!r}; it must be a section with keys")
+            values[name] = _section(types_of[name], value, f"{path}{name}.")
+        else:
+            values[name] = _value(types_of[name], known[name].metadata, value, f"{path}{name}")
+    return cls(**values)
+
+
+def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
+    """The value of one key, made from text if need be; ValueError that says what is allowed."""
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+    try:
+        value = _PARSE[kind](value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{key}={value!r}; it must be {wanted}") from None
+    if "allowed" in about and value not in about["allowed"]:
+        raise ValueError(f"{key}={value!r}; allowed: {', '.join(about['allowed'])}")
+    if "least" in about:
+        least, most, above = about["least"], about["most"], about["above"]
+        if not (least < value <= most if above else least <= value <= most):
+            raise ValueError(f"{key}={value!r}; it must be {_range(least, most, above, value > most)}")
+    return value
+
+
+def _range(least: float, most: float, above: bool, exceeded: bool) -> str:
+    low = "" if least <= -_LARGEST else f"above {least:g}" if above else f"{least:g} or more"
+    high = f"at most {most:g}" if exceeded or most < _LARGEST else ""
+    return " and ".join(filter(None, [low, high]))
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, str):
+        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value.replace("_", "")) if isinstance(value, str) else int(value)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+_PARSE: Mapping[type, Callable[[Any], Any]] = types.MappingProxyType(
+    {bool: _bool, int: _int, float: _float, str: _str}
+)
+
+
+# --------------------------------------------------------------------------------------------------- checking
+def checked(config: TrainingConfig) -> TrainingConfig:
+    """The configuration, its length filled in where nothing is set; ValueError where keys contradict each other."""
+    lengths = [name for name in _LENGTHS if getattr(config.schedule, name)]
+    if len(lengths) > 1:
+        raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(_LENGTHS)}")
+    if not lengths:
+        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, steps=600))
+    if config.batch.sequences % config.batch.accumulate:
+        raise ValueError(
+            f"batch.sequences={config.batch.sequences}; it must be a multiple of "
+            f"batch.accumulate={config.batch.accumulate}"
+        )
+    if config.text.source in ("stories", "random") and not config.text.train_mb:
+        raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
+    if not config.out.strip():
+        raise ValueError("out=''; it must name a folder")
+    if config.model.attention not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(
+            f"model.attention={config.model.attention!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
+        )
+    config.model.sizes(config.tokenizer.vocab_size)
+    return config
+
+
+def for_ranks(config: TrainingConfig, world_size: int) -> int:
+    """The sequences of a microbatch on each rank; ValueError where the step's do not go round."""
+    parts = world_size * config.batch.accumulate
+    if config.batch.sequences % parts:
+        raise ValueError(
+            f"batch.sequences={config.batch.sequences}; it must be a multiple of {parts}: "
+            f"{world_size} ranks times batch.accumulate={config.batch.accumulate}"
+        )
+    return config.batch.sequences // parts
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """Every key with its default and what it is: for `cs336 train --keys` and the documentation."""
+    default, out = TrainingConfig(), []
+    for section in dataclasses.fields(TrainingConfig):
+        value = getattr(default, section.name)
+        if not dataclasses.is_dataclass(value):
+            out.append((section.name, json.dumps(value), section.metadata["about"]))
+            continue
+        for key in dataclasses.fields(value):
+            about = key.metadata["about"]
+            if "allowed" in key.metadata and len(key.metadata["allowed"]) > 1:
+                about = f"{', '.join(key.metadata['allowed'])}: {about}"
+            out.append((f"{section.name}.{key.name}", json.dumps(getattr(value, key.name)), about))
+    return out

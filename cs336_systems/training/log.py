@@ -1,0 +1,167 @@
+"""What a run tells while it trains: log.csv, lines or a progress bar, other trackers if asked for, a loss curve."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+COLUMNS = (
+    "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
+    "tokens_per_s", "mfu", "peak_gib", "skipped_steps",
+)  # fmt: skip
+"""loss and valid_loss in nats a token; seconds of training, evaluation and checkpoints left out; skipped_steps: those
+that fp16's gradient scaling has skipped so far."""
+
+
+class RunLog:
+    """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped.
+
+    ValueError where TensorBoard or wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self, out: Path, step: int = 0, total: int | None = None, tensorboard: bool = False, wandb: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.out, self.file = out, out / "log.csv"
+        self._lines = [row for row in read(self.file) if int(row["step"]) <= step]
+        self._write_all()
+        self._bar = (
+            tqdm(total=total, initial=step, unit="step", smoothing=0.05) if sys.stderr.isatty() else None
+        )
+        self._writers = [_tensorboard(out)] if tensorboard else []
+        if wandb:
+            self._writers.append(_Wandb(wandb, out, config or {}))
+
+    def row(self, values: Mapping[str, Any]) -> None:
+        """Adds a line: values by COLUMNS, unknown ones left out. A second line of a step joins the first."""
+        row = {name: _text(values.get(name)) for name in COLUMNS}
+        if self._lines and self._lines[-1]["step"] == row["step"]:
+            self._lines[-1] |= {name: text for name, text in row.items() if text}
+            self._write_all()
+        else:
+            self._lines.append(row)
+            with open(self.file, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        self._tell(values)
+        for writer in self._writers:
+            writer.row(
+                int(values["step"]), {k: v for k, v in values.items() if v is not None and k != "step"}
+            )
+
+    def _write_all(self) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._lines)
+        new = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+        new.write_text(text.getvalue(), encoding="utf-8")
+        os.replace(new, self.file)
+
+    def _tell(self, values: Mapping[str, Any]) -> None:
+        parts = [f"step {values['step']}"]
+        for name, form in (
+            ("loss", "loss {:.4f}"), ("valid_loss", "valid {:.4f}"), ("bits_per_byte", "{:.4f} bits/byte"),
+            ("grad_norm", "grad norm {:.2f}"), ("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}"),
+            ("peak_gib", "{:.1f} GiB"),
+        ):  # fmt: skip
+            if values.get(name) is not None:
+                parts.append(form.format(values[name]))
+        if self._bar is not None:
+            self._bar.update(int(values["step"]) - self._bar.n)
+            self._bar.set_postfix_str(", ".join(parts[1:]))
+        else:
+            print(", ".join(parts), flush=True)
+
+    def close(self) -> None:
+        """Ends the bar and the other writers."""
+        if self._bar is not None:
+            self._bar.close()
+        for writer in self._writers:
+            writer.close()
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _tensorboard(out: Path) -> _TensorBoard:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(f"logging.tensorboard needs the package tensorboard ({error})") from None
+    return _TensorBoard(SummaryWriter(str(out / "tensorboard")))
+
+
+class _Wandb:
+    def __init__(self, project: str, out: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(f"logging.wandb needs the package wandb ({error})") from None
+        self._run = wandb.init(project=project, dir=str(out), config=dict(config))
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def read(file: Path) -> list[dict[str, str]]:
+    """The lines of a log, as texts; none where there is no log. ValueError for a file that is none."""
+    if not file.is_file():
+        return []
+    with open(file, newline="", encoding="utf-8") as opened:
+        reader = csv.DictReader(opened)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{file} is no training log: its columns are {reader.fieldnames}")
+        return [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+
+
+def picture(out: Path, floor: float | None = None) -> Path:
+    """Draws loss.svg beside log.csv: training and validation loss by tokens, and the text's entropy if it is known."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    lines = read(out / "log.csv")
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        FigureCanvasSVG(figure)
+        ax = figure.add_subplot()
+        for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
+            points = [(int(line["tokens"]), float(line[name])) for line in lines if line[name]]
+            if points:
+                x, y = zip(*points, strict=True)
+                ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
+        if floor is not None and math.isfinite(floor):
+            ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
+        ax.set(xlabel="training tokens", ylabel="loss, nats a token")
+        ax.grid(color="#e4e4e4", linewidth=0.7)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False)
+        path = out / "loss.svg"
+        figure.savefig(path, metadata={"Date": None})
+    return path

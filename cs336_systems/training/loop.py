@@ -1,0 +1,400 @@
+"""The training loop: on one device, or on a rank among several with any of the data-parallel wrappers.
+
+    Trainer(config, data, rank=None).run()
+
+A step does not depend on the number of ranks: `batch.sequences` windows of the text, their mean loss, its gradients
+averaged, clipped, and one update. A checkpoint holds all that the next step depends on, so a resumed run repeats the
+undisturbed one: bit for bit on a CPU, and on a GPU with `run.deterministic`; with another number of ranks to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from cs336_systems.accounting import model_flops, peaks
+from cs336_systems.launch.group import Rank
+from cs336_systems.model import build
+from cs336_systems.training import checkpoints, modes, optimizer
+from cs336_systems.training.batches import Batches
+from cs336_systems.training.config import TrainingConfig, for_ranks
+from cs336_systems.training.log import RunLog
+
+STOP = "stop"  # a file of this name in the run's folder asks for an end at the next line of the log
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; says at which step, why, and what was saved."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Token ids to learn from and to be held against. valid_bytes: of the held-out text; floor: its entropy in nats a
+    token, where it is known."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    vocab_size: int
+    valid_bytes: int
+    floor: float | None = None
+
+
+class Trainer:
+    """One rank of a run, from its weights to its last checkpoint.
+
+    rank: as the launcher gives it, inside its process group; None: this process alone. Errors: ValueError for what
+    does not fit (batch and ranks, texts shorter than a window), CheckpointError, TrainingError.
+    """
+
+    def __init__(self, config: TrainingConfig, data: Data, rank: Rank | None = None) -> None:
+        self.config, self.data = config, data
+        self.number, self.world = (rank.rank, rank.world_size) if rank else (0, 1)
+        self.device = rank.device if rank else modes.device_of(config.run.device)
+        self.dtype = modes.dtype_of(config.run.dtype, self.device)
+        self.sequences = for_ranks(config, self.world)
+        self.out = Path(config.out)
+        modes.settle(self.dtype, config.run.deterministic)
+        sizes = config.model.sizes(data.vocab_size)
+        self.sizes = sizes
+        torch.manual_seed(config.run.seed)
+        attention = modes.attention_of(config.model.attention, self.device)
+        self.model = build(sizes, attention, device=self.device)
+        if config.checkpoints.init_from:
+            self._take_weights(checkpoints.weights_of(Path(config.checkpoints.init_from)))
+        self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
+        self.held_out = Batches(data.valid, sizes.context_length, 1, 0)
+        whole = modes.WithLoss(self.model)
+        self.wrapped, self.finish = modes.wrap(whole, config.run, config.parallel, self.world)
+        self.optimizer = optimizer.make(self.model, config.optimizer, self.device)
+        kind = self.device.split(":")[0]
+        self.scaler = torch.amp.GradScaler(kind, enabled=self.dtype == "fp16", init_scale=2.0**16)
+        self.step, self.seconds, self.best, self.skipped = 0, 0.0, math.inf, 0
+        self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
+        self._count = 0
+        self._progress = 0.0  # of a run whose length is in minutes
+        self._asked_to_stop = False
+
+    # -------------------------------------------------------------------------------------------------- setting up
+    def _take_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            first = next(iter(str(error).splitlines()[1:]), str(error)).strip()
+            raise ValueError(
+                f"the weights do not fit model.size={self.config.model.size!r}: {first}"
+            ) from None
+
+    # ------------------------------------------------------------------------------------------------------- a step
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where minutes decide."""
+        kind, value = self.config.schedule.length
+        if kind == "minutes":
+            return None
+        if kind == "steps":
+            return int(value)
+        per_step = self.config.batch.sequences * self.sizes.context_length
+        steps = value / per_step if kind == "tokens" else value * self.batches.steps_per_epoch
+        return max(1, math.ceil(steps))
+
+    def progress(self) -> float:
+        """The share of the run that is done."""
+        total = self.total_steps()
+        return self._progress if total is None else self.step / total
+
+    def _tensors(self, arrays: tuple[np.ndarray, np.ndarray]) -> list[torch.Tensor]:
+        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+        if self.device == "cpu":
+            return tensors
+        return [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
+
+    def train_step(self) -> torch.Tensor | None:
+        """One optimizer step; the norm of its gradients before clipping."""
+        config = self.config
+        total = self.total_steps()
+        done = self._progress if total is None else (self.step + 1) / total
+        for group in self.optimizer.param_groups:
+            group["lr"] = optimizer.learning_rate(config.schedule, config.optimizer.learning_rate, done)
+        accumulate = config.batch.accumulate
+        for micro in range(accumulate):
+            part = micro * self.world + self.number
+            ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
+            last = micro == accumulate - 1
+            quiet = nullcontext() if last or not hasattr(self.wrapped, "no_sync") else self.wrapped.no_sync()
+            with quiet:
+                with modes.autocast(self.dtype, self.device):
+                    loss = self.wrapped(ids, targets)
+                self.scaler.scale(loss / accumulate).backward()
+            self._sum += loss.detach() / accumulate
+        self.finish()
+        self._count += 1
+        self.scaler.unscale_(self.optimizer)
+        largest = config.optimizer.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return norm
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+    @torch.no_grad()
+    def evaluate(self, everything: bool = False) -> float:
+        """Mean loss on the held-out text, nats a token: of its first `evaluation.tokens`, or of all."""
+        windows = self.held_out.windows
+        limit = self.config.evaluation.tokens
+        if limit and not everything:
+            windows = min(windows, max(1, limit // self.sizes.context_length))
+        mine = range(self.number, windows, self.world)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for start in range(0, len(mine), self.sequences):
+            some = mine[start : start + self.sequences]
+            ids, targets = self._tensors(self.held_out.windows_at(some))
+            with modes.autocast(self.dtype, self.device):
+                logits = self.model(ids)
+            nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            total += torch.stack([nats.double(), torch.tensor(float(targets.numel()), device=self.device)])
+        self._add_up(total)
+        return (total[0] / total[1]).item()
+
+    def bits_per_byte(self, loss: float) -> float:
+        """A loss in nats a token as bits a byte of the held-out text."""
+        return loss / math.log(2) * (len(self.data.valid) / self.data.valid_bytes)
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        if self.world > 1:
+            dist.all_reduce(tensor)
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+    @property
+    def folder(self) -> Path:
+        """Where the run's checkpoints are."""
+        return self.out / "checkpoints"
+
+    def save(self) -> Path:
+        """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
+        state_of_optimizer = self.optimizer.state_dict()
+        random = {"cpu": torch.get_rng_state()}
+        if self.device != "cpu":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        states: list[Any] = [random]
+        if self.world > 1:
+            states = [None] * self.world
+            dist.all_gather_object(states, random)
+        path, trouble = self.folder / f"step-{self.step:08d}", [""]
+        if self.number == 0:
+            state = {"scaler": self.scaler.state_dict(), "random": states, "sum": self._sum.cpu()}
+            about = {
+                "count": self._count, "seconds": self.seconds, "skipped": self.skipped,
+                "progress": self._progress, "best": self.best if math.isfinite(self.best) else None,
+                "world_size": self.world, "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
+            }  # fmt: skip
+            try:
+                checkpoints.save(
+                    self.folder, self.step, self.model.state_dict(), state_of_optimizer, state, about
+                )
+                checkpoints.keep(self.folder, self.config.checkpoints.keep)
+            except checkpoints.CheckpointError as error:
+                trouble = [str(error)]
+        if self.world > 1:
+            dist.broadcast_object_list(trouble, src=0)
+        if trouble[0]:
+            raise checkpoints.CheckpointError(trouble[0])
+        return path
+
+    def resume(self, path: Path) -> None:
+        """Takes up a run where a checkpoint left it; CheckpointError for one that is not sound, ValueError for one of
+        another model."""
+        about, weights, state_of_optimizer, state = checkpoints.load(path)
+        self._take_weights(weights)
+        self.optimizer.load_state_dict(state_of_optimizer)
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if len(state["random"]) == self.world:
+            random = state["random"][self.number]
+            torch.set_rng_state(random["cpu"])
+            if self.device != "cpu" and "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"], self.device)
+        self._sum.copy_(state["sum"])
+        self.step, self._count, self.seconds = about["step"], about["count"], about["seconds"]
+        self.skipped, self._progress = about["skipped"], about["progress"]
+        self.best = math.inf if about["best"] is None else about["best"]
+
+    def _last_saved(self) -> str:
+        path, _ = checkpoints.newest_sound(self.folder)
+        return f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
+
+    # -------------------------------------------------------------------------------------------------------- the run
+    def run(self) -> dict[str, Any]:
+        """Trains to the end, or until it is asked to stop; what came of it, as JSON has it."""
+        config = self.config
+        total = self.total_steps()
+        log = None
+        if self.number == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / STOP).unlink(missing_ok=True)
+            log = RunLog(
+                self.out, self.step, total, config.logging.tensorboard, config.logging.wandb, config.to_dict()
+            )
+        valid = None
+        try:
+            with self._stopping_on_sigterm(), self._profile() as traced:
+                valid = self._steps(log, total, traced)
+        finally:
+            if log:
+                log.close()
+        return {
+            "step": self.step, "tokens": self._tokens(), "valid_loss": valid, "seconds": self.seconds,
+            "bits_per_byte": None if valid is None else self.bits_per_byte(valid), "floor": self.data.floor,
+            "stopped": self._asked_to_stop, "checkpoint": str(self.folder / f"step-{self.step:08d}"),
+        }  # fmt: skip
+
+    def _steps(self, log: RunLog | None, total: int | None, traced: Callable[[], None]) -> float | None:
+        config = self.config
+        since, at_start, norm = time.perf_counter(), self.step, None
+        while not self._asked_to_stop and (self.step < total if total is not None else self._progress < 1):
+            norm = self.train_step()
+            traced()
+            if self.world == 1 and (self.out / STOP).is_file():
+                self._asked_to_stop = True
+            ends = self.step == total
+            if self.step % config.logging.every == 0 or ends:
+                since, at_start = self._line(log, norm, since, at_start), self.step
+            now = time.perf_counter()
+            every = config.evaluation.every
+            if every and self.step % every == 0 and not ends:
+                self._note_validation(log, self.evaluate())
+            every = config.checkpoints.every
+            if every > 0 and self.step % every == 0 and not ends:
+                self._check_losses()
+                self.save()
+            since += time.perf_counter() - now  # neither is a step
+        self._check_losses()
+        valid = None if self._asked_to_stop else self.evaluate(everything=True)
+        if valid is not None:
+            self._note_validation(log, valid)
+        self.save()
+        return valid
+
+    def _line(self, log: RunLog | None, norm: torch.Tensor | None, since: float, at_start: int) -> float:
+        """Logs the steps since the last line, and has all ranks agree on the time and on whether to stop."""
+        asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
+        mean = self._check_losses()
+        now = time.perf_counter()
+        told = torch.tensor(
+            [mean, float(asked), now - since if self.number == 0 else 0.0], dtype=torch.float64
+        )
+        told = told.to(self.device)
+        self._add_up(told)
+        mean, seconds = told[0].item() / self.world, told[2].item()
+        self._asked_to_stop = told[1].item() > 0
+        self.seconds += seconds
+        kind, length = self.config.schedule.length
+        if kind == "minutes":
+            self._progress = min(1.0, self.seconds / (60 * length))
+        if self.scaler.is_enabled():
+            self.skipped = self._skipped_steps()
+        if log:
+            steps = self.step - at_start
+            per_step = self.config.batch.sequences * self.sizes.context_length
+            log.row({
+                "step": self.step, "tokens": self._tokens(), "epoch": self.step / self.batches.steps_per_epoch,
+                "seconds": self.seconds, "loss": mean, "learning_rate": self.optimizer.param_groups[0]["lr"],
+                "grad_norm": None if norm is None else float(norm), "tokens_per_s": steps * per_step / seconds,
+                "mfu": self._mfu(seconds / max(steps, 1)), "peak_gib": self._peak_gib(),
+                "skipped_steps": self.skipped if self.scaler.is_enabled() else None,
+            })  # fmt: skip
+        self._sum.zero_()
+        self._count = 0
+        return time.perf_counter()
+
+    def _skipped_steps(self) -> int:
+        """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
+        made = max((int(s["step"]) for s in self.optimizer.state.values() if "step" in s), default=0)
+        return self.step - made
+
+    def _check_losses(self) -> float:
+        """The mean loss since the last line; TrainingError where one was not finite."""
+        mean = (self._sum / max(self._count, 1)).item()
+        if not math.isfinite(mean):
+            first = self.step - self._count + 1
+            where = f"step {self.step}" if first >= self.step else f"steps {first} to {self.step}"
+            raise TrainingError(f"the loss is not finite in {where}; {self._last_saved()}")
+        return mean
+
+    def _note_validation(self, log: RunLog | None, loss: float) -> None:
+        if log:
+            log.row({
+                "step": self.step, "tokens": self._tokens(), "valid_loss": loss,
+                "bits_per_byte": self.bits_per_byte(loss),
+            })  # fmt: skip
+        if loss < self.best:
+            self.best = loss
+            if self.config.checkpoints.best:
+                path = self.save()
+                if self.number == 0:
+                    checkpoints.mark_best(path)
+
+    def _tokens(self) -> int:
+        return self.step * self.config.batch.sequences * self.sizes.context_length
+
+    def _mfu(self, seconds: float) -> float | None:
+        if self.device == "cpu":
+            return None
+        known = peaks(torch.cuda.get_device_name(self.device))
+        tflops = known.tflops.get(self.dtype) if known else None
+        if not tflops:
+            return None
+        flops = model_flops(self.sizes, self.config.batch.sequences, self.sizes.context_length, "train_step")
+        return flops / (seconds * tflops * 1e12 * self.world)
+
+    def _peak_gib(self) -> float | None:
+        return None if self.device == "cpu" else torch.cuda.max_memory_allocated(self.device) / 2**30
+
+    # ----------------------------------------------------------------------------------------------- beside the steps
+    @contextlib.contextmanager
+    def _stopping_on_sigterm(self) -> Iterator[None]:
+        """SIGTERM asks for an end after the step (of several ranks: at the next line of the log)."""
+
+        def ask(signum: int, frame: Any) -> None:
+            self._asked_to_stop = self.world == 1
+            if self.world > 1:
+                (self.out / STOP).touch()
+
+        try:
+            before = signal.signal(signal.SIGTERM, ask)
+        except ValueError:  # not the main thread, which alone hears signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @contextlib.contextmanager
+    def _profile(self) -> Iterator[Callable[[], None]]:
+        """With `run.profile`, rank 0 writes a trace of so many steps after the tenth: trace.json.gz."""
+        count = self.config.run.profile
+        if not count or self.number:
+            yield lambda: None
+            return
+        from torch.profiler import profile, schedule
+
+        def written(found: Any) -> None:
+            found.export_chrome_trace(str(self.out / "trace.json.gz"))
+
+        plan = schedule(skip_first=10, wait=0, warmup=1, active=count, repeat=1)
+        with profile(schedule=plan, on_trace_ready=written) as recorder:
+            yield recorder.step

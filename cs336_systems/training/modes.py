@@ -1,0 +1,85 @@
+"""The variants of a step: device, precision, compiler, and how several ranks average their gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cs336_systems.parallel import ddp
+from cs336_systems.training.config import Parallel, Run
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class WithLoss(nn.Module):
+    """A model and its cross entropy: ids and targets (B, S) → mean loss in nats. What wrappers and compilers get."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+
+
+def device_of(asked: str) -> str:
+    """The device that a run without ranks takes; ValueError where a GPU is asked for and there is none."""
+    gpu = torch.cuda.is_available()
+    if asked == "cuda" and not gpu:
+        raise ValueError("run.device='cuda'; this machine has no CUDA device: allowed are auto, cpu")
+    return "cuda" if asked != "cpu" and gpu else "cpu"
+
+
+def dtype_of(asked: str, device: str) -> str:
+    """What "auto" means on a device: bf16 where a GPU multiplies it, fp16 on older ones, fp32 on a CPU."""
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+
+
+def attention_of(asked: str, device: str) -> str:
+    """What "auto" means on a device: on a CPU torch's fused attention, which is several times as fast as plain code."""
+    return "sdpa" if asked == "auto" and device == "cpu" else asked
+
+
+def settle(dtype: str, deterministic: bool) -> None:
+    """What is global to a process: the precision of fp32 matmuls, and torch's flag for determinism."""
+    torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
+    """What forward passes run under."""
+    return torch.autocast(device.split(":")[0], NARROW[dtype]) if dtype in NARROW else nullcontext()
+
+
+def wrap(
+    module: WithLoss, run: Run, parallel: Parallel, world_size: int
+) -> tuple[nn.Module, Callable[[], None]]:
+    """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients."""
+    if run.compile == "blocks":
+        for layer in module.model.layers:
+            layer.compile()
+    elif run.compile == "whole":
+        module.compile(fullgraph=True, dynamic=False)
+    name, mb = parallel.wrapper, parallel.bucket_mb
+    if world_size == 1 or name == "none":
+        return module, lambda: None
+    if name == "torch":
+        return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb), lambda: None
+    with_buckets = {"bucketed": ddp.BucketedDDP, "in_place": ddp.InPlaceDDP}
+    if name in with_buckets:
+        own = with_buckets[name](module, mb)
+    else:
+        own = {"naive": ddp.NaiveDDP, "flat": ddp.FlatDDP, "overlapped": ddp.OverlappedDDP}[name](module)
+    return own, own.finish_gradient_synchronization

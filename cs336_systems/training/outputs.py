@@ -1,0 +1,140 @@
+"""What a stage of a run leaves: files that are there whole or not at all, taken again when made from the same.
+
+    told = stage(folder, "text", made_from, make, started, log=print)
+
+`<name>.json` beside the files is written last. It says what they were made from (settings, SHA-256 of inputs) and the
+size and SHA-256 of each; what says otherwise, or has files of other sizes, is made anew. Dates play no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_FORMAT = 1  # of the files that stages write: what has another is made anew
+
+
+def stage(
+    folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
+    started: float, log: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """What `<name>.json` in `folder` says, after the files it speaks of were found there, or made.
+
+    make(new) writes files into the empty folder `new` and returns what else is to be said, JSON, with a line about it
+    under "about". started: `time.perf_counter()` when the stage began, for the line that is logged. OSError that names
+    the folder where it cannot be written; nothing half-written is left then.
+    """
+    made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
+    told, verb = _taken(folder, name, made_from), "took"
+    if told is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
+                told = _taken(folder, name, made_from)  # made by another process, while this one waited
+                if told is None:
+                    told, verb = _made(folder, name, made_from, make), "made"
+        except OSError as error:
+            raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
+    log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
+    return told
+
+
+def check(folder: Path, name: str) -> None:
+    """Reads a stage's files in full; ValueError that names the one which is missing or not what `<name>.json` says."""
+    try:
+        files = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder / name}.json cannot be read: {error}") from None
+    for file, expected in files.items():
+        if not (folder / file).is_file() or sha256(folder / file) != expected["sha256"]:
+            raise ValueError(
+                f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
+            )
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        sizes = {file: (folder / file).stat().st_size for file in told["files"]}
+        expected = {file: about["bytes"] for file, about in told["files"].items()}
+        same = told["from"] == made_from and sizes == expected
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or none of ours: to be made
+        return None
+    return told if same else None
+
+
+def _made(
+    folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any]:
+    new = folder / ".making"
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir()
+    try:
+        about = make(new)
+        files = {path.name: _synced(path) for path in sorted(new.iterdir())}
+        told = {"from": made_from, **about, "files": files}
+        (new / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        _synced(new / f"{name}.json")
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        for file in files:
+            os.replace(new / file, folder / file)
+        sync_folder(folder)
+        os.replace(new / f"{name}.json", folder / f"{name}.json")
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return json.loads(json.dumps(told))
+
+
+def _synced(path: Path) -> dict[str, Any]:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """One process at a time makes what a folder holds, where the system and the disk have locks. `wait` is called by
+    one that is not the first."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)  # the folder itself is the lock: no file to leave behind
+    try:
+        with contextlib.suppress(OSError):  # some network disks have none
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,189 @@
+"""Where the text comes from: a stage that leaves train.txt and valid.txt in a folder, and text.json beside them.
+
+    info = prepare(config.text, Path("runs/stories/text"))
+
+Both hold documents, each ended by a line `<|endoftext|>` (`training.documents`). Of sources (`text.source`) there are
+
+    stories       our own (`training.stories`), whose entropy is known
+    tinystories   `roneneldan/TinyStories` (V2, by GPT-4) from its hub, by the package huggingface_hub
+    random        token ids drawn uniformly, to measure speed with: no text at all
+    a path        a file, or a folder whose *.txt are taken in the order of their names; the last documents are held out
+
+Megabytes are 10^6 bytes of documents. Of a path no more than a tenth is held out, or one document. Limits fall between
+documents, except that a single one is cut in two, and one that is longer than its limit to it.
+
+`tinystories` was tested against a stand-in for the hub on 127.0.0.1, connections that break and wrong content included,
+not against the hub itself. What arrives is held against the SHA-256 by which the hub names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.training import documents, outputs
+
+if TYPE_CHECKING:
+    from cs336_systems.training.config import Text
+
+REPOSITORY = "roneneldan/TinyStories"
+_HUB_FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-GPT4-valid.txt"}
+_VALID_FROM = 2**40  # index of the first story that is held out: no training text comes so far
+_MB = 10**6
+
+
+@dataclass(frozen=True)
+class Split:
+    """One of the two files. bytes: of its documents; sha256: of the file; nats: -log p of all documents, of stories."""
+
+    path: Path
+    documents: int
+    bytes: int
+    sha256: str
+    nats: float | None = None
+
+
+@dataclass(frozen=True)
+class TextInfo:
+    """What the text is. Of random tokens there are no files: `bytes` is then the size of the token ids to draw."""
+
+    source: str
+    seed: int
+    train: Split
+    valid: Split
+
+
+# A source: what it is, the inputs that the text depends on, and what writes train.txt and valid.txt into a folder and
+# says for both how many documents and bytes they are.
+_Source = tuple[str, Any, Callable[[Path], dict[str, dict[str, Any]]]]
+
+
+def prepare(config: Text, folder: Path, log: Callable[[str], None] = print) -> TextInfo:
+    """The text that `config` asks for: taken from `folder`, or made there; in `config.cache`, in a folder of its own.
+
+    Errors: ValueError for a source that does not exist, is empty, cannot be read or fetched, or is not UTF-8; OSError
+    that names the folder where it cannot be written.
+    """
+    started = time.perf_counter()
+    endless = config.source in ("stories", "random")
+    if endless and not config.train_mb:
+        raise ValueError(f"text.train_mb=0; of {config.source}, which have no end, it must be above 0")
+    if config.source == "random":
+        log("text: random tokens need none")
+        sizes = [round(mb * _MB) for mb in (config.train_mb, config.valid_mb)]
+        return TextInfo("random", config.seed, *(Split(folder, 0, size, "") for size in sizes))
+    kind, inputs, write = {"stories": _stories, "tinystories": _tinystories}.get(config.source, _files)(
+        config
+    )
+    made_from = {"source": kind, "train_mb": config.train_mb, "valid_mb": config.valid_mb, "inputs": inputs}
+    made_from |= {"seed": config.seed} if endless else {}
+    if config.cache:
+        folder /= f"{kind}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]}"
+    source = Path(config.source).expanduser().resolve()
+    if kind == "files" and folder.resolve() in (source, source.parent):
+        raise ValueError(f"text.source={config.source!r} lies in {folder}, which is to be written")
+
+    def make(new: Path) -> dict[str, Any]:
+        splits = write(new)
+        sizes = [f"{s['bytes'] / _MB:,.1f} MB in {s['documents']:,} documents" for s in splits.values()]
+        return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
+
+    told = outputs.stage(folder, "text", made_from, make, started, log)
+    train, valid = (
+        Split(folder / f"{name}.txt", sha256=told["files"][f"{name}.txt"]["sha256"], **told["splits"][name])
+        for name in ("train", "valid")
+    )
+    return TextInfo(kind, config.seed, train, valid)
+
+
+def _stories(config: Text) -> _Source:
+    stories = importlib.import_module("cs336_systems.training.stories")
+
+    def write(new: Path) -> dict[str, dict[str, Any]]:
+        splits, lines = {}, new / "lines"
+        for name, start, mb in (("train", 0, config.train_mb), ("valid", _VALID_FROM, config.valid_mb)):
+            written = stories.write(
+                lines, config.seed, start, max(1, round(mb * _MB)), workers=outputs.cores()
+            )
+            size = 0
+            with open(lines, "rb") as source, open(new / f"{name}.txt", "wb") as out:
+                for line in source:
+                    size += out.write(line.removesuffix(b"\n"))
+                    out.write(documents.END)
+            lines.unlink()
+            splits[name] = {"documents": written.stories, "bytes": size, "nats": written.nats}
+        return splits
+
+    return "stories", {"stories.py": outputs.sha256(Path(stories.__file__))}, write
+
+
+def _tinystories(config: Text) -> _Source:
+    def write(new: Path) -> dict[str, dict[str, Any]]:
+        splits = {}
+        for name, limit in (
+            ("train", config.train_mb * _MB or float("inf")),
+            ("valid", config.valid_mb * _MB),
+        ):
+            data = documents.opened(_fetched(_HUB_FILES[name]))
+            splits[name] = documents.copy(documents.found(data), new / f"{name}.txt", limit)
+        return splits
+
+    return "tinystories", {"repository": REPOSITORY, **_HUB_FILES}, write
+
+
+def _fetched(name: str) -> Path:
+    """A file in the hub's own cache, downloaded if need be."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ValueError("text.source='tinystories' needs the package huggingface_hub") from None
+    for again in (False, True):
+        try:
+            file = huggingface_hub.hf_hub_download(
+                REPOSITORY, name, repo_type="dataset", force_download=again
+            )
+        except Exception as error:  # of the network, of HTTP, of the disk: its client's own types among them
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(f"text.source='tinystories': {name} cannot be fetched: {why}") from error
+        # the library compares sizes; in its cache it links to a large file by its SHA-256 (where the system has links)
+        expected = Path(os.readlink(file)).name if os.path.islink(file) else ""
+        if not re.fullmatch(r"[0-9a-f]{64}", expected) or outputs.sha256(Path(file)) == expected:
+            return Path(file)
+    raise ValueError(
+        f"text.source='tinystories': {name} arrived damaged, twice: its SHA-256 is not {expected}"
+    )
+
+
+def _files(config: Text) -> _Source:
+    source = Path(config.source).expanduser()
+    try:
+        if not config.source.strip() or not source.exists():
+            allowed = "stories, tinystories, random, or a file or folder of text"
+            raise ValueError(f"text.source={config.source!r}; allowed: {allowed}")
+        paths = sorted(source.glob("*.txt")) if source.is_dir() else [source]
+        inputs = [[path.name, outputs.sha256(path)] for path in paths]
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+    if not paths:
+        raise ValueError(f"text.source={config.source!r} is a folder without *.txt files")
+
+    def write(new: Path) -> dict[str, dict[str, Any]]:
+        files = [documents.opened(path) for path in paths]
+        train, valid = documents.held_out(files, config.valid_mb * _MB)
+        splits = {
+            "train": documents.copy(train, new / "train.txt", config.train_mb * _MB or float("inf")),
+            "valid": documents.copy(valid, new / "valid.txt", config.valid_mb * _MB),
+        }
+        if not all(split["bytes"] for split in splits.values()):
+            raise ValueError(f"{source} has too little text to learn from some and hold some out")
+        return splits
+
+    return "files", inputs, write

@@ -1,0 +1,249 @@
+"""From text to token ids: a stage that leaves tokenizer.json, train.bin and valid.bin, and tokens.json beside them.
+
+    info = prepare(config.tokenizer, text_info, Path("runs/stories/tokens"))
+    info.train[:10]                                             # a memory map; `info.end_of_text` after each document
+
+The tokenizer is a byte-level BPE by the package tokenizers: the end of text, 256 bytes, and merges up to `vocab_size`,
+learned on the training text (of a longer one than 100 MB, on blocks of it evenly apart that make up so much). It
+encodes and decodes any text without loss. A tokenizer.json of other making is used as it is.
+
+Blocks of about 1 MB are tokenized in processes; which process has which makes no difference.
+
+A .bin file is an array of little-endian uint16, or uint32 where the vocabulary is larger than 65,536.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from cs336_systems.training import documents, outputs
+from cs336_systems.training.documents import END_OF_TEXT, Block
+from cs336_systems.training.text import Split, TextInfo
+
+if TYPE_CHECKING:
+    from cs336_systems.training import config as configuration
+
+_LEARN_FROM = 100 * 10**6  # bytes: BPE learns no better from more
+_DRAW = 2**22  # random tokens at a time
+
+
+@dataclass(frozen=True)
+class TokensInfo:
+    """Token ids to learn from and to be held against, as memory maps.
+
+    valid_bytes: bytes of the text held out; of random tokens, of the array. floor_nats_per_token: the entropy of the
+    text held out, where it is known. tokenizer, end_of_text: None of random tokens.
+    """
+
+    train: np.memmap
+    valid: np.memmap
+    vocab_size: int
+    end_of_text: int | None
+    tokenizer: Path | None
+    valid_bytes: int
+    floor_nats_per_token: float | None
+
+
+def prepare(
+    config: configuration.Tokenizer, text: TextInfo, folder: Path, log: Callable[[str], None] = print
+) -> TokensInfo:
+    """The tokens of `text`: taken from `folder`, or made there. They do not depend on `config.workers`.
+
+    Errors: ValueError where `config.path` is no tokenizer or has no end of text, or the text is damaged; OSError that
+    names the folder where it cannot be written.
+    """
+    started = time.perf_counter()
+    given = Path(config.path).expanduser() if config.path else None
+    vocab_size = _vocab_size(load_tokenizer(given)) if given else config.vocab_size
+    tokenizer = outputs.sha256(given) if given else None
+    made_from: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": tokenizer}
+    random = text.source == "random"
+    if random:
+        made_from["random"] = {"seed": text.seed, "train": text.train.bytes, "valid": text.valid.bytes}
+        make = lambda new: _draw(text, vocab_size, new)
+    else:
+        made_from["text"] = {"train": text.train.sha256, "valid": text.valid.sha256}
+        make = lambda new: _tokenize(config, given, text, new, log)
+    told = outputs.stage(folder, "tokens", made_from, make, started, log)
+    train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid"))
+    nats = text.valid.nats
+    return TokensInfo(
+        train=train,
+        valid=valid,
+        vocab_size=told["vocab_size"],
+        end_of_text=told["end_of_text"],
+        tokenizer=None if random else folder / "tokenizer.json",
+        valid_bytes=valid.nbytes if random else text.valid.bytes,
+        floor_nats_per_token=math.log(vocab_size) if random else None if nats is None else nats / len(valid),
+    )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json that encodes texts of any length, and reads no special tokens out of them.
+
+    `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. ValueError that names the file
+    where it is none, or has no end of text.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the package raises nothing more exact
+        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {why}") from None
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"tokenizer.path={str(path)!r} has no token {END_OF_TEXT}")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+    return tokenizer
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab().values()) + 1  # some leave ids out
+
+
+def _dtype(vocab_size: int) -> str:
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+# ------------------------------------------------------------------------------------------------------------ making
+def _draw(text: TextInfo, vocab_size: int, new: Path) -> dict[str, Any]:
+    """Tokens without a text, all as likely."""
+    dtype, counts = np.dtype(_dtype(vocab_size)), {}
+    for part, (name, split) in enumerate((("train", text.train), ("valid", text.valid))):
+        random = np.random.Generator(np.random.PCG64([text.seed, part]))
+        counts[name] = max(1, split.bytes // dtype.itemsize)
+        with open(new / f"{name}.bin", "wb") as out:
+            for start in range(0, counts[name], _DRAW):
+                size = min(_DRAW, counts[name] - start)
+                out.write(random.integers(vocab_size, size=size, dtype=dtype.newbyteorder("=")).astype(dtype))
+    return {
+        "vocab_size": vocab_size,
+        "dtype": dtype.str,
+        "end_of_text": None,
+        "counts": counts,
+        "about": f"{counts['train']:,} and {counts['valid']:,} random tokens of {vocab_size:,}",
+    }
+
+
+def _tokenize(
+    config: configuration.Tokenizer, given: Path | None, text: TextInfo, new: Path, log: Callable[[str], None]
+) -> dict[str, Any]:
+    outputs.check(text.train.path.parent, "text")
+    path = new / "tokenizer.json"
+    if given:
+        shutil.copyfile(given, path)
+    else:
+        log(f"tokens: learning {config.vocab_size:,} of them from the text")
+        _learn(text.train.path, config.vocab_size).save(str(path))
+    tokenizer = load_tokenizer(path)
+    vocab_size = _vocab_size(tokenizer)
+    splits = {"train": text.train, "valid": text.valid}
+    counts = {
+        name: _encode(split, path, config.workers, new / f"{name}.bin", _dtype(vocab_size))
+        for name, split in splits.items()
+    }
+    short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
+    return {
+        "vocab_size": vocab_size,
+        "dtype": _dtype(vocab_size),
+        "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
+        "counts": counts,
+        "bytes": {name: split.bytes for name, split in splits.items()},
+        "about": f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}{short}, "
+        f"{text.train.bytes / counts['train']:.2f} bytes each",
+    }
+
+
+def _learn(path: Path, vocab_size: int) -> Tokenizer:
+    blocks, size = list(documents.blocks(path)), path.stat().st_size
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # learning a word takes the square of its length, and memory is reserved for every token asked for
+    short = pre_tokenizers.Split(Regex(r"\S{256}|\s{256}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([short, words])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, 257 + size),
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(map(documents.texts, blocks[:: math.ceil(size / _LEARN_FROM)]), trainer)
+    tokenizer.pre_tokenizer = words
+    return tokenizer
+
+
+def _encode(split: Split, tokenizer: Path, workers: int, out: Path, dtype: str) -> int:
+    """Writes a split's tokens and counts them."""
+    blocks, count = list(documents.blocks(split.path)), 0
+    workers = min(workers or outputs.cores(), len(blocks))
+    with (
+        tqdm(total=blocks[-1][2], desc=out.stem, unit="B", unit_scale=True, disable=None) as bar,
+        open(out, "wb") as file,
+        _mapped(blocks, (tokenizer, dtype), workers) as arrays,
+    ):
+        for (_, start, end), ids in zip(blocks, arrays, strict=True):
+            file.write(ids)
+            count += len(ids)
+            bar.update(end - start)
+    return count
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+@contextlib.contextmanager
+def _mapped(blocks: list[Block], how: tuple[Path, str], workers: int) -> Iterator[Iterable[np.ndarray]]:
+    """The tokens of each block, in order; left early, the processes end."""
+    if workers == 1:
+        _begin(*how)
+        yield map(_ids, blocks)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would inherit threads
+    with (
+        ProcessPoolExecutor(workers, context, _begin_process, how) as pool,
+        contextlib.closing(pool.map(_ids, blocks)) as arrays,  # what has not begun is left out
+    ):
+        yield arrays
+
+
+def _begin_process(tokenizer: Path, dtype: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that stops
+    parent = multiprocessing.parent_process()  # killed, it would leave some that wait for ever
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _begin(tokenizer, dtype)
+
+
+def _begin(tokenizer: Path, dtype: str) -> None:
+    global _worker
+    _worker = load_tokenizer(tokenizer), dtype
+
+
+_worker: tuple[Tokenizer, str]  # of this process
+
+
+def _ids(block: Block) -> np.ndarray:
+    tokenizer, dtype = _worker
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    ids: list[int] = []
+    for encoded in tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False):
+        ids += encoded.ids
+        ids.append(end_of_text)
+    return np.array(ids[:-1], dtype)

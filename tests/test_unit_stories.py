@@ -1,0 +1,254 @@
+"""Stories: the same bytes everywhere, probabilities that a reader finds in the text alone, English that agrees."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+from itertools import pairwise
+
+import pytest
+
+from cs336_systems.training import stories
+from cs336_systems.training.stories import TABLES, Table, entropy_nats, story, tell, write
+
+SHE, HE = r"\b(she|her|herself)\b", r"\b(he|his|him|himself)\b"
+
+
+@pytest.fixture(scope="module")
+def thousand():
+    return list(stories.stories(0, 0, 1000))
+
+
+class Choice(Exception):
+    pass
+
+
+def go_on(state, chosen=None):
+    """Takes alternative `chosen` where a story stands and tells on to its next choice: state, what it says, table."""
+    todo, bound, drawn = state[0][:], dict(state[1]), {name: words[:] for name, words in state[2].items()}
+    said, ahead, at = [], [chosen] * (chosen is not None), None
+
+    def choose(table):
+        nonlocal at
+        if ahead:
+            return ahead.pop()
+        at = table
+        raise Choice
+
+    try:
+        tell(choose, todo, bound, drawn, said)
+    except Choice:
+        return (todo, bound, drawn), "".join(said), at
+    return (todo, bound, drawn), "".join(said) + "\n", None
+
+
+def beginnings(texts):
+    """Those that others begin with: in order, they stand right before one of these."""
+    return [one for one, other in pairwise(sorted(texts)) if other.startswith(one)]
+
+
+def start():
+    return go_on(([TABLES["story"]], {}, {}))
+
+
+def branches(state, table):
+    """What each alternative leads to; none may say what another's text begins with, so that a reader can tell them."""
+    after = {k: go_on(state, k) for k, weight in enumerate(table.weights) if weight}
+    assert not beginnings(said for _, said, _ in after.values())
+    return after
+
+
+def read(text):
+    """-log p of each choice, from the text alone."""
+    text += "\n"
+    (state, said, table), at, nats = start(), 0, []
+    while table:
+        assert text.startswith(said, at)
+        at += len(said)
+        after = branches(state, table)
+        [chosen] = [k for k, (_, said, _) in after.items() if text.startswith(said, at)]
+        nats.append(table.nats[chosen])
+        state, said, table = after[chosen]
+    assert text[at:] == said
+    return nats
+
+
+def texts(state, said, table, p=1.0):
+    """All texts of a story that stands at a choice, with their probabilities as products of weights."""
+    if table is None:
+        yield said, p
+        return
+    for k, after in branches(state, table).items():
+        q = p * table.weights[k] / sum(table.weights)
+        yield from ((said + rest, r) for rest, r in texts(*after, q))
+
+
+def nested(table):
+    yield table
+    for steps in table.steps:
+        for step in steps:
+            if isinstance(step, Table):
+                yield from nested(step)
+
+
+def test_the_bytes_never_change(thousand):
+    digest = hashlib.sha256("\n".join(one.text for one in thousand).encode()).hexdigest()
+    assert digest == "bb9059b79ee6aa09a7294c54647e71ea17e675ec8464c6a50fefa6e5d5795400"
+    assert math.fsum(one.nats for one in thousand) == pytest.approx(77105.25683039546, rel=1e-9)
+
+
+def test_a_story_depends_on_seed_and_index_alone(thousand):
+    assert story(0, 999) == thousand[999]
+    assert list(stories.stories(0, 17, 3)) == thousand[17:20]
+    assert len({one.text for one in thousand}) == 1000
+    assert not {one.text for one in stories.stories(1, 0, 1000)} & {one.text for one in thousand}
+
+
+def test_a_reader_finds_the_probability_in_the_text(thousand):
+    for one in thousand[:100]:
+        assert math.fsum(read(one.text)) == pytest.approx(one.nats, rel=1e-12)
+    with pytest.raises(ValueError):
+        read(thousand[0].text.replace(" who ", " which "))
+
+
+def test_every_choice_shows_before_the_next():
+    """At each table of the grammar, in states that walks come to which take unlikely ways as often as likely ones."""
+    walk, seen = random.Random(2), set()
+    for _ in range(400):
+        state, _, table = start()
+        while table:
+            seen.add(id(table.steps))
+            state, _, table = walk.choice(list(branches(state, table).values()))
+    tables = [part for table in TABLES.values() for part in nested(table)]
+    assert [part for part in tables if len(part.steps) > 1 and id(part.steps) not in seen] == []
+
+
+def test_words_to_draw_are_words_and_none_begins_with_another():
+    steps = [
+        step for table in TABLES.values() for part in nested(table) for some in part.steps for step in some
+    ]
+    drawn = {step[0] for step in steps if isinstance(step, tuple) and len(step) == 4 and step[3]}
+    for name, table in TABLES.items():
+        if name.split(".")[0] in drawn:
+            words = [word[0] for word in table.words]
+            assert len(words) == len(table.steps), name
+            assert not beginnings(words), name
+
+
+def test_probabilities_of_a_small_grammar(monkeypatch):
+    """All its texts, by hand."""
+    tables = stories._tables(
+        "story: {x:pet} and {an y:pet}<end.x>; pet = owl fox/foxes; kid = Mia~ Tom; end: .|3*!\n"
+        "end > fox: [, two {y.s}{z=cat}, {an z}.|{z=x} and {an z}.{-h:kid} {h} saw\n {h.self}. {h.He} ran.]\n"
+    )
+    monkeypatch.setattr(stories, "TABLES", tables)
+    first, second = 2520 // 8, 2520 // 9  # weights of words
+    owl, fox = first / (first + second), second / (first + second)
+    expected = {
+        "owl and a fox.\n": owl / 4,
+        "owl and a fox!\n": owl * 3 / 4,
+        "fox and an owl, two owls, a cat.\n": fox / 2,
+        "fox and an owl and a fox. Mia saw herself. She ran.\n": fox / 2 * owl,
+        "fox and an owl and a fox. Tom saw himself. He ran.\n": fox / 2 * fox,
+    }
+    assert dict(texts(*go_on(([tables["story"]], {}, {})))) == pytest.approx(expected)
+    assert math.fsum(expected.values()) == pytest.approx(1)
+
+
+def test_frequencies_are_the_probabilities(thousand):
+    """How often each beginning, of the first two choices, comes: within four standard deviations."""
+    begins = {}
+    state, said, table = start()
+    for k, (state_k, said_k, table_k) in branches(state, table).items():
+        for j, (_, said_j, _) in branches(state_k, table_k).items():
+            p = math.exp(-table.nats[k] - table_k.nats[j])
+            begins[said + said_k + said_j] = p
+    assert math.fsum(begins.values()) == pytest.approx(1)
+    sample = thousand + list(stories.stories(0, 1000, 4000))
+    for begin, p in begins.items():
+        n = sum(one.text.startswith(begin) for one in sample)
+        assert abs(n - p * len(sample)) < 4 * math.sqrt(p * (1 - p) * len(sample)), begin
+    # one of the plots, of which `lost` counts twice
+    n = sum(" what he wanted was " in one.text or " what she wanted was " in one.text for one in sample)
+    assert abs(n - len(sample) / 8) < 4 * math.sqrt(7 / 64 * len(sample))
+
+
+def test_entropy_is_that_of_the_choices(thousand):
+    """The mean of -log p against the mean of the entropies of the choices on the way, which never looks at -log p."""
+    walk, sums = random.Random(3), []
+
+    def choose(table):
+        p = [weight / sum(table.weights) for weight in table.weights]
+        sums[-1] -= sum(q * math.log(q) for q in p if q)
+        return walk.choices(range(len(p)), p)[0]
+
+    for _ in range(2000):
+        sums.append(0.0)
+        tell(choose, [TABLES["story"]], {}, {}, [])
+    mean = math.fsum(sums) / len(sums)
+    error = math.sqrt(math.fsum((s - mean) ** 2 for s in sums)) / len(sums)
+    found = entropy_nats(0, 1000)
+    assert found["story"] == pytest.approx(math.fsum(one.nats for one in thousand) / 1000)
+    assert abs(found["story"] - mean) < 4 * math.hypot(error, found["story_error"])
+    size = math.fsum(len(one.text) for one in thousand) / 1000
+    assert found["byte"] == pytest.approx(found["story"] / size)
+    other = entropy_nats(5, 1000)
+    assert 0 < abs(found["byte"] - other["byte"]) < 4 * math.hypot(found["byte_error"], other["byte_error"])
+    assert found["byte_error"] < 0.01 * found["byte"]
+
+
+def test_form(thousand):
+    for one in thousand:
+        text = one.text
+        assert text.isascii() and text[0].isupper() and text[-1] in '."!?', text
+        assert not re.search(r"  |[][{}<>|_~*/=\n]| [.,!?]|[.!?]{2}| $", text), text
+        assert not re.search(r"[.!?] [a-z]", text), text
+        assert text.count('"') % 2 == 0, text
+        assert 60 <= len(text.split()) <= 250, text
+        for article, word in re.findall(r"\b([Aa]n?) (\w+)", text):
+            assert (article[1:] == "n") == (word[0] in "aeiou"), (article, word)
+
+
+def test_pronouns_agree(thousand):
+    """Where all who are named are women and girls, nobody is `he`, and the other way around."""
+    people = {word[0]: word[5] for name in ("kid", "grown", "neighbor") for word in TABLES[name].words}
+    names = re.compile(r"(?<![\w])(" + "|".join(map(re.escape, people)) + r")\b")
+    checked = 0
+    for one in thousand:
+        said = re.sub("aunt (May|Rose)|uncle (Joe|Ned)", "", one.text)
+        sexes = {people[name] for name in names.findall(said)}
+        if len(sexes) == 1:
+            checked += 1
+            assert not re.search(HE if sexes == {"she"} else SHE, one.text.lower()), one.text
+    assert checked > 100
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_files_do_not_depend_on_the_number_of_processes(tmp_path, workers):
+    path, num_bytes = tmp_path / "text", 900_000  # three blocks
+    total = write(path, 3, 40, num_bytes, workers)
+    lines = path.read_text("ascii").splitlines(keepends=True)
+    expected = list(stories.stories(3, 40, total.stories))
+    assert lines == [one.text + "\n" for one in expected]
+    assert total.bytes == path.stat().st_size
+    assert total.bytes - len(lines[-1]) < num_bytes <= total.bytes
+    assert total.nats == pytest.approx(math.fsum(one.nats for one in expected), rel=1e-12)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        (lambda path: story(-1, 0), "-1"),
+        (lambda path: story(0, -7), "-7"),
+        (lambda path: story(0, 2**64), str(2**64)),
+        (lambda path: write(path, 0, 0, 0), "0"),
+        (lambda path: write(path, 0, 0, 100, workers=-2), "-2"),
+    ],
+)
+def test_bad_numbers(tmp_path, call, value):
+    with pytest.raises(ValueError, match=f"{value}.*; allowed: "):
+        call(tmp_path / "text")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,564 @@
+"""Sources of text: documents, limits, what is held out; the stage is taken by content, and whole or not there."""
+
+import hashlib
+import http.server
+import importlib.util
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.training import documents, outputs, text
+from cs336_systems.training.config import load
+
+ROOT = Path(text.__file__).resolve().parents[2]
+MARK = documents.END_OF_TEXT
+
+
+def settings(**keys):
+    return load(None, {f"text.{key}": value for key, value in keys.items()}).text
+
+
+def prepare(folder, log=None, **keys):
+    """The text's two lists of documents, and what is known of it."""
+    info = text.prepare(settings(**keys), folder, log=(log if log is not None else []).append)
+    read = [split.path.read_bytes().split(documents.END) for split in (info.train, info.valid)]
+    assert all(found.pop() == b"" for found in read), "a document without its end"
+    for found, split in zip(read, (info.train, info.valid), strict=True):
+        assert (split.documents, split.bytes) == (len(found), sum(map(len, found)))
+        assert split.sha256 == hashlib.sha256(split.path.read_bytes()).hexdigest()
+    return [[document.decode() for document in found] for found in read], info
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
+    print(f"CS336_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture
+def stories(tmp_path, monkeypatch):
+    """A stand-in for the stories: story n of a seed is `seed n <n's digits spelled out>`, and has n % 7 nats."""
+    file = tmp_path / "stories.py"
+    file.write_text(
+        "import types\n"
+        "calls = []\n"
+        "def story(seed, index):\n"
+        "    return f'{seed} {index} ' + 'é' * (index % 30)\n"
+        "def write(path, seed, start, num_bytes, workers):\n"
+        "    calls.append(start)\n"
+        "    told = [story(seed, start)]\n"
+        "    while sum(len(t.encode()) + 1 for t in told) < num_bytes:\n"
+        "        told.append(story(seed, start + len(told)))\n"
+        "    content = ''.join(t + chr(10) for t in told).encode()\n"
+        "    path.write_bytes(content)\n"
+        "    nats = float(sum((start + n) % 7 for n in range(len(told))))\n"
+        "    return types.SimpleNamespace(stories=len(told), bytes=len(content), nats=nats)\n"
+    )
+    spec = importlib.util.spec_from_file_location("cs336_systems.training.stories", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    return module
+
+
+# -------------------------------------------------------------------------------------------------------------- stories
+def test_stories_are_documents_with_their_entropy(tmp_path, stories):
+    (train, valid), info = prepare(tmp_path / "out", source="stories", train_mb=0.01, valid_mb=0.002, seed=5)
+    indices = [[int(story.split()[1]) for story in told] for told in (train, valid)]
+    assert [story for told in (train, valid) for story in told] == [
+        stories.story(5, index) for told in indices for index in told
+    ]
+    assert not set(indices[0]) & set(indices[1])
+    assert 9_000 < info.train.bytes < 11_000 and 1_500 < info.valid.bytes < 2_500
+    for split, told in zip((info.train, info.valid), indices, strict=True):
+        assert split.nats == sum(index % 7 for index in told)
+
+
+def test_stories_held_out_do_not_depend_on_how_many_are_learned(tmp_path, stories):
+    (few, held_out), _ = prepare(tmp_path / "a", train_mb=0.001, valid_mb=0.001)
+    (many, same), _ = prepare(tmp_path / "b", train_mb=0.002, valid_mb=0.001)
+    assert held_out == same and many[: len(few)] == few and len(many) > len(few)
+
+
+def test_stories_are_told_anew_when_their_teller_changes(tmp_path, stories):
+    log = []
+    keys = dict(log=log, source="stories", train_mb=0.001, valid_mb=0.001)
+    prepare(tmp_path / "out", **keys)
+    prepare(tmp_path / "out", **keys)
+    assert len(stories.calls) == 2
+    with open(stories.__file__, "a") as file:
+        file.write("# another grammar\n")
+    prepare(tmp_path / "out", **keys)
+    assert [line.split()[1] for line in log] == ["made", "took", "made"]
+
+
+@pytest.mark.parametrize("source", ["stories", "random"])
+def test_what_has_no_end_needs_a_size(tmp_path, stories, source):
+    with pytest.raises(ValueError, match=r"text\.train_mb=0"):
+        prepare(tmp_path, source=source, train_mb=0)
+
+
+def test_random_tokens_have_no_text(tmp_path):
+    info = text.prepare(
+        settings(source="random", train_mb=2, seed=3), tmp_path / "out", log=lambda line: None
+    )
+    assert (info.source, info.seed, info.train.bytes) == ("random", 3, 2_000_000)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+def test_documents_end_at_the_mark_and_with_the_file(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "b.txt").write_bytes(f"second file\n{MARK}".encode() * 3)
+    (source / "a.txt").write_bytes(
+        f"{MARK}\none\n\ntwo\n{MARK}\n three {MARK}\r\nfour\r\n{MARK}{MARK} \n\t{MARK}\nfive\n".encode()
+    )
+    (source / "c.md").write_text("of another kind")
+    (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0)
+    assert train + valid == ["one\n\ntwo", " three ", "four", "five\n", *["second file"] * 3]
+
+
+def test_our_own_files_are_read_as_they_were_written(tmp_path, rng):
+    source = tmp_path / "source.txt"
+    pieces = ["a", "\n", "\r\n", "<", "|", MARK[:-1], "é", "🙂", " ", "endoftext"]
+    wanted = ["x" + "".join(rng.choices(pieces, k=rng.randrange(1, 30))) + "." for _ in range(300)]
+    source.write_bytes(b"".join(document.encode() + documents.END for document in wanted))
+    (train, valid), info = prepare(tmp_path / "out", source=str(source), train_mb=0)
+    assert train + valid == wanted
+    again, _ = prepare(tmp_path / "again", source=str(info.train.path), train_mb=0)
+    assert again[0] + again[1] == train
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["documents", "one document"])
+def test_nothing_is_in_both_and_nothing_is_lost(tmp_path, rng, marked):
+    source = tmp_path / "source.txt"
+    told = [
+        f"{n} " + "".join(rng.choices("abcé🙂\n ", k=rng.randrange(200))) for n in range(rng.randrange(2, 99))
+    ]
+    source.write_bytes((f"\n{MARK}\n" if marked else "").join(told).encode())
+    (train, valid), info = prepare(tmp_path / "out", source=str(source), train_mb=0, valid_mb=0.001)
+    if marked:
+        assert train + valid == told and train and valid
+    else:
+        assert train + valid == ["".join(train + valid)[: len(train[0])], valid[0]]
+        assert "".join(train + valid) == "".join(told)
+    longest = max(len(document.encode()) for document in told)
+    assert info.valid.bytes <= max(min(1000, source.stat().st_size / 10) + 4, longest)
+
+
+@pytest.mark.parametrize("length", [100, 101, 102, 103])
+def test_one_document_is_cut_between_characters(tmp_path, length):
+    source = tmp_path / "source.txt"
+    source.write_text("x" * (length - 100) + "🙂" * 1000, encoding="utf-8")
+    (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0, valid_mb=0.000_202)
+    assert "".join(train + valid) == source.read_text(encoding="utf-8") and valid == ["🙂" * 50]
+
+
+def test_limits_fall_between_documents(tmp_path):
+    source = tmp_path / "source.txt"
+    source.write_text(f"\n{MARK}\n".join(f"{n:03}" + "-" * 97 for n in range(100)))
+    (train, valid), _ = prepare(tmp_path / "a", source=str(source), train_mb=0.00055, valid_mb=0.00032)
+    assert [document[:3] for document in train] == ["000", "001", "002", "003", "004"]
+    assert [document[:3] for document in valid] == ["097", "098", "099"]
+
+
+def test_a_document_longer_than_the_limit_is_cut_to_it(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, letter in ("first", "é"), ("last", "ü"):
+        (source / f"{name}.txt").write_text(letter * 5000)
+    (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0.002_001, valid_mb=0.000_101)
+    assert (train, valid) == (["é" * 1000], ["ü" * 50])
+
+
+def test_a_large_file_of_small_pieces_is_checked_across_them(tmp_path, rng):
+    """A character that lies across two reads is none that is broken, and the place of one that is counts from the
+    beginning of the file."""
+    content = "ab🙂".encode() * 400_000
+    source = tmp_path / "source.txt"
+    source.write_bytes(content)
+    (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0)
+    assert "".join(train + valid).encode() == content
+    place = 6 * rng.randrange(300_000, 400_000) + 1
+    source.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(ValueError, match=f"byte {place} is 0xff"):
+        prepare(tmp_path / "out", source=str(source), train_mb=0)
+
+
+@pytest.mark.parametrize("make, named", [
+    (lambda p: None, "allowed: stories, tinystories"),
+    (lambda p: p.write_bytes(b""), "is empty"),
+    (lambda p: p.write_bytes(b"good \xe9 bad"), "not UTF-8: byte 5"),
+    (lambda p: p.write_bytes(b"cut \xe2\x82"), "not UTF-8: byte 4"),
+    (lambda p: p.write_bytes("UTF-16".encode("utf-16")), "not UTF-8: byte 0"),
+    (lambda p: p.write_text(" \n"), "too little text"),
+    (lambda p: p.write_text("a"), "too little text"),
+    (lambda p: p.mkdir(), r"without \*\.txt"),
+    (lambda p: (p / "folder.txt").mkdir(parents=True), "cannot be read"),
+], ids=["missing", "empty", "latin-1", "cut off", "utf-16", "blank", "one byte", "folder", "folder.txt"])  # fmt: skip
+def test_a_text_that_is_none_is_refused_by_name(tmp_path, make, named):
+    source = tmp_path / "named.txt"
+    make(source)
+    with pytest.raises(ValueError, match=named) as caught:
+        prepare(tmp_path / "out", source=str(source))
+    assert str(source) in str(caught.value)
+    assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
+
+
+def test_no_source_is_not_the_folder_one_stands_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("not meant")
+    with pytest.raises(ValueError, match=r"text\.source=''"):
+        prepare(tmp_path / "out", source="")
+
+
+@pytest.mark.parametrize("name", ["", "train.txt"])
+def test_a_text_is_not_written_over_its_source(tmp_path, name):
+    (tmp_path / "train.txt").write_text("precious")
+    with pytest.raises(ValueError, match="which is to be written"):
+        prepare(tmp_path, source=str(tmp_path / name))
+    assert (tmp_path / "train.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read(tmp_path):
+    source = tmp_path / "secret.txt"
+    source.write_text("text")
+    source.chmod(0)
+    with pytest.raises(ValueError, match=r"secret\.txt cannot be read"):
+        prepare(tmp_path / "out", source=str(source))
+
+
+# ------------------------------------------------------------------------------------------------------------ the stage
+@pytest.fixture
+def source(tmp_path):
+    file = tmp_path / "source.txt"
+    file.write_text(f"\n{MARK}\n".join(f"document {n}" for n in range(200)))
+    return file
+
+
+def test_content_decides_not_the_date(tmp_path, source):
+    log = []
+    keys = dict(log=log, train_mb=0)
+    prepare(tmp_path / "out", source=str(source), **keys)
+    os.utime(source, (1, 1))
+    prepare(tmp_path / "out", source=str(source), **keys)  # another date
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    source = source.rename(moved / source.name)
+    prepare(tmp_path / "out", source=str(source), **keys)  # another place
+    before = source.stat()
+    source.write_text(source.read_text().replace("document 7", "document X"))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (train, _), _ = prepare(
+        tmp_path / "out", source=str(source), **keys
+    )  # another content of the same date and size
+    assert "document X" in train
+    prepare(tmp_path / "out", source=str(source), valid_mb=0.0001, **keys)
+    assert [line.split()[1] for line in log] == ["made", "took", "took", "made", "made"]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda out: (out / "train.txt").write_bytes((out / "train.txt").read_bytes()[:-1]),
+    lambda out: (out / "valid.txt").unlink(),
+    lambda out: (out / "text.json").write_text((out / "text.json").read_text()[:-9]),
+    lambda out: (out / "text.json").write_text("[]"),
+    lambda out: (out / "text.json").unlink(),
+], ids=["truncated", "gone", "broken record", "foreign record", "no record"])  # fmt: skip
+def test_what_is_not_whole_is_made_anew(tmp_path, source, damage):
+    log = []
+    wanted, _ = prepare(tmp_path / "out", log=log, source=str(source), train_mb=0)
+    damage(tmp_path / "out")
+    assert prepare(tmp_path / "out", log=log, source=str(source), train_mb=0)[0] == wanted
+    assert "made" in log[1]
+
+
+def test_the_full_check_sees_a_byte(tmp_path, source):
+    prepare(tmp_path / "out", source=str(source), train_mb=0)
+    outputs.check(tmp_path / "out", "text")
+    file = tmp_path / "out" / "valid.txt"
+    file.write_bytes(b"D" + file.read_bytes()[1:])
+    with pytest.raises(ValueError, match=r"valid\.txt is missing or damaged"):
+        outputs.check(tmp_path / "out", "text")
+    (tmp_path / "out" / "text.json").unlink()
+    with pytest.raises(ValueError, match=r"text\.json"):
+        outputs.check(tmp_path / "out", "text")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from cs336_systems.training import config, text
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+source, out = sys.argv[1:]
+try:
+    text.prepare(config.load(None, {"text.source": source, "text.train_mb": 0}).text, Path(out))
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, source):
+    """A limit on the size of files ends a write as a full disk does."""
+    pytest.importorskip("resource")
+    out = tmp_path / "out"
+    prepare(out, source=str(source), train_mb=0.0001)  # what was there, of other settings
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(source), str(out)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"cannot write {out}: ") and done.stdout.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, source):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=f"cannot write {tmp_path}/file/out: "):
+        prepare(tmp_path / "file" / "out", source=str(source))
+
+
+def test_what_a_killed_process_left_is_no_output(tmp_path, source):
+    out = tmp_path / "out"
+    wanted, _ = prepare(out, source=str(source), train_mb=0)
+    (out / "text.json").unlink()
+    (out / ".making").mkdir()
+    (out / ".making" / "left.txt").write_text("half a ")
+    (out / "train.txt").write_text("half a ")
+    assert prepare(out, source=str(source), train_mb=0)[0] == wanted
+    assert sorted(path.name for path in out.iterdir()) == ["text.json", "train.txt", "valid.txt"]
+
+
+def test_an_interruption_between_the_files_leaves_no_record(tmp_path, source, monkeypatch):
+    """The record is gone before the first file is replaced, and comes after the last."""
+    out = tmp_path / "out"
+    prepare(out, source=str(source), train_mb=0)
+    replace = os.replace
+
+    def interrupted(old, new):
+        if Path(new).name == "valid.txt":
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    source.write_text(source.read_text().replace("document", "Document"))
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(out, source=str(source), train_mb=0)
+    assert sorted(path.name for path in out.iterdir()) == ["train.txt", "valid.txt"]
+    monkeypatch.undo()
+    (train, valid), _ = prepare(out, source=str(source), train_mb=0)
+    assert all(document.startswith("Document") for document in train + valid)
+
+
+def test_two_at_once_make_it_once(tmp_path, stories, monkeypatch):
+    pytest.importorskip("fcntl")
+    write = stories.write
+
+    def slowly(*args, **kwargs):
+        while not log:  # until the other one waits
+            time.sleep(0.01)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(stories, "write", slowly)
+    log = []
+    config = settings(train_mb=0.001, valid_mb=0.001)
+    threads = [
+        threading.Thread(target=text.prepare, args=(config, tmp_path / "out", log.append)) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line.split()[1] for line in log) == ["made", "took", "waiting"] and len(stories.calls) == 2
+
+
+def test_a_cache_holds_several_texts(tmp_path, source, stories):
+    log = []
+    for keys in (dict(source=str(source)), dict(), dict(seed=1), dict(source=str(source)), dict(seed=1)):
+        prepare(tmp_path, log=log, train_mb=0.001, valid_mb=0.001, cache="set", **keys)
+    assert [line.split()[1] for line in log] == ["made", "made", "made", "took", "took"]
+    assert len(list(tmp_path.glob("*/text.json"))) == 3
+
+
+# -------------------------------------------------------------------------------------------------- the hub, a stand-in
+class Hub:
+    """A loopback server that answers as the hub does, and breaks off, or sends other bytes, when told to."""
+
+    def __init__(self, files):
+        self.files, self.ranges, self.breaks, self.damaged = files, [], 0, False
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+            def do_HEAD(self):
+                self.answer(body=False)
+
+            def do_GET(self):
+                self.answer(body=True)
+
+            def answer(self, body):
+                repository, _, name = self.path.partition("/resolve/main/")
+                content = hub.files.get(name)
+                if repository != f"/datasets/{text.REPOSITORY}" or content is None:
+                    self.send_response(404)
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                    self.end_headers()
+                    return
+                asked = self.headers.get("Range")
+                start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+                self.send_response(206 if asked else 200)
+                digest = f'"{hashlib.sha256(content).hexdigest()}"'
+                for header in ("ETag", "X-Linked-ETag"):
+                    self.send_header(header, digest)
+                self.send_header("X-Linked-Size", str(len(content)))
+                self.send_header("X-Repo-Commit", "0" * 40)
+                self.send_header("Accept-Ranges", "bytes")
+                if asked:
+                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+                self.send_header("Content-Length", str(len(content) - start))
+                self.end_headers()
+                if not body:
+                    return
+                hub.ranges.append((name, start))
+                content = bytes(reversed(content)) if hub.damaged else content
+                if hub.breaks:
+                    hub.breaks -= 1
+                    content = content[: start + (len(content) - start) // 2]
+                self.wfile.write(content[start:])
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+FETCH = """
+import sys, time
+from pathlib import Path
+from cs336_systems.training import config, text
+time.sleep = lambda seconds: None  # between tries
+try:
+    keys = {"text.source": "tinystories", "text.train_mb": sys.argv[2]}
+    text.prepare(config.load(None, keys).text, Path(sys.argv[1]))
+except ValueError as error:
+    print(f"ValueError: {error}")
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    made = types.SimpleNamespace(
+        train=[f"A story, number {n}. " + "Café. " * 250 + "The end." for n in range(15_000)],
+        valid=["One held out.", "Another\n\none."],
+    )
+    between = f"\n{MARK}\n"
+    hub = Hub({
+        "TinyStoriesV2-GPT4-train.txt": ("\n" + between.join(made.train)).encode(),
+        "TinyStoriesV2-GPT4-valid.txt": (between.join(made.valid) + between).encode(),
+    })  # fmt: skip
+    hub.made = made
+
+    def fetch(out="out", train_mb=0):
+        environment = {
+            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+        }
+        environment |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
+            "HF_HOME": str(tmp_path / "hub"),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "5",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", FETCH, str(tmp_path / out), str(train_mb)],
+            capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    hub.fetch = fetch
+    yield hub
+    hub.close()
+
+
+def read(folder):
+    return [
+        [document.decode() for document in (folder / f"{name}.txt").read_bytes().split(documents.END)[:-1]]
+        for name in ("train", "valid")
+    ]
+
+
+def test_tinystories_come_from_the_hub_through_broken_connections(tmp_path, hub):
+    hub.breaks = 1
+    assert "made" in hub.fetch()
+    train, valid = read(tmp_path / "out")
+    assert train == ["\n" + hub.made.train[0], *hub.made.train[1:]] and valid == hub.made.valid
+    starts = [start for name, start in hub.ranges if "train" in name]
+    assert len(starts) == 2 and starts[1] > 0, "the second goes on where the first one broke off"
+    hub.close()
+    assert "took" in hub.fetch()  # needs no network
+    assert "made" in hub.fetch("other", train_mb=0.1)  # nor does the hub's own cache
+    assert read(tmp_path / "other")[0] == train[: len(read(tmp_path / "other")[0])] != train
+    for number, blob in enumerate(
+        (tmp_path / "hub").glob("hub/*/blobs/*")
+    ):  # linked to a store of many repositories
+        blob.rename(tmp_path / f"{number:064}")
+        blob.symlink_to(tmp_path / f"{number:064}")
+    assert "made" in hub.fetch("third", train_mb=0.1)
+
+
+def test_tinystories_that_arrive_damaged_are_refused_and_fetched_again(tmp_path, hub):
+    hub.damaged = True
+    answer = hub.fetch()
+    assert answer.startswith("ValueError") and "TinyStoriesV2-GPT4-train.txt arrived damaged" in answer
+    assert not list((tmp_path / "out").iterdir()) and len(hub.ranges) == 2
+    hub.damaged = False
+    assert "made" in hub.fetch()
+    assert read(tmp_path / "out")[1] == hub.made.valid
+
+
+@pytest.mark.parametrize("fault", ["down", "not there", "breaks off"])
+def test_tinystories_without_the_hub_say_so_in_a_line(tmp_path, hub, fault):
+    {"down": hub.close, "not there": hub.files.clear, "breaks off": lambda: setattr(hub, "breaks", 100)}[
+        fault
+    ]()
+    answer = hub.fetch()
+    assert answer.startswith(
+        "ValueError: text.source='tinystories': TinyStoriesV2-GPT4-train.txt cannot be fetched: "
+    )
+    assert answer.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_tinystories_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="huggingface_hub"):
+        prepare(tmp_path / "out", source="tinystories")
+
+
+def test_the_record_says_what_it_is(tmp_path, source):
+    _, info = prepare(tmp_path / "out", source=str(source), train_mb=0)
+    told = json.loads((tmp_path / "out" / "text.json").read_text())
+    assert told["from"]["inputs"] == [["source.txt", hashlib.sha256(source.read_bytes()).hexdigest()]]
+    assert told["files"]["train.txt"]["sha256"] == info.train.sha256
+    assert told["splits"]["valid"]["documents"] == info.valid.documents

@@ -1,0 +1,404 @@
+"""Tokens: lossless, the same for any number of processes, of the right width; the stage is taken by content."""
+
+import json
+import math
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cs336_systems.training import documents, outputs, text, tokens
+from cs336_systems.training.config import load
+
+ROOT = Path(tokens.__file__).resolve().parents[2]
+MARK = documents.END_OF_TEXT
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
+    print(f"CS336_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def settings(**keys):
+    return load(
+        None, {"model.d_model": 64, **{f"tokenizer.{key}": value for key, value in keys.items()}}
+    ).tokenizer
+
+
+def unicode(rng, length):
+    """Any characters that UTF-8 can have, and what tokenizers stumble on."""
+    hard = [
+        MARK,
+        "<|",
+        "\r\n",
+        "\n\n",
+        "  ",
+        " \u00a0",
+        "\u3000",
+        "e\u0301",
+        "👩\u200d👧",
+        "'s",
+        "\x00",
+        "\ufeff",
+    ]
+    kinds = [
+        lambda: chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])),
+        lambda: rng.choice(hard),
+        lambda: rng.choice("aeiou tnsr"),
+        lambda: chr(rng.randrange(128)),
+    ]
+    return "".join(rng.choice(kinds)() for _ in range(length))
+
+
+def prose(rng, length):
+    words = ["the", "fox", "ran", "blue", "river", "Lily's", "said,", "and", "then.", "42", "naïve", "–"]
+    return " ".join(rng.choice(words) for _ in range(length))
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """Tokens of documents; a folder of its own for each call, unless `out` says which."""
+
+    def prepare(told, out=None, log=None, train_mb=0, valid_mb=0.5, **keys):
+        source = tmp_path / "source.txt"
+        source.write_bytes(b"".join(document.encode() + documents.END for document in told))
+        out = out or tmp_path / secrets.token_hex(4)
+        chosen = load(
+            None, {"text.source": str(source), "text.train_mb": train_mb, "text.valid_mb": valid_mb}
+        ).text
+        info = text.prepare(chosen, out / "text", log=lambda line: None)
+        return info, tokens.prepare(
+            settings(**keys), info, out / "tokens", (log if log is not None else []).append
+        )
+
+    return prepare
+
+
+def documents_of(info, ids):
+    """The texts behind an array of token ids."""
+    tokenizer = tokens.load_tokenizer(info.tokenizer)
+    ends = np.flatnonzero(ids == info.end_of_text)
+    assert ends[-1] == len(ids) - 1, "each document is ended"
+    pieces = np.split(ids, ends[:-1] + 1)
+    return [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
+
+
+# ------------------------------------------------------------------------------------------------------------- lossless
+def test_any_text_comes_back(prepare, rng):
+    told = ["x" + unicode(rng, rng.randrange(1, 300)).replace(MARK, "|") + "." for _ in range(60)]
+    _, info = prepare(told, vocab_size=300)
+    assert documents_of(info, info.train) + documents_of(info, info.valid) == told
+    assert info.train.dtype == np.dtype("<u2") and isinstance(info.train, np.memmap)
+
+
+def test_a_tokenizer_reads_no_end_of_text_out_of_a_text(prepare, rng):
+    _, info = prepare([prose(rng, 50) for _ in range(20)], vocab_size=300)
+    tokenizer = tokens.load_tokenizer(info.tokenizer)
+    assert tokenizer.token_to_id(MARK) == info.end_of_text
+    for _ in range(50):
+        any_text = unicode(rng, rng.randrange(40))
+        ids = tokenizer.encode(any_text, add_special_tokens=False).ids
+        assert info.end_of_text not in ids and tokenizer.decode(ids) == any_text
+    assert tokenizer.decode([info.end_of_text]) == ""
+    assert tokenizer.decode([info.end_of_text], skip_special_tokens=False) == MARK
+
+
+def test_bytes_without_merges(prepare, rng):
+    told = [prose(rng, 30) for _ in range(20)]
+    _, info = prepare(told, vocab_size=257)
+    assert len(info.train) + len(info.valid) == sum(len(document.encode()) + 1 for document in told)
+    assert info.vocab_size == 257 and int(info.train.max()) < 257
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+def test_blocks_make_up_the_file(tmp_path, rng, monkeypatch):
+    """Blocks of all sizes, ends of documents at all places in them."""
+    for size in (20, 33, 64, 1000):
+        monkeypatch.setattr(documents, "_BLOCK", size)
+        told = ["x" + unicode(rng, rng.randrange(60)).replace(MARK, "|") + "." for _ in range(200)]
+        file = tmp_path / "train.txt"
+        file.write_bytes(b"".join(document.encode() + documents.END for document in told))
+        blocks = list(documents.blocks(file))
+        assert [start for _, start, _ in blocks] == [0, *(end for _, _, end in blocks[:-1])]
+        assert blocks[-1][2] == file.stat().st_size
+        assert all(0 < end - start < size + len(documents.END) for _, start, end in blocks)
+        whole, last = [], ""
+        for block in blocks:
+            first, *rest = documents.texts(block)
+            whole += [last + first, *rest] if rest else []
+            last = whole.pop() if rest else last + first
+        assert whole == told and last == ""
+
+
+@pytest.mark.parametrize("kind", [prose, unicode])
+def test_a_long_document_is_cut_where_no_token_is(prepare, rng, monkeypatch, kind):
+    told = [kind(rng, 3000).replace(MARK, "|") + " \n ." for _ in range(4)]
+    _, info = prepare(told, vocab_size=400, valid_mb=0.001)
+    monkeypatch.setattr(documents, "_BLOCK", 1000)
+    _, cut = prepare(told, vocab_size=400, valid_mb=0.001, path=str(info.tokenizer))
+    assert documents_of(cut, cut.train) == told[:-1]
+    if kind is prose:
+        assert np.array_equal(cut.train, info.train)
+
+
+def test_the_number_of_processes_makes_no_difference(prepare, rng, monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK", 3000)
+    told = [kind(rng, rng.randrange(1, 400)).replace(MARK, "|") + "." for kind in (prose, unicode) * 20]
+    made = [prepare(told, vocab_size=350, workers=workers)[1] for workers in (1, 2, 3)]
+    for other in made[1:]:
+        assert np.array_equal(other.train, made[0].train) and np.array_equal(other.valid, made[0].valid)
+        assert other.tokenizer.read_bytes() == made[0].tokenizer.read_bytes()
+    assert documents_of(made[0], made[0].train) + documents_of(made[0], made[0].valid) == told
+
+
+# ------------------------------------------------------------------------------------------------------------- learning
+def test_merges_shorten_the_text_until_there_are_no_more(prepare, rng):
+    told = [prose(rng, 200) for _ in range(20)]
+    log = []
+    counts = [len(prepare(told, log=log, vocab_size=size)[1].train) for size in (257, 270, 300)]
+    assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3
+    _, info = prepare([*told, "Xylophone", *told], log=log, vocab_size=2**32)
+    known = tokens.load_tokenizer(info.tokenizer).get_vocab()
+    assert info.vocab_size < 1000 and "Ġriver" in known and "Xylophone" not in known, "it comes but once"
+    assert f"{info.vocab_size:,} (4,294,967,296 asked for)" in log[-1]
+
+
+def test_a_part_of_a_long_text_is_learned_from(prepare, rng, monkeypatch):
+    """Evenly spread: of two halves in other letters both are known."""
+    told = ["abab" * 200] * 50 + ["xyxy" * 200] * 50
+    monkeypatch.setattr(documents, "_BLOCK", 2000)
+    monkeypatch.setattr(tokens, "_LEARN_FROM", 20_000)
+    seen = []
+    read = documents.texts
+    monkeypatch.setattr(documents, "texts", lambda block: seen.append(block) or read(block))
+    _, info = prepare(told, vocab_size=262, workers=2)  # so that this process reads to learn alone
+    assert 15_000 <= sum(end - start for _, start, end in seen) <= 25_000
+    known = tokens.load_tokenizer(info.tokenizer).get_vocab()
+    assert {"ab", "xy"} <= set(known)
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "é"])
+def test_words_are_learned_up_to_a_length(prepare, letter):
+    """For learning takes the square of it."""
+    _, info = prepare([f".{letter * 20_000}."] * 2, vocab_size=300)
+    longest = max(map(len, tokens.load_tokenizer(info.tokenizer).get_vocab()))
+    assert longest == 256 * len(letter.encode())
+    assert documents_of(info, info.train) == [f".{letter * 20_000}."]
+
+
+# ------------------------------------------------------------------------------------------------------ given tokenizer
+def byte_level(path, special=(MARK,), more=0):
+    """A tokenizer.json of somebody else's making: bytes alone, in another order, end of text last."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(more)])
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.enable_truncation(10)
+    tokenizer.enable_padding(length=20)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_given_tokenizer_is_used_whole(prepare, rng, tmp_path):
+    told = [prose(rng, 100) for _ in range(10)]
+    given = byte_level(tmp_path / "given.json")
+    _, info = prepare(told, path=str(given), vocab_size=999)
+    assert info.tokenizer.read_bytes() == given.read_bytes()
+    assert (info.vocab_size, info.end_of_text) == (257, 256)
+    assert documents_of(info, info.train) + documents_of(info, info.valid) == told
+
+
+@pytest.mark.parametrize("more, dtype", [(2**16 - 257, "<u2"), (2**16 - 256, "<u4")])
+def test_ids_are_as_wide_as_the_vocabulary(prepare, rng, tmp_path, more, dtype):
+    told = [prose(rng, 20) for _ in range(4)]
+    _, info = prepare(told, path=str(byte_level(tmp_path / "given.json", more=more)))
+    assert info.train.dtype == np.dtype(dtype) and info.end_of_text == info.vocab_size - 1 == 256 + more
+    assert documents_of(info, info.train) == told[:-1]
+
+
+@pytest.mark.parametrize("make, why", [
+    (lambda path: None, "No such file"),
+    (lambda path: path.write_text("{}"), "no tokenizer.json"),
+    (lambda path: path.write_text('{"version": "1.0", "model"'), "no tokenizer.json"),
+    (lambda path: path.write_bytes(b"\xff\xfe"), "no tokenizer.json"),
+    (lambda path: path.mkdir(), "no tokenizer.json"),
+    (lambda path: byte_level(path, special=["<eos>"]), r"has no token <\|endoftext\|>"),
+], ids=["missing", "other JSON", "cut off", "binary", "folder", "no end of text"])  # fmt: skip
+def test_what_is_no_tokenizer_is_refused_by_name(prepare, tmp_path, make, why):
+    path = tmp_path / "given.json"
+    make(path)
+    with pytest.raises(ValueError, match=why) as caught:
+        prepare(["some", "text"], path=str(path))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------ the stage
+def test_what_was_made_from_the_same_is_taken(prepare, rng, tmp_path):
+    told, log, out = [prose(rng, 60) for _ in range(30)], [], tmp_path / "out"
+    _, info = prepare(told, out, log, vocab_size=300)
+    _, same = prepare(told, out, log, vocab_size=300, workers=2)  # processes are no difference
+    assert np.array_equal(info.train, same.train) and info.vocab_size == same.vocab_size
+    prepare(told, out, log, vocab_size=301)
+    prepare([*told, "more"], out, log, vocab_size=301)
+    given = byte_level(tmp_path / "given.json")
+    prepare([*told, "more"], out, log, path=str(given))
+    os.utime(given, (1, 1))
+    _, info = prepare([*told, "more"], out, log, path=str(given))
+    info.train.flush()
+    (out / "tokens" / "valid.bin").write_bytes(b"")
+    _, again = prepare([*told, "more"], out, log, path=str(given))
+    verbs = [line.split()[1] for line in log if not line.startswith("tokens: learning")]
+    assert verbs == ["made", "took", "made", "made", "made", "took", "made"]
+    assert len(again.valid) > 0
+    outputs.check(out / "tokens", "tokens")
+
+
+def test_the_record_says_what_is_behind_the_tokens(prepare, rng):
+    told = [prose(rng, 60) for _ in range(30)]
+    text_info, info = prepare(told, vocab_size=300)
+    about = json.loads((info.tokenizer.parent / "tokens.json").read_text())
+    assert about["counts"] == {"train": len(info.train), "valid": len(info.valid)}
+    assert about["bytes"] == {"train": text_info.train.bytes, "valid": text_info.valid.bytes}
+    assert about["from"]["text"]["train"] == text_info.train.sha256
+    assert about["files"]["tokenizer.json"]["sha256"] == outputs.sha256(info.tokenizer)
+    assert info.valid_bytes == sum(len(document.encode()) for document in documents_of(info, info.valid))
+    assert info.floor_nats_per_token is None
+
+
+def test_a_damaged_text_is_not_tokenized(prepare, rng, tmp_path):
+    text_info, _ = prepare([prose(rng, 60) for _ in range(30)], vocab_size=300)
+    file = text_info.train.path
+    file.write_bytes(b"X" + file.read_bytes()[1:])
+    with pytest.raises(ValueError, match=r"train\.txt is missing or damaged"):
+        tokens.prepare(settings(vocab_size=301), text_info, tmp_path / "out", log=lambda line: None)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_entropy_of_a_text_is_spread_over_its_tokens(tmp_path, rng):
+    """As the text stage tells it of stories."""
+    folder, splits = tmp_path / "text", []
+    folder.mkdir()
+    for name, nats in ("train", 1000.0), ("valid", 123.0):
+        file = folder / f"{name}.txt"
+        told = [prose(rng, 40).encode() for _ in range(9)]
+        file.write_bytes(b"".join(document + documents.END for document in told))
+        splits.append(text.Split(file, 9, sum(map(len, told)), outputs.sha256(file), nats))
+    files = {split.path.name: {"sha256": split.sha256} for split in splits}
+    (folder / "text.json").write_text(json.dumps({"files": files}))
+    info = tokens.prepare(
+        settings(vocab_size=300), text.TextInfo("stories", 0, *splits), tmp_path / "tokens", lambda line: None
+    )
+    assert info.floor_nats_per_token == pytest.approx(123.0 / len(info.valid))
+
+
+# ------------------------------------------------------------------------------------------------------- random tokens
+def draw(folder, seed=0, vocab_size=1024, train_mb=0.2, valid_mb=0.02):
+    keys = {"text.source": "random", "text.seed": seed, "text.train_mb": train_mb, "text.valid_mb": valid_mb}
+    info = text.prepare(load(None, keys).text, folder / "text", lambda line: None)
+    return tokens.prepare(settings(vocab_size=vocab_size), info, folder / "tokens", lambda line: None)
+
+
+def test_random_tokens_are_uniform_and_repeatable(tmp_path, monkeypatch, rng):
+    seed = rng.randrange(1000)
+    info = draw(tmp_path / "a", seed)
+    assert (len(info.train), len(info.valid)) == (100_000, 10_000)
+    counts = np.bincount(info.train, minlength=1024)
+    assert len(counts) == 1024 and counts.min() > 40 and counts.max() < 180  # 98 on average
+    assert info.floor_nats_per_token == math.log(1024) and info.valid_bytes == info.valid.nbytes
+    assert info.tokenizer is None and info.end_of_text is None
+    assert not np.array_equal(info.train[:1000], info.valid[:1000])
+    assert not np.array_equal(info.train, draw(tmp_path / "b", seed + 1).train)
+    assert np.array_equal(info.train, draw(tmp_path / "c", seed).train)
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(2**16, "<u2"), (2**16 + 1, "<u4"), (2**32, "<u4")])
+def test_random_tokens_reach_the_whole_vocabulary(tmp_path, vocab_size, dtype):
+    info = draw(tmp_path, vocab_size=vocab_size, train_mb=1)
+    assert info.train.dtype == np.dtype(dtype) and len(info.train) == 10**6 // info.train.itemsize
+    assert 0.99 * vocab_size < int(info.train.max()) < vocab_size
+
+
+# --------------------------------------------------------------------------------------------------------- interruption
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+from cs336_systems.training import config, documents, text, tokens
+if __name__ == "__main__":
+    source, out, limit = sys.argv[1:]
+    if int(limit):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    documents._BLOCK = 2000
+    keys = {"text.source": source, "text.train_mb": 0, "tokenizer.vocab_size": 300, "tokenizer.workers": 2}
+    chosen = config.load(None, keys)
+    info = text.prepare(chosen.text, Path(out) / "text")
+    try:
+        tokens.prepare(chosen.tokenizer, info, Path(out) / "tokens", lambda line: print(line, flush=True))
+    except OSError as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Starts a stage with two processes, in a process of its own."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+
+    def start(source, limit=0):
+        return subprocess.Popen(
+            [sys.executable, str(file), str(source), str(tmp_path / "out"), str(limit)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    return start
+
+
+def test_a_full_disk_leaves_no_tokens(tmp_path, rng, script):
+    """A limit on the size of files, which the text stays below and its tokens do not."""
+    pytest.importorskip("resource")
+    source, out = tmp_path / "source.txt", tmp_path / "out" / "tokens"
+    source.write_text(f"\n{MARK}\n".join(unicode(rng, 1000).replace(MARK, "") for _ in range(40)))
+    text_only = script(source, source.stat().st_size + 1000)
+    said, errors = text_only.communicate(timeout=120)
+    assert text_only.returncode == 0, errors
+    assert said.splitlines()[-1].startswith(f"cannot write {out}: ")
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupted_stage_leaves_no_tokens_and_no_processes(tmp_path, rng, script):
+    source, out = tmp_path / "source.txt", tmp_path / "out" / "tokens"
+    source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
+    process = script(source)
+    while process.poll() is None and not (out / ".making" / "train.bin").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(
+        timeout=120
+    )  # returns when its children are gone too: they have its pipes
+    assert "KeyboardInterrupt" in errors and process.returncode != 0
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_processes_of_a_killed_stage_end(tmp_path, rng, script):
+    source = tmp_path / "source.txt"
+    source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
+    process = script(source)
+    while process.poll() is None and not (tmp_path / "out" / "tokens" / ".making" / "train.bin").exists():
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)  # they have its pipes
+    assert not (tmp_path / "out" / "tokens" / "tokens.json").exists()

@@ -1,0 +1,368 @@
+"""The training loop: exact resumption, the same losses in every mode, what stops a run, checkpoints that are whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+import distributed  # noqa: E402
+
+from cs336_systems.launch.group import Rank  # noqa: E402
+from cs336_systems.training import checkpoints, config, optimizer  # noqa: E402
+from cs336_systems.training.batches import Batches  # noqa: E402
+from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
+
+VOCAB = 97
+EXACT = ("step", "loss", "valid_loss", "learning_rate", "grad_norm")
+
+
+def data(seed=0):
+    walk = np.cumsum(np.random.default_rng(seed).integers(0, 4, 6000)) % VOCAB
+    return Data(walk[:5000].astype(np.uint16), walk[5000:].astype(np.uint16), VOCAB, 2000, floor=np.log(4))
+
+
+def made(out, **changes):
+    told = {
+        "out": str(out), "tokenizer.vocab_size": 300, "schedule.steps": 12, "batch.sequences": 8, "model.d_model": 16,
+        "model.d_ff": 32, "model.num_heads": 2, "model.context_length": 16, "evaluation.every": 5,
+        "logging.every": 3, "run.device": "cpu", "checkpoints.keep": 99, "optimizer.learning_rate": 0.01,
+    }  # fmt: skip
+    return config.load(None, told | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def log(out):
+    with open(Path(out) / "log.csv", newline="") as file:
+        return [tuple(row[name] for name in EXACT) for row in csv.DictReader(file)]
+
+
+# ---------------------------------------------------------------------------------------------------------- learning
+def test_it_learns_down_to_the_entropy_of_the_text(tmp_path):
+    result = Trainer(made(tmp_path, schedule__steps=150, evaluation__every=0), data()).run()
+    assert np.log(4) < result["valid_loss"] < np.log(4) + 0.5 < np.log(VOCAB)
+    assert result["bits_per_byte"] == pytest.approx(result["valid_loss"] / np.log(2) / 2)
+    assert result["tokens"] == 150 * 8 * 16 and not result["stopped"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer__name": "own"}, {"batch__accumulate": 4}, {"model__attention": "sdpa"}, {"run__dtype": "bf16"},
+        {"schedule__kind": "constant", "schedule__warmup": 0}, {"optimizer__clip": 0},
+    ],
+    ids=lambda c: next(iter(c)),
+)  # fmt: skip
+def test_variants_of_a_step_agree(tmp_path, changes):
+    """Each is another computation of the same: losses after a few steps stay close to those of the plain one."""
+    fixed = {"schedule__kind": "constant", "schedule__warmup": 0, "optimizer__clip": 0} if (
+        "schedule__kind" in changes or "optimizer__clip" in changes) else {}  # fmt: skip
+    plain, other = (
+        Trainer(made(tmp_path / name, **{**fixed, **some}), data()).run()["valid_loss"]
+        for name, some in (("plain", {}), ("other", changes))
+    )
+    assert other == pytest.approx(plain, rel=0.02 if "run__dtype" in changes else 1e-4)
+
+
+def test_own_adamw_is_torchs_without_decay():
+    start = [torch.randn(5, 3), torch.randn(4)]
+    pairs = [[torch.nn.Parameter(p.clone()) for p in start] for _ in range(2)]
+    settings = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-12, "weight_decay": 0.0}
+    ours, theirs = optimizer.AdamW(pairs[0], **settings), torch.optim.AdamW(pairs[1], **settings)
+    for _ in range(7):
+        grads = [torch.randn_like(p) for p in pairs[0]]
+        for group in pairs:
+            for p, g in zip(group, grads, strict=True):
+                p.grad = g.clone()
+        ours.step()
+        theirs.step()
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_norms_and_embeddings_do_not_decay():
+    trainer = Trainer(made("unused"), data())
+    decay, rest = trainer.optimizer.param_groups
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    assert {names[id(p)].split(".")[-2] for p in rest["params"]} == {
+        "token_embeddings",
+        "ln1",
+        "ln2",
+        "ln_final",
+    }
+    assert len(decay["params"]) + len(rest["params"]) == len(names)
+
+
+def test_schedule():
+    schedule = made("unused", schedule__warmup=0.1, schedule__floor=0.2).schedule
+    rate = lambda progress: optimizer.learning_rate(schedule, 2.0, progress)
+    assert [rate(0.05), rate(0.1), rate(1.0)] == pytest.approx([1.0, 2.0, 0.4])
+    assert rate(0.55) == pytest.approx(0.4 + 1.6 / 2) and rate(7) == pytest.approx(0.4)
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+def test_an_epoch_visits_every_window_once_whoever_takes_them():
+    tokens = np.arange(101, dtype=np.uint16)
+    batches = Batches(tokens, context_length=5, sequences=4, seed=3)
+    assert batches.windows == 20 and batches.steps_per_epoch == 5
+    for epoch in range(3):
+        firsts = []
+        for step in range(5 * epoch, 5 * epoch + 5):
+            whole, targets = batches.at(step)
+            assert (targets == whole + 1).all() and whole.dtype == np.int64
+            parts = np.concatenate([batches.at(step, part, 4)[0] for part in range(4)])
+            assert (parts == whole).all()
+            firsts += whole[:, 0].tolist()
+        assert sorted(firsts) == list(range(0, 100, 5)) and firsts != sorted(firsts)
+    again, other = Batches(tokens, 5, 4, seed=3), Batches(tokens, 5, 4, seed=4)
+    assert (again.at(9)[0] == batches.at(9)[0]).all() and (other.at(9)[0] != batches.at(9)[0]).any()
+    with pytest.raises(ValueError, match="needs 6 or more"):
+        Batches(tokens[:5], 5, 4, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ resuming
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_resumed_run_repeats_the_undisturbed_one_from_every_step(tmp_path, accumulate):
+    whole = made(tmp_path / "whole", checkpoints__every=1, batch__accumulate=accumulate)
+    expected = Trainer(whole, data()).run()
+    there = checkpoints.found(tmp_path / "whole" / "checkpoints")
+    assert [int(path.name[5:]) for path in there] == list(range(1, 13))
+    for path in there[:-1]:
+        out = tmp_path / path.name
+        out.mkdir()
+        shutil.copy(tmp_path / "whole" / "log.csv", out)  # its later lines are dropped
+        trainer = Trainer(made(out, batch__accumulate=accumulate), data())
+        trainer.resume(path)
+        assert trainer.run()["valid_loss"] == expected["valid_loss"]
+        assert log(out) == log(tmp_path / "whole")
+    a, b = (
+        checkpoints.weights_of(tmp_path / p / "checkpoints" / "step-00000012")
+        for p in ("whole", "step-00000007")
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    """kill -9 at some step: nothing that was saved is lost, and the losses are those of a run that was left alone."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\nimport test_unit_training as t\nfrom pathlib import Path\n"
+        "c = t.made(sys.argv[1], checkpoints__every=2, schedule__steps=40)\nr = t.Trainer(c, t.data())\n"
+        "p, _ = t.checkpoints.newest_sound(r.folder)\nif p: r.resume(p)\nr.run()"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "run"), str(Path(__file__).parent)]
+    expected = Trainer(made(tmp_path / "alone", schedule__steps=40), data()).run()
+    kills = 0
+    for _ in range(2):
+        child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+        before = {p.name for p in checkpoints.found(tmp_path / "run" / "checkpoints")}
+        new = lambda before=before: (
+            {p.name for p in checkpoints.found(tmp_path / "run" / "checkpoints")} - before
+        )
+        while child.poll() is None and len(new()) < 3:
+            time.sleep(0.005)
+        if child.poll() is None:
+            child.kill()
+            kills += 1
+        child.wait()
+    assert kills
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    path, _ = checkpoints.newest_sound(tmp_path / "run" / "checkpoints")
+    assert path.name == "step-00000040" and log(tmp_path / "run") == log(tmp_path / "alone")
+    weights = [checkpoints.weights_of(p) for p in (path, Path(expected["checkpoint"]))]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_asked_to_stop_it_saves_and_goes_on_later(tmp_path, how):
+    out = tmp_path / "run"
+    trainer = Trainer(made(out, schedule__steps=60), data())
+    step = trainer.train_step
+
+    def then_asked():
+        if trainer.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM) if how == "signal" else (out / "stop").touch()
+        return step()
+
+    trainer.train_step = then_asked
+    result = trainer.run()
+    assert result["stopped"] and 8 <= result["step"] <= 9 and result["valid_loss"] is None
+    again = Trainer(made(out, schedule__steps=60), data())
+    again.resume(Path(result["checkpoint"]))
+    finished = again.run()
+    alone = Trainer(made(tmp_path / "alone", schedule__steps=60), data()).run()
+    assert finished["valid_loss"] == alone["valid_loss"] and log(out) == log(tmp_path / "alone")
+
+
+# ------------------------------------------------------------------------------------------------------------ modes
+def on_two_ranks(out, changes, start=""):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    trainer = Trainer(made(out, **changes), data(), Rank(rank, rank, world, world, "cpu", "gloo"))
+    if start:
+        trainer.resume(Path(start))
+    return trainer.run()["valid_loss"], trainer.model.state_dict()
+
+
+WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "in_place", "torch")
+CHANGES = {"batch__accumulate": 2, "schedule__steps": 8, "parallel__bucket_mb": 0.002}
+
+
+def modes_on_two_ranks(folder):
+    return {
+        f"{wrapper}{'+sharded' * sharded}": on_two_ranks(
+            f"{folder}/{wrapper}{sharded}",
+            CHANGES | {"parallel__wrapper": wrapper, "optimizer__sharded": sharded},
+        )
+        for wrapper in WRAPPERS
+        for sharded in (False, True)
+    }
+
+
+def test_every_mode_has_the_losses_of_one_device(tmp_path):
+    loss = Trainer(made(tmp_path / "one", **CHANGES), data()).run()["valid_loss"]
+    expected = checkpoints.weights_of(tmp_path / "one" / "checkpoints" / "step-00000008")
+    first, second = distributed.run(modes_on_two_ranks, 2, str(tmp_path))
+    assert set(first) == {w + s for w in WRAPPERS for s in ("", "+sharded")}
+    for mode, (found, weights) in first.items():
+        assert found == pytest.approx(loss, rel=1e-5) and found == second[mode][0], mode
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, second[mode][1][name]), (mode, name)
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-4, msg=f"{mode} {name}")
+
+
+def resumed_on_two_ranks(folder, start, sharded):
+    return on_two_ranks(folder, CHANGES | {"optimizer__sharded": sharded, "schedule__steps": 12}, start)[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, sharded):
+    whole = CHANGES | {"schedule__steps": 12, "checkpoints__every": 4}
+    alone = Trainer(made(tmp_path / "alone", **whole), data()).run()["valid_loss"]
+    start = tmp_path / "alone" / "checkpoints" / "step-00000004"
+    first, second = distributed.run(resumed_on_two_ranks, 2, str(tmp_path / "two"), str(start), sharded)
+    assert first == second == pytest.approx(alone, rel=1e-5)
+    back = Trainer(made(tmp_path / "back", **whole), data())
+    back.resume(
+        tmp_path / "two" / "checkpoints" / "step-00000012"
+    )  # what two ranks have saved, sharded or not
+    assert back.evaluate(everything=True) == pytest.approx(alone, rel=1e-5)
+    assert back.step == 12 and back.train_step() is not None
+
+
+# -------------------------------------------------------------------------------------------------- what goes wrong
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path):
+    trainer = Trainer(made(tmp_path, checkpoints__every=3, logging__every=2), data())
+    step = trainer.train_step
+
+    def poisoned():
+        if trainer.step == 7:
+            next(trainer.model.parameters()).data.fill_(float("nan"))
+        return step()
+
+    trainer.train_step = poisoned
+    with pytest.raises(
+        TrainingError, match=r"not finite in step.* 8; the last good checkpoint is .*step-00000006"
+    ):
+        trainer.run()
+    assert checkpoints.found(tmp_path / "checkpoints")[-1].name == "step-00000006"
+
+
+def spoil(path, how):
+    file = path / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    if how == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif how == "altered":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "missing":
+        file.unlink()
+    elif how == "no json":
+        (path / "checkpoint.json").write_text("{", encoding="utf-8")
+    else:
+        (path / "checkpoint.json").write_text(json.dumps({"epoch": 3}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered", "missing", "no json", "foreign"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(tmp_path, how):
+    Trainer(made(tmp_path, checkpoints__every=4, schedule__steps=8), data()).run()
+    before, last = checkpoints.found(tmp_path / "checkpoints")
+    spoil(last, how)
+    with pytest.raises(
+        checkpoints.CheckpointError, match=rf"{last.name}.*newest sound checkpoint is .*{before.name}"
+    ):
+        Trainer(made(tmp_path), data()).resume(last)
+    newest, why = checkpoints.newest_sound(tmp_path / "checkpoints")
+    assert newest == before and len(why) == 1 and last.name in why[0]
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    trained = Trainer(made(tmp_path / "a"), data()).run()
+    path = tmp_path / "a" / "checkpoints" / "step-00000012"
+    with pytest.raises(ValueError, match="do not fit"):
+        Trainer(made(tmp_path / "b", model__d_model=32), data()).resume(path)
+    with pytest.raises(ValueError, match="do not fit"):
+        Trainer(made(tmp_path / "b", model__num_layers=3, checkpoints__init_from=str(path)), data())
+    begun = Trainer(made(tmp_path / "b", checkpoints__init_from=str(path / "model.safetensors")), data())
+    assert begun.step == 0 and begun.evaluate(everything=True) == trained["valid_loss"]
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    trainer = Trainer(
+        made(tmp_path, checkpoints__every=2, checkpoints__keep=2, checkpoints__best=True, evaluation__every=3,
+             schedule__steps=14), data(),
+    )  # fmt: skip
+    losses = iter([3.0, 1.0, 2.0, 2.5, 4.0])
+    trainer.evaluate = lambda everything=False: next(losses)
+    trainer.run()
+    names = [int(path.name[5:]) for path in checkpoints.found(tmp_path / "checkpoints")]
+    assert names == [6, 12, 14] and checkpoints.best_of(tmp_path / "checkpoints").name == "step-00000006"
+
+
+@pytest.mark.parametrize("every", [0, -3])
+def test_without_an_interval_only_the_last_is_saved(tmp_path, every):
+    Trainer(made(tmp_path, checkpoints__every=every), data()).run()
+    assert [p.name for p in checkpoints.found(tmp_path / "checkpoints")] == ["step-00000012"]
+
+
+def test_what_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
+    trainer = Trainer(made(tmp_path, checkpoints__every=4), data())
+    write = checkpoints._write
+
+    def full(path, content):
+        if "00000008" in path.parent.name and path.name != "model.safetensors":
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"step-00000008: No space left.*sound.*step-00000004"
+    ):
+        trainer.run()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004"]
+
+
+def test_steps_that_do_not_go_round_are_refused():
+    with pytest.raises(ValueError, match=r"multiple of 6: 3 ranks times batch.accumulate=2"):
+        config.for_ranks(made("unused", batch__accumulate=2), 3)
+
+
+def test_a_length_in_minutes_ends(tmp_path):
+    trainer = Trainer(made(tmp_path, schedule__steps=0, schedule__minutes=0.02, logging__every=1), data())
+    timer = threading.Timer(60, lambda: (tmp_path / "stop").touch())
+    timer.start()
+    result = trainer.run()
+    timer.cancel()
+    assert not result["stopped"] and result["step"] > 1 and result["seconds"] >= 1.2

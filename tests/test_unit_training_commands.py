@@ -1,0 +1,152 @@
+"""`cs336 data`, `tokenize`, `train`, `generate`: what is wrong is told in a line, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.training import config
+
+WRONG = [  # --set, and what the line names
+    ("model.sizes=small", "model.sizes"),
+    ("modle.size=small", "modle"),
+    ("size", "expected section.key=value"),
+    ("=3", "expected section.key=value"),
+    ("model=small", "it must be a section"),
+    ("model.size=huge", "small, medium"),
+    ("model.size=", "small, medium"),
+    ("model.context_length=0", "1 or more"),
+    ("model.context_length=x", "a whole number"),
+    ("model.context_length=1.5", "a whole number"),
+    ("model.d_model=10", "multiple of num_heads"),
+    ("model.num_heads=3", "multiple of num_heads"),
+    ("model.d_model=-8", "0 or more"),
+    ("model.d_ff=1e3x", "a whole number"),
+    ("model.attention=flash", "flash_triton"),
+    ("text.train_mb=-1", "0 or more"),
+    ("text.valid_mb=0", "above 0"),
+    ("text.train_mb=nan", "a number"),
+    ("text.train_mb=inf", "a number"),
+    ("text.seed=-1", "0 or more"),
+    ("tokenizer.vocab_size=256", "257 or more"),
+    ("tokenizer.vocab_size=1e9", "a whole number"),
+    ("tokenizer.vocab_size=99999999999", "at most"),
+    ("tokenizer.workers=-2", "0 or more"),
+    ("tokenizer.path=/no/such.json", "/no/such.json"),
+    ("optimizer.name=sgd", "adamw, own"),
+    ("optimizer.learning_rate=0", "above 0"),
+    ("optimizer.learning_rate=11", "at most 10"),
+    ("optimizer.learning_rate=fast", "a number"),
+    ("optimizer.beta1=1", "at most"),
+    ("optimizer.beta2=-0.1", "0 or more"),
+    ("optimizer.eps=2", "at most 1"),
+    ("optimizer.weight_decay=-1", "0 or more"),
+    ("optimizer.clip=-1", "0 or more"),
+    ("optimizer.sharded=perhaps", "true or false"),
+    ("schedule.steps=-5", "0 or more"),
+    ("schedule.minutes=-1", "0 or more"),
+    ("schedule.kind=linear", "cosine, constant"),
+    ("schedule.warmup=2", "at most 1"),
+    ("schedule.floor=-0.1", "0 or more"),
+    ("batch.sequences=0", "1 or more"),
+    ("batch.sequences=7.5", "a whole number"),
+    ("batch.accumulate=0", "1 or more"),
+    ("batch.accumulate=5", "multiple of"),
+    ("run.device=tpu", "auto, cpu, cuda"),
+    ("run.dtype=fp8", "bf16, fp16"),
+    ("run.compile=yes", "off, blocks, whole"),
+    ("run.seed=x", "a whole number"),
+    ("run.profile=-1", "0 or more"),
+    ("run.deterministic=2", "true or false"),
+    ("parallel.nproc=0", "1 or more"),
+    ("parallel.nproc=3", "multiple of 3"),
+    ("parallel.wrapper=fsdp", "in_place, torch"),
+    ("parallel.bucket_mb=0", "above 0"),
+    ("parallel.timeout_s=0", "1 or more"),
+    ("evaluation.every=-1", "0 or more"),
+    ("evaluation.tokens=x", "a whole number"),
+    ("checkpoints.keep=0", "1 or more"),
+    ("checkpoints.every=x", "a whole number"),
+    ("checkpoints.resume=/no/such", "no, auto, the folder"),
+    ("logging.every=0", "1 or more"),
+    ("generation.top_p=0", "above 0"),
+    ("generation.top_p=1.1", "at most 1"),
+    ("generation.top_k=-1", "0 or more"),
+    ("generation.temperature=-1", "0 or more"),
+    ("generation.tokens=0", "1 or more"),
+    ("generation.samples=-1", "0 or more"),
+    ("out=", "it must name a folder"),
+    ("text.source=/no/such/text", "/no/such/text"),
+]
+
+
+def call(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def refused(done, names):
+    lines = done.stderr.strip().splitlines()
+    assert done.exit_code == 2 and len(lines) == 1 and names in lines[0], done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(("change", "names"), WRONG, ids=lambda x: x)
+def test_wrong_values_are_told_in_a_line(tmp_path, change, names):
+    told = [] if change.startswith("out=") else ["--out", tmp_path / "run"]
+    small = ["--train-mb", 0.01, "--set", "text.valid_mb=0.005"] if "mb" not in change else []
+    line = refused(call("train", *told, *small, "--set", change), names)
+    assert line.startswith("Error: ")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "names"),
+    [
+        ("a.toml", "size = ", "a.toml"), ("a.json", "{", "a.json"), ("a.json", "[1]", "sections of keys"),
+        ("a.yaml", "a: 1", ".toml or .json"), ("a.toml", "[model]\nsize = 3\n", "model.size=3"),
+        ("a.toml", "[optimizer]\nlr = 1\n", "optimizer.lr"), ("a.toml", "out = 3\n", "out=3"),
+        ("a.toml", b"\xff\xfe", "a.toml"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_told_in_a_line(tmp_path, name, content, names):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(call("train", "--config", file), names)
+    refused(call("tokenize", "--config", tmp_path / "none.toml"), "none.toml")
+
+
+def test_two_lengths_contradict_each_other():
+    refused(call("train", "--steps", 5, "--minutes", 1), "steps and minutes")
+
+
+def test_what_cannot_speak_is_told(tmp_path):
+    refused(call("generate", "--checkpoint", tmp_path), "neither a checkpoint nor")
+    assert call("generate", "--tokens", 0).exit_code == 2
+
+
+def test_a_file_has_the_same_values_in_both_formats(tmp_path):
+    (tmp_path / "a.toml").write_text('out = "x"\n[model]\nsize = "small"\ncontext_length = 64\n')
+    (tmp_path / "a.json").write_text(
+        json.dumps({"out": "x", "model": {"size": "small", "context_length": 64}})
+    )
+    first, second = (
+        config.load(tmp_path / f"a.{kind}", {"schedule.steps": "7"}) for kind in ("toml", "json")
+    )
+    assert first == second and first.model.size == "small" and first.schedule.length == ("steps", 7)
+    (tmp_path / "b.json").write_text(json.dumps(first.to_dict()))
+    assert config.load(tmp_path / "b.json") == first  # as it is saved with a run
+
+
+def test_every_key_is_listed():
+    lines = call("train", "--keys").stdout.splitlines()
+    keys = {line.split()[0] for line in lines}
+    assert {"out", "model.size", "checkpoints.resume", "optimizer.learning_rate"} <= keys and len(
+        keys
+    ) == len(lines)
