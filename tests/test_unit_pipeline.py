@@ -1,0 +1,128 @@
+"""The pipeline of `cs336 train`: its stages, what is skipped, what is refused, and the model that speaks in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.training import config, pipeline
+
+SMALL = {
+    "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.d_model": 16, "model.d_ff": 32,
+    "model.num_heads": 2, "model.context_length": 32, "batch.sequences": 4, "schedule.steps": 6, "evaluation.every": 4,
+    "generation.tokens": 12, "run.device": "cpu", "logging.every": 2,
+}  # fmt: skip
+
+
+def made(out, **changes):
+    return config.load(
+        None, SMALL | {"out": str(out)} | {k.replace("__", "."): v for k, v in changes.items()}
+    )
+
+
+def words(out, **changes):
+    """The same as words of a command line."""
+    told = SMALL | {"out": str(out)} | {k.replace("__", "."): v for k, v in changes.items()}
+    return ["train", *(word for key, value in told.items() for word in ("--set", f"{key}={value}"))]
+
+
+def test_from_text_to_samples_and_again(tmp_path):
+    said = []
+    result = pipeline.train(made(tmp_path / "run"), said.append)
+    out = tmp_path / "run"
+    assert 0 < result["floor"] < result["valid_loss"] < 6.5 and len(result["samples"]) == 2
+    assert all(text.startswith("Once upon a time") for text in result["samples"])
+    assert (out / "samples.txt").read_text(encoding="utf-8").count("Once upon a time") == 2
+    assert "<svg" in (out / "loss.svg").read_text(encoding="utf-8")
+    assert config.load(out / "config.json") == made(out)
+    weights = (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns
+    said.clear()
+    again = pipeline.train(made(out, logging__every=1, generation__samples=1), said.append)
+    assert again["valid_loss"] == result["valid_loss"] and len(again["samples"]) == 1
+    assert any("holds it already" in line for line in said)
+    assert (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_another_run_is_not_overwritten(tmp_path):
+    pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
+    with pytest.raises(ValueError, match=r"holds a run already.*--resume auto"):
+        pipeline.train(made(tmp_path, schedule__steps=8), lambda line: None)
+    said = []
+    longer = pipeline.train(made(tmp_path, schedule__steps=8, checkpoints__resume="auto"), said.append)
+    assert longer["step"] == 8 and any("going on from" in line for line in said)
+
+
+def test_a_text_of_ones_own_and_random_tokens(tmp_path):
+    (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 3000, encoding="utf-8")
+    own = pipeline.train(made(tmp_path / "own", text__source=str(tmp_path / "book.txt")), lambda line: None)
+    assert own["floor"] is None and own["valid_loss"] < 6
+    drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
+    assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
+
+
+def test_two_ranks_have_the_loss_of_one(tmp_path):
+    alone = pipeline.train(made(tmp_path / "one", generation__samples=0), lambda line: None)
+    said = []
+    both = pipeline.train(
+        made(tmp_path / "two", parallel__nproc=2, optimizer__sharded=True, generation__samples=0), said.append
+    )
+    assert both["valid_loss"] == pytest.approx(alone["valid_loss"], rel=1e-5)
+    assert any("loss" in line and line.startswith("[rank 0]") for line in said)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_sigterm_saves_and_ends(tmp_path, nproc):
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "cs336_systems",
+        *words(out, schedule__steps=100_000, parallel__nproc=nproc),
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "log.csv").is_file() or len((out / "log.csv").read_text().splitlines()) < 3:
+        assert child.poll() is None and time.monotonic() < deadline, child.stdout.read()
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0 and "--resume auto goes on from" in said, said
+    result = json.loads((out / "result.json").read_text())
+    assert result["stopped"] and os.path.isdir(result["checkpoint"])
+
+
+def test_generate_speaks_in_a_stream(tmp_path):
+    pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
+    call = lambda *more: CliRunner().invoke(
+        app, ["generate", "--checkpoint", str(tmp_path), "--tokens", "9", *more]
+    )
+    done = call("The dog", "A cat — ünïcode", "--seed", "3")
+    assert done.exit_code == 0 and done.stdout.startswith("The dog") and "A cat — ünïcode" in done.stdout
+    assert done.stdout == call("The dog", "A cat — ünïcode", "--seed", "3").stdout
+    assert call("--temperature", "-1").exit_code == 2 and call("--device", "cuda").exit_code in (0, 2)
+
+
+def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path):
+    done = CliRunner().invoke(app, [*words(tmp_path / "run"), "--dry-run"])
+    assert done.exit_code == 0, done.stderr
+    assert "GiB of tensors" in done.stdout and "minutes for 6 steps" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_writes_only_into_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    pipeline.train(made(tmp_path / "run"), lambda line: None)
+    assert not list((tmp_path / "elsewhere").iterdir())
