@@ -332,11 +332,13 @@ def test_random_tokens_reach_the_whole_vocabulary(tmp_path, vocab_size, dtype):
 
 # --------------------------------------------------------------------------------------------------------- interruption
 SCRIPT = """
-import resource, sys
+import resource, sys, time
 from pathlib import Path
 from cs336_systems.training import config, documents, text, tokens
 if __name__ == "__main__":
-    source, out, limit = sys.argv[1:]
+    source, out, limit, waits = sys.argv[1:]
+    if waits:
+        tokens.tqdm.update = lambda self, n: time.sleep(60)  # in the middle, until it is interrupted
     if int(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     documents._BLOCK = 2000
@@ -356,9 +358,9 @@ def script(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
 
-    def start(source, limit=0):
+    def start(source, limit=0, waits=""):
         return subprocess.Popen(
-            [sys.executable, str(file), str(source), str(tmp_path / "out"), str(limit)], text=True,
+            [sys.executable, str(file), str(source), str(tmp_path / "out"), str(limit), waits], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
@@ -381,13 +383,11 @@ def test_a_full_disk_leaves_no_tokens(tmp_path, rng, script):
 def test_an_interrupted_stage_leaves_no_tokens_and_no_processes(tmp_path, rng, script):
     source, out = tmp_path / "source.txt", tmp_path / "out" / "tokens"
     source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
-    process = script(source)
+    process = script(source, waits="yes")
     while process.poll() is None and not (out / ".making" / "train.bin").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(
-        timeout=120
-    )  # returns when its children are gone too: they have its pipes
+    _, errors = process.communicate(timeout=50)  # returns when its children are gone too: they have its pipes
     assert "KeyboardInterrupt" in errors and process.returncode != 0
     assert list(out.iterdir()) == []
 
@@ -396,7 +396,7 @@ def test_an_interrupted_stage_leaves_no_tokens_and_no_processes(tmp_path, rng, s
 def test_processes_of_a_killed_stage_end(tmp_path, rng, script):
     source = tmp_path / "source.txt"
     source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
-    process = script(source)
+    process = script(source, waits="yes")
     while process.poll() is None and not (tmp_path / "out" / "tokens" / ".making" / "train.bin").exists():
         time.sleep(0.02)
     process.kill()
