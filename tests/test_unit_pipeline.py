@@ -20,7 +20,8 @@ from cs336_systems.cli import app
 from cs336_systems.training import config, pipeline
 
 SMALL = {
-    "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.d_model": 16, "model.d_ff": 32,
+    "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
+    "model.d_model": 16, "model.d_ff": 32,
     "model.num_heads": 2, "model.context_length": 32, "batch.sequences": 4, "schedule.steps": 6, "evaluation.every": 4,
     "generation.tokens": 12, "run.device": "cpu", "logging.every": 2,
 }  # fmt: skip

@@ -99,7 +99,7 @@ def tokenize(
 def train(
     config: File = None, change: Change = None, out: Out = None, source: Source = None, train_mb: TrainMb = None,
     vocab_size: Vocab = None,
-    size: Annotated[str | None, typer.Option(help="Of the model: tiny, small, medium, large, xl, 2.7B.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of the model: mini, tiny, small, medium, large, xl, 2.7B.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, or an implementation that `cs336 doctor` lists.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step, all ranks together.")] = None,

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.attention.registry import IMPLEMENTATIONS
-from cs336_systems.sizes import SIZES, ModelConfig, size
+from cs336_systems.sizes import SIZES, ModelConfig
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
 COMPILE = ("off", "blocks", "whole")
+# the handout's sizes, and one that learns to tell stories in minutes on two CPU cores
+MODEL_SIZES = {"mini": ModelConfig(d_model=128, d_ff=384, num_layers=4, num_heads=4), **SIZES}
 _LARGEST = 2**53  # what JSON and TOML readers agree on
 
 
@@ -63,7 +65,7 @@ class Text:
 class Tokenizer:
     """Bytes to tokens."""
 
-    vocab_size: int = _number(1024, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
+    vocab_size: int = _number(2048, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
     path: str = _text("", "a tokenizer.json to use instead of training one")
     workers: int = _number(0, 0, "processes that tokenize; 0: one for each core")
 
@@ -72,7 +74,7 @@ class Tokenizer:
 class Model:
     """The Transformer: a named size, and what differs from it (0: as the size has it)."""
 
-    size: str = _one_of("tiny", tuple(SIZES), "a name of `sizes.SIZES`")
+    size: str = _one_of("mini", tuple(MODEL_SIZES), "what it is called")
     context_length: int = _number(128, 1, "tokens of a sequence")
     d_model: int = _number(0, 0, "width of the residual stream")
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
@@ -85,7 +87,7 @@ class Model:
         own = {name: getattr(self, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
         changed = {name: value for name, value in own.items() if value}
         return dataclasses.replace(
-            size(self.size), vocab_size=vocab_size, context_length=self.context_length, **changed
+            MODEL_SIZES[self.size], vocab_size=vocab_size, context_length=self.context_length, **changed
         )
 
 
@@ -96,7 +98,9 @@ class Optimizer:
     name: str = _one_of(
         "adamw", ("adamw", "own"), "torch's (fused where it may), or the course's formula in our code"
     )
-    learning_rate: float = _number(1e-3, 0, "at its highest", most=10, above=True)
+    learning_rate: float = _number(
+        0, 0, "at its highest; 0: 3e-3 at width 128, falling with its root", most=10
+    )
     beta1: float = _number(0.9, 0, "decay of the first moment", most=0.9999999)
     beta2: float = _number(0.95, 0, "decay of the second moment", most=0.9999999)
     eps: float = _number(1e-8, 0, "added to the root of the second moment", most=1)
@@ -107,12 +111,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and how the learning rate moves. One of steps, tokens, epochs and minutes is the length."""
+    """How long, and how the learning rate moves. One of steps, tokens, epochs and minutes is the length; 3 minutes,
+    where none is given."""
 
     steps: int = _number(0, 0, "optimizer steps")
     tokens: int = _number(0, 0, "training tokens, all ranks together")
     epochs: float = _number(0, 0, "passes over the training text")
-    minutes: float = _number(0, 0, "wall time of the loop, evaluation included")
+    minutes: float = _number(0, 0, "time of its steps; evaluation and checkpoints come on top")
     kind: str = _one_of("cosine", ("cosine", "constant"), "after the warm-up")
     warmup: float = _number(0.05, 0, "share of the length in which the learning rate rises", most=1)
     floor: float = _number(0.1, 0, "share of the learning rate that a cosine ends at", most=1)
@@ -130,7 +135,7 @@ _LENGTHS = ("steps", "tokens", "epochs", "minutes")
 class Batch:
     """What one optimizer step sees. It does not depend on the number of ranks."""
 
-    sequences: int = _number(32, 1, "of a step, all ranks and microbatches together")
+    sequences: int = _number(16, 1, "of a step, all ranks and microbatches together")
     accumulate: int = _number(1, 1, "microbatches a step")
     seed: int = _number(0, 0, "of the order of the sequences")
 
@@ -184,7 +189,7 @@ class Checkpoints:
 class Logging:
     """What is written while it runs; log.csv always is."""
 
-    every: int = _number(10, 1, "steps between lines")
+    every: int = _number(20, 1, "steps between lines")
     tensorboard: bool = _switch(False, "also for TensorBoard, where it is installed")
     wandb: str = _text("", "project of Weights & Biases to log to, where wandb is installed")
 
@@ -333,7 +338,7 @@ def checked(config: TrainingConfig) -> TrainingConfig:
     if len(lengths) > 1:
         raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(_LENGTHS)}")
     if not lengths:
-        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, steps=600))
+        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, minutes=3.0))
     if config.batch.sequences % config.batch.accumulate:
         raise ValueError(
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "
@@ -347,7 +352,12 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(
             f"model.attention={config.model.attention!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    config.model.sizes(config.tokenizer.vocab_size)
+    width = config.model.sizes(config.tokenizer.vocab_size).d_model
+    if not config.optimizer.learning_rate:
+        rate = float(f"{3e-3 * math.sqrt(128 / width):.2g}")
+        config = dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)
+        )
     return config
 
 
