@@ -37,7 +37,7 @@ def data(seed=0):
 
 def made(out, **changes):
     told = {
-        "out": str(out), "tokenizer.vocab_size": 300, "schedule.steps": 12, "batch.sequences": 8, 
+        "out": str(out), "tokenizer.vocab_size": 300, "schedule.steps": 12, "batch.sequences": 8,
         "model.size": "tiny", "model.d_model": 16,
         "model.d_ff": 32, "model.num_heads": 2, "model.context_length": 16, "evaluation.every": 5,
         "logging.every": 3, "run.device": "cpu", "checkpoints.keep": 99, "optimizer.learning_rate": 0.01,
