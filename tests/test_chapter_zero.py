@@ -171,7 +171,7 @@ def test_one_launch_for_all_contexts_of_a_variant(monkeypatch):
     calls = made_up_launch(monkeypatch, lambda contexts: None)
     cases = [Case("plain", c, m) for c in (128, 512) for m in STEP_MOMENTS]
     found = list(zero.run_group(cases))
-    assert calls == [("cs336_systems.experiments.zero_ranks:memory_on_a_rank", 2, [128, 512])]
+    assert calls == [("cs336_systems.experiments._zero_ranks:memory_on_a_rank", 2, [128, 512])]
     # the rank that holds most, and how far the other is from it
     assert [row["live_bytes"] for row in found] == [case.context_length + 1 for case in cases]
     assert {row["rank_spread_bytes"] for row in found} == {1}

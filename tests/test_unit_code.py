@@ -285,4 +285,4 @@ def test_rows_of_this_package_depend_on_what_they_measure():
     workers = {"experiments.ddp:time_on_rank", "experiments.ddp:under_nsys", "parallel.ddp:BucketedDDP"}
     assert workers <= steps and not kernels & steps and "experiments.ddp:grid" not in steps
     [case, *_] = experiments.load("zero").grid("full")
-    assert "experiments.zero_ranks:times_on_a_rank" in reached("zero", case)
+    assert "experiments._zero_ranks:times_on_a_rank" in reached("zero", case)

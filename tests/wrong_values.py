@@ -139,7 +139,7 @@ COMMANDS = [
     wrong("run hardware -p colour=red", says=("colour", "measure", "kind, dtype")),
     wrong("run hardware -p Dtype=bf16", says=("Dtype", "measure", "kind, dtype")),
     wrong("run hardware -p größe=1", says=("größe", "measure", "kind, dtype")),
-    wrong("run -p head_dim=64", says=("head_dim", "measure", "kind, dtype")),
+    wrong("run -p head_dim=64", says=("head_dim", "measure", "backend")),
     wrong("run hardware -p size=512", says=("size", "measure", "kind, dtype")),  # of the cases, but no parameter
     wrong("run hardware -p repeat=0", says=("repeat", "measure", "kind, dtype")),
     wrong("run hardware -p name=copy -p root=/tmp", says=("name, root", "measure", "kind, dtype")),

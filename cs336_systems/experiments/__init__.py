@@ -1,7 +1,8 @@
 """The measured chapters, each a notebook in `book/` and its tables. A table is a module here, and the CSV of its name
 in `results/`. Most chapters have one, of their own name; `TABLES` names those of the others.
 
-`zero_ranks` is no table: it is what `zero` runs on its ranks. What tables share stands in `shared`.
+`_zero_ranks` is no table: it is what `zero` runs on its ranks. What tables share stands in `shared`. So a module
+without an underscore is a chapter, if `TABLES` and `RECORDS` do not say otherwise.
 
 What an experiment module offers (none of it needs torch before `run_group` is called):
 
@@ -36,6 +37,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -44,16 +46,15 @@ from typing import Any
 from cs336_systems.launch.group import team_size
 from cs336_systems.store import rows
 
-CHAPTERS = (
-    "hardware", "benchmarking", "mixed_precision", "attention", "torch_compile", "memory", "profiling", "flash_bench",
-    "leaderboard", "allreduce", "ddp", "zero",
-)  # fmt: skip
 TABLES = {
     "leaderboard": (
         "leaderboard", "leaderboard_kernels", "leaderboard_ladder", "leaderboard_counters", "leaderboard_first_calls",
     ),
 }  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
+_MODULES = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg and not m.name.startswith("_")]
+_OF_OTHERS = {table for chapter, tables in TABLES.items() for table in tables if table != chapter}
+CHAPTERS = tuple(name for name in _MODULES if name not in _OF_OTHERS | set(RECORDS))
 PRESETS = ("full", "smoke")
 
 

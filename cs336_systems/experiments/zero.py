@@ -213,7 +213,7 @@ def _launched(
         for case in chosen:
             refuse(case)
         by_rank = launch(
-            f"{__name__}_ranks:{function}", chosen[0].world_size,
+            f"cs336_systems.experiments._zero_ranks:{function}", chosen[0].world_size,
             {"cases": [dataclasses.asdict(case) for case in chosen]},
             timeout_s=120 + 5 * estimate_s(chosen), collective_timeout_s=90,
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Training: the step, and (as the book grows) data, loop, checkpoints and generation around it."""
+"""Training: the step, and the text, tokens, loop, checkpoints and generation around it."""
