@@ -221,7 +221,7 @@ def test_a_difference_may_be_negative(results_root):
     ("text", "named"),
     [
         ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
-        ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: hardware"),
+        ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: allreduce"),
         ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
         ('{"hardware": [', "line 1"),
     ],
