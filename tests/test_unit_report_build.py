@@ -10,7 +10,6 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 import step_rows
-from sphinx.errors import ExtensionError
 
 from cs336_systems import experiments
 from cs336_systems.experiments import ddp, leaderboard
@@ -18,6 +17,8 @@ from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext,
 from cs336_systems.report.coverage import project_root as find_root
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
+
+ExtensionError = pytest.importorskip("sphinx.errors", reason="needs jupyter-book").ExtensionError
 
 
 def test_latex_log():

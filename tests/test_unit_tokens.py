@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("tokenizers")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cs336_systems.training import documents, outputs, text, tokens
