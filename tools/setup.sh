@@ -26,6 +26,8 @@ if [[ ! -x .venv/bin/pip ]]; then
   "$python" -m venv .venv
 fi
 
+export PIP_NO_COMPILE=1  # modules are compiled when first imported, and only those
+
 # pip says hundreds of times that a file in a --find-links folder is none of its own
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither' >&2); }
 
