@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,13 @@ def _has_cuda() -> bool:
 # Without a GPU the kernels run in triton's interpreter, which is chosen when they are imported.
 if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# nohup and shells in the background ignore these, and so would every process that a test starts and then signals; one
+# that is handled here has its default again in a new process.
+for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", lambda *_: None)):
+    if (_signal := getattr(signal, _name, None)) and signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
