@@ -55,7 +55,7 @@ def test_how_many_cases_there_are():
     groups = {p: store.groups(flash_bench, flash_bench.grid(p)) for p in experiments.PRESETS}
     # one head: 10 lengths × (4 + 4 + 2 dims of bf16, fp32, TF32); 16 heads: 6 lengths × 2 dims. Five cases each.
     assert len(groups["full"]) == 10 * (4 + 4 + 2) + 6 * 2
-    assert len(groups["smoke"]) == 3 * 2 * 2
+    assert len(groups["smoke"]) == 3 * 2
     assert {len(group) for group in groups["full"] + groups["smoke"]} == {5}
 
 

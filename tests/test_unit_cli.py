@@ -138,7 +138,7 @@ def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, mo
 
 def test_cases_beyond_the_grid():
     flash = experiments.load("flash_bench")
-    given = {"seq_len": "300, 512,300", "head_dim": 32, "dtype": "fp32", "impl": ["sdpa", "reference"]}
+    given = {"seq_len": "300, 512,300", "head_dim": 64, "dtype": "fp32", "impl": ["sdpa", "reference"]}
     cases = experiments.cases_beyond(flash, "smoke", **given)
     assert [(c.seq_len, c.impl, c.heads, c.repeat) for c in cases] == [
         (n, impl, 1, 0) for n in (300, 512) for impl in ("sdpa", "reference")
