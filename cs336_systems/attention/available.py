@@ -1,4 +1,5 @@
-"""Why kernels in Triton, or those for Hopper, cannot run on this machine. Importing this needs no torch."""
+"""Why kernels in Triton, those for Hopper, or those in CUDA C++ cannot run on this machine. Importing this needs no
+torch."""
 
 from __future__ import annotations
 
@@ -25,11 +26,30 @@ def triton_reason() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    return _gpu_reason(OLDEST)
+
+
+def cuda_reason() -> str | None:
+    """Why `flash_cuda` cannot run on this machine; None where it can."""
+    import torch
+
+    from cs336_systems.attention.cuda.compile import missing
+    from cs336_systems.attention.cuda.tables import OLDEST
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return _gpu_reason(OLDEST) or missing()
+
+
+def _gpu_reason(oldest: int) -> str | None:
+    """Why torch's GPU cannot run kernels for NVIDIA GPUs of compute capability `oldest` and later."""
+    import torch
+
     if torch.version.hip:
         return "the kernels are written for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor < OLDEST:
-        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    if 10 * major + minor < oldest:
+        return f"compute capability {major}.{minor} is older than {oldest / 10}"
     return None
 
 
