@@ -53,15 +53,18 @@ def test_full_covers_the_whole_grid_of_the_handout():
 
 def test_how_many_cases_there_are():
     groups = {p: store.groups(flash_bench, flash_bench.grid(p)) for p in experiments.PRESETS}
-    # one head: 10 lengths × (4 + 4 + 2 dims of bf16, fp32, TF32); 16 heads: 6 lengths × 2 dims. Five cases each.
+    # one head: 10 lengths × (4 + 4 + 2 dims of bf16, fp32, TF32); 16 heads: 6 lengths × 2 dims
     assert len(groups["full"]) == 10 * (4 + 4 + 2) + 6 * 2
     assert len(groups["smoke"]) == 3 * 2
-    assert {len(group) for group in groups["full"] + groups["smoke"]} == {5}
+    sizes = {1: 5, 16: 6}  # of groups, by heads
+    in_languages = lambda c: (c.heads, c.seq_len) == (16, flash_bench.LANGUAGES_TOKENS)
+    for first, *rest in groups["full"] + groups["smoke"]:
+        assert 1 + len(rest) == sizes[first.heads] + 2 * in_languages(first)
 
 
 def test_many_heads_are_measured_against_the_library_kernels():
     many = {c.impl for c in flash_bench.grid("full") if (c.heads, c.seq_len, c.head_dim) == (16, 16384, 64)}
-    assert many == {"flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled"}
+    assert many == {"flash_triton", "flash_cuda", "sdpa_flash", "sdpa_cudnn", "flex_compiled"}
 
 
 # --------------------------------------------------------------------------------- measuring, on a CPU
@@ -118,7 +121,7 @@ def test_the_kernels_behind_ours_are_named(monkeypatch):
 
 @without_gpu
 def test_what_a_cpu_cannot_run_says_what_it_needs():
-    impls = ("flash_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")
+    impls = ("flash_triton", "flash_cuda", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")
     for metrics in flash_bench.run_group(group(impls=impls)):
         assert metrics["status"].startswith("skipped: needs a CUDA device")
 

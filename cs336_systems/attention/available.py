@@ -26,7 +26,12 @@ def triton_reason() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
-    return _gpu_reason(OLDEST)
+    if torch.version.hip:
+        return "the kernels are written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    return None
 
 
 def cuda_reason() -> str | None:
@@ -38,19 +43,12 @@ def cuda_reason() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device"
-    return _gpu_reason(OLDEST) or missing()
-
-
-def _gpu_reason(oldest: int) -> str | None:
-    """Why torch's GPU cannot run kernels for NVIDIA GPUs of compute capability `oldest` and later."""
-    import torch
-
     if torch.version.hip:
         return "the kernels are written for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor < oldest:
-        return f"compute capability {major}.{minor} is older than {oldest / 10}"
-    return None
+    if 10 * major + minor < OLDEST:
+        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    return missing()
 
 
 def hopper_reason(device_index: int = 0) -> str | None:

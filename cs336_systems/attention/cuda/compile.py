@@ -85,9 +85,7 @@ def compile_file(name: str, capability: int, macros: dict[str, int], *extra: str
 
 def _filled(get: Any, program: Any, size: int) -> bytes:
     """What a function of the library writes into a buffer."""
-    buffer = bytes(
-        size + 1
-    )  # these bindings write into it; longer than one, or Python would share it with others
+    buffer = bytes(size + 1)  # the bindings write into it; of one byte Python would share it with others
     _checked(get(program, buffer))
     return buffer[:size]
 

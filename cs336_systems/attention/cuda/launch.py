@@ -13,9 +13,7 @@ from cs336_systems.attention.cuda import compile as nvrtc
 from cs336_systems.attention.cuda.tables import BACKWARD, FORWARD, Backward, Forward, chosen, padded
 
 LOG2_E = 1.4426950408889634
-_L2_BYTES = (
-    30 * 2**20
-)  # that a section's tensors may take of the L2 cache (40 to 60 MiB on an A100, H100, H200)
+_L2_BYTES = 30 * 2**20  # of the L2 cache, for a section's tensors (an A100, H100 and H200 have 40 to 60 MiB)
 
 # the structs that the kernels take, as `struct` spells them: pointers, strides, numbers
 ARGUMENTS = {
