@@ -4,11 +4,11 @@
     cs336 bench flash --seq-len 4096 --head-dim 64 --dtype bf16
 
 The handout's grid (batch 1, causal, one head) and a second one with 16 heads, the shape of the course's leaderboard,
-which fills a GPU at every length; at LANGUAGES_TOKENS it has an implementation in each language. Forward, backward and end-to-end are timed with `triton.testing.do_bench`, all
-implementations of a shape in turns in one process; one of them twice (the A/A row), which shows the noise of the
-method itself. Of calls up to 10 ms the GPU's time (by a CUDA graph, L2 cache warm) and the host's are measured as
-well: where a call is short, `do_bench` may see the host more than the GPU. `tf32` means fp32 tensors whose matmuls
-may use TF32: matmul precision "high".
+which fills a GPU at every length; at LANGUAGES_TOKENS it has an implementation in each of our languages. Forward,
+backward and end-to-end are timed with `triton.testing.do_bench`, all implementations of a shape in turns in one
+process; one of them twice (the A/A row), which shows the noise of the method itself. Of calls up to 10 ms the GPU's
+time (by a CUDA graph, L2 cache warm) and the host's are measured as well: where a call is short, `do_bench` may see the
+host more than the GPU. `tf32` means fp32 tensors whose matmuls may use TF32: matmul precision "high".
 """
 
 from __future__ import annotations

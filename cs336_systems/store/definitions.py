@@ -19,8 +19,8 @@ _TARGET = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)+)(?::(\w*))?")  # of a string: a
 SOURCES = (
     ".cu",
     ".cuh",
-)  # files that are read as text: a string that is the name of one beside the module stands for it
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # of theirs
+)  # a string that is the name of such a file beside the module stands for it
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # of such a file
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_ignores")  # fields of syntax that say nothing here
 _UNKNOWN = "\0"  # what a string takes from values that only running tells
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -186,7 +186,7 @@ class Writer:
             self.out.append(" '")
             return self._hole((self.module.name, text))
         if text.endswith(SOURCES) and (file := self.module.path.with_name(text)).is_file():
-            words = _COMMENT.sub(" ", file.read_text(encoding="utf-8")).split()
+            words = without_comments(file.read_text(encoding="utf-8")).split()
             self.out.append(f" {hashlib.sha256(' '.join(words).encode()).hexdigest()}")
         done = 0
         for match in _TARGET.finditer(text):
@@ -197,6 +197,11 @@ class Writer:
                 if key != (self.module.name, ALL):  # whose functions are in strings of their own
                     self._hole(key)
         self.out.append(f" {text[done:]!a}")
+
+
+def without_comments(source: str) -> str:
+    """CUDA C++ without its comments."""
+    return _COMMENT.sub(" ", source)
 
 
 def _of_this_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
