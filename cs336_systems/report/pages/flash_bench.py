@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from cs336_systems import accounting, attention
+from cs336_systems import accounting
 from cs336_systems.experiments.flash_bench import LANGUAGES_TOKENS, PARTS
 from cs336_systems.report import figures, tables
 from cs336_systems.report.roofs import Roofs
+from cs336_systems.store.code import PACKAGE
 from cs336_systems.store.definitions import without_comments
 
 OURS = "flash_triton"
@@ -130,7 +131,7 @@ def languages(rows: pd.DataFrame) -> pd.DataFrame:
     """Lines of code of our implementation in each language, of its kernels and of what launches them, and its median
     wall time of each pass in ms at LANGUAGES_TOKENS tokens, by head dimension."""
     rows = first_machine(rows[rows["seq_len"] == LANGUAGES_TOKENS])
-    folder, out = Path(attention.__file__).parent, []
+    folder, out = PACKAGE / "attention", []
     for language, (impl, *parts) in LANGUAGES.items():
         counts = [sum(code_lines(f) for glob in globs for f in folder.glob(glob)) for globs in parts]
         ms = rows[rows["impl"] == impl].set_index("head_dim")
