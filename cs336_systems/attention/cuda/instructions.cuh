@@ -9,7 +9,7 @@
 //     C (16 x 8)    c[0], c[1] row g, columns 2t, 2t+1      c[2], c[3] row g + 8, columns 2t, 2t+1
 //
 // So two neighboring tiles of C, rounded to 16 bits, are a fragment of A: P goes from one matmul to the next without
-// leaving its registers. A16 x 8 half of A with an 8 x 8 half of B are the operands of Turing's smaller instruction.
+// leaving its registers. A 16 x 8 half of A with an 8 x 8 half of B are the operands of Turing's smaller instruction.
 //
 // TURING selects the path of compute capability 7.5, which any later GPU runs too.
 #pragma once
