@@ -57,7 +57,6 @@ def test_tiles_fit_shared_memory(capability):
 
 # 8.6 and 8.9 have the same tiles, 9.0 and 10.0 too
 @needs_nvrtc
-@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("capability", "head_dim"),
