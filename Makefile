@@ -6,7 +6,8 @@ SHELL := /bin/bash
 TORCH ?= auto
 override torch := $(if $(filter auto,$(TORCH)),$(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu),$(TORCH))
 BIN := .venv/bin
-INSTALLED := .venv/.installed-$(torch)
+EXTRA ?=
+INSTALLED := .venv/.installed-$(torch)$(EXTRA:%=-%)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
 .PHONY: help report book test test-table chaos lint course-tests clean
@@ -16,7 +17,7 @@ help: ## this list
 
 $(INSTALLED): pyproject.toml constraints.txt tools/setup.sh
 	@command -v git >/dev/null || { echo "git is missing; on Debian or Ubuntu: apt-get install git" >&2; exit 1; }
-	@tools/setup.sh $(torch)
+	@tools/setup.sh $(torch) $(EXTRA)
 	@rm -f .venv/.installed-* && touch $@
 
 report: $(INSTALLED) ## measure what is missing on this machine, then build the writeup (TORCH=auto|cpu|cuda)
@@ -29,7 +30,7 @@ book: $(INSTALLED) ## the writeup from the rows there are: HTML, and the PDF if 
 	  3) $(BIN)/cs336 book; echo "(the PDF was left out; see above)";; \
 	  *) exit 1;; esac
 
-test: $(INSTALLED) ## all tests that this machine can run
+test: $(INSTALLED) ## all tests that this machine can run (EXTRA=cuda: with the compiler of CUDA C++)
 	$(BIN)/python -m pytest -q -n 2
 
 test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)

@@ -17,6 +17,7 @@ from types import ModuleType
 from cs336_systems import __version__, attention
 from cs336_systems.accounting import peaks
 from cs336_systems.attention.available import hopper_reason
+from cs336_systems.attention.cuda.compile import missing, version
 from cs336_systems.store import machine
 
 
@@ -38,6 +39,7 @@ def checks() -> list[Check]:
         Check("software", "python", True, f"{platform.python_version()}, {sys.executable}"),
         Check("software", "torch", torch is not None, torch.__version__ if torch else why),
         _triton(torch),
+        _nvrtc(),
         *_gpus(torch),
         *(
             Check("attention", name, reason is None, reason or attention.IMPLEMENTATIONS[name].what)
@@ -75,6 +77,12 @@ def _triton(torch: ModuleType | None) -> Check:
     if torch is not None and torch.cuda.is_available():
         return Check("software", "triton", True, f"{version}, on the GPU")
     return Check("software", "triton", False, f"{version} without a GPU: TRITON_INTERPRET=1 interprets it")
+
+
+def _nvrtc() -> Check:
+    """What compiles attention in CUDA C++."""
+    reason = missing()
+    return Check("software", "NVRTC", reason is None, reason or ".".join(map(str, version())))
 
 
 def _gpus(torch: ModuleType | None) -> Iterator[Check]:

@@ -3,7 +3,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/attention_once.py hopper
 
 A number after the name says how many of the shapes are run. Without the caching allocator, tensors are allocations of
-their own, so that a step past the end of one is seen.
+their own, so that a step past the end of one is seen. `turing` are the CUDA C++ kernels by the path of compute
+capability 7.5; all are compiled in this process, where they are not on disk.
 """
 
 from __future__ import annotations
@@ -14,29 +15,36 @@ import sys
 import torch
 
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton import launch as triton_launch
-from cs336_systems.attention.triton import tiles
 
 SHAPES = ((1, 2, 200, 130), (1, 1, 70, 70), (1, 1, 33, 300))  # batch, heads, queries, keys
 OF = {  # head dimensions and dtypes
     "portable": ((16, 64, 128), (torch.bfloat16, torch.float32, "tf32")),
     "hopper": ((40, 64, 128), (torch.bfloat16, torch.float16)),
     "split": ((16, 40, 128), (torch.float32,)),
+    "cuda": ((20, 64, 128), (torch.bfloat16, torch.float16)),
+    "turing": ((20, 64, 128), (torch.float16,)),
 }
 
 
 def main(kernels: str, shapes: int = len(SHAPES)) -> None:
-    launcher, configs = triton_launch, lambda d: [None]
-    if kernels == "hopper":
+    configs = lambda d: [()]
+    if kernels in ("cuda", "turing"):
+        from cs336_systems.attention.cuda import launch as launcher
+
+        if kernels == "turing":
+            launcher.generation_of = lambda index: 75
+    elif kernels == "hopper":
         from cs336_systems.attention.hopper import launch as launcher
 
         tables = launcher.FORWARD, launcher.FORWARD_OF_MANY, launcher.FORWARD_OF_LONG
 
         def configs(d):  # all that are in use: shapes as small as these get the first only
-            return list(dict.fromkeys(table[launcher.padded(d)] for table in tables))
+            return list(dict.fromkeys((table[launcher.padded(d)],) for table in tables))
 
     elif kernels == "split":
         from cs336_systems.attention.hopper import split_launch as launcher
+    else:
+        from cs336_systems.attention.triton import launch as launcher
 
     dims, dtypes = OF[kernels]
     for many, d, dtype, shape, is_causal, whole in itertools.product(
@@ -47,8 +55,12 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
         (False, True),
         (True, False),
     ):
-        if kernels != "hopper":
+        in_cuda = kernels in ("cuda", "turing")
+        if kernels != "hopper" and not in_cuda:
             # as if these programs were more than the GPU has multiprocessors, and as if they were fewer
+            from cs336_systems.attention.triton import launch as triton_launch
+            from cs336_systems.attention.triton import tiles
+
             of = tiles if kernels == "portable" else launcher
             of.multiprocessors_of = lambda index, many=many: 1 if many else 10**6
             triton_launch._remembered.clear()
@@ -61,8 +73,10 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
         )
         if not whole:  # the gradient of a sum: one number, with strides of zero
             grad_o = grad_o[..., :1, :1].expand(q.shape)
-        forward = [launcher.launch_forward(q, k, v, is_causal, config) for config in configs(d)]
+        torch.use_deterministic_algorithms(in_cuda and many)  # dQ summed in order, or as its parts arrive
+        forward = [launcher.launch_forward(q, k, v, is_causal, *config) for config in configs(d)]
         found = [o for o, _ in forward], *launcher.launch_backward(q, k, v, *forward[0], grad_o, is_causal)
+        torch.use_deterministic_algorithms(False)
         for xs, true in zip(found, exact_attention(q, k, v, grad_o, is_causal), strict=True):
             for x in xs if isinstance(xs, list) else [xs]:
                 assert (x.double() - true).norm() < 0.02 * true.norm() + 0.02, (

@@ -1,5 +1,5 @@
-"""The Triton kernels on random shapes, layouts, dtypes and gradients against fp64: on a GPU those of all sizes, on the
-CPU small ones in triton's interpreter. CS336_FUZZ_CASES sets how many a test draws."""
+"""The Triton kernels, and on a GPU those in CUDA C++, on random shapes, layouts, dtypes and gradients against fp64: on
+a GPU those of all sizes, on the CPU small ones in triton's interpreter. CS336_FUZZ_CASES sets how many a test draws."""
 
 import contextlib
 import os
@@ -79,12 +79,15 @@ def sizes_of_sums(q, k, v, grad_o, is_causal):
     return [x.sum().sqrt().item() for x in squares]
 
 
-def one_case(draw):
-    dtype, precision = draw.choice(DTYPES), draw.choice(["highest", "high"] if ON_GPU else ["highest"])
+def one_case(draw, impl="flash_triton", dtypes=DTYPES):
+    only_16 = impl == "flash_cuda"
+    dtype, precision = draw.choice(dtypes), draw.choice(["highest", "high"] if ON_GPU else ["highest"])
     batch, heads, d = draw.randint(1, 3), draw.randint(1, 5), draw.choice(HEAD_DIMS)
+    d = min(d, 128) if only_16 else d
     (num_queries, num_keys), is_causal = lengths(draw), draw.random() < 0.6
     of = [draw.choice(list(LAYOUTS)) for _ in range(3)] + [draw.choice(list(GRADIENTS))]
-    if min(num_queries, num_keys) >= 512 and dtype != torch.float32:  # those for Hopper are choosy
+    if min(num_queries, num_keys) >= 512 and dtype != torch.float32 and not only_16:
+        # those for Hopper are choosy
         d, of[:3] = draw.choice([40, 64, 80, 96, 128]), [draw.choice(FOR_TMA) for _ in range(3)]
     scale = draw.choice([0.1, 1.0])
     case = f"{batch}x{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} causal={is_causal} {of} scale={scale}"
@@ -102,7 +105,7 @@ def one_case(draw):
     least = sizes_of_sums(q, k, v, grad_o, is_causal)
     try:
         with fp32_products(precision):
-            check("flash_triton", q, k, v, is_causal, grad_o, factor=4, floor=floor, least=least)
+            check(impl, q, k, v, is_causal, grad_o, factor=4, floor=floor, least=least)
     except Exception as error:
         raise AssertionError(f"{case}: {error}") from error
 
@@ -116,3 +119,18 @@ def test_random_cases(turn):
     )  # other cases in each turn, though one seed is given for all
     for _ in range(CASES):
         one_case(draw)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["", "Turing"])
+@pytest.mark.parametrize("turn", range(10))
+def test_random_cases_in_cuda(turn, path, monkeypatch):
+    if reason := availability()["flash_cuda"]:
+        pytest.skip(reason)
+    from cs336_systems.attention.cuda import launch
+
+    if path:
+        monkeypatch.setattr(launch, "generation_of", lambda index: 75)
+    draw = random.Random(torch.initial_seed() + turn)
+    for _ in range(CASES):
+        one_case(draw, "flash_cuda", [torch.float16] if path else [torch.float16, torch.bfloat16])

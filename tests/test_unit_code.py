@@ -259,6 +259,28 @@ def test_a_case_depends_on_its_own_implementation(pack):
         digests()
 
 
+def test_a_cuda_source_beside_its_module_counts_without_comments(pack, tmp_path):
+    files = {}
+    for name in ("kernel.cu", "tile.cuh", "unread.cu"):
+        files[name] = tmp_path / "pack" / name
+        files[name].write_text("int x = 1;  // one\n/* two\n lines */ int y;\n")
+    pack.write("cpp", 'HEADERS = ("tile.cuh",)\ndef load(file): return open(file), HEADERS\n')
+    pack.write(
+        "chapter", "from pack.cpp import load\ndef run_group(cases): return load('kernel.cu'), 'none.cu'\n"
+    )
+    before = pack.digest()
+    for name, text in (
+        ("unread.cu", "int z;"),
+        ("kernel.cu", "// three\nint x = 1;\n    int y; // lines"),
+    ):
+        files[name].write_text(text)
+    assert pack.digest() == before
+    for name in ("kernel.cu", "tile.cuh"):
+        files[name].write_text("int x = 2; int y;")
+        assert pack.digest() != before
+        before = pack.digest()
+
+
 def reached(chapter, case):
     """The definitions of the package that a case's digest is made of, as "module:name"."""
     found = set()
@@ -280,6 +302,12 @@ def test_rows_of_this_package_depend_on_what_they_measure():
                "attention.flash_triton:_fake_forward", "attention.triton.tiles:TABLE"}  # fmt: skip
     assert kernels <= ours and not kernels & plain
     assert "attention.reference:reference_attention" in plain - ours
+    many = {case.impl: case for case in experiments.load("flash_bench").grid("full") if case.heads > 1}
+    cpp = reached("flash_bench", many["flash_cuda"])
+    assert {"attention.cuda.compile:HEADERS", "attention.cuda.launch:launch_backward"} <= cpp - kernels
+    assert not {
+        name for name in reached("flash_bench", many["flash_triton"]) if name.startswith("attention.cuda.")
+    }
     [case, *_] = experiments.load("ddp").grid("full")
     steps = reached("ddp", case)
     workers = {"experiments.ddp:time_on_rank", "experiments.ddp:under_nsys", "parallel.ddp:BucketedDDP"}

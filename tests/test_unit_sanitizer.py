@@ -29,19 +29,19 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _need_hopper() -> None:
-    from cs336_systems.attention.available import hopper_reason
+def _need(kernels: str) -> None:
+    from cs336_systems.attention.available import cuda_reason, hopper_reason, triton_reason
 
-    if reason := hopper_reason():
+    of = {"portable": triton_reason, "cuda": cuda_reason, "turing": cuda_reason}
+    if reason := of.get(kernels, hopper_reason)():
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
 @needs_tool
-@pytest.mark.parametrize("kernels", ["portable", "hopper", "split"])
+@pytest.mark.parametrize("kernels", ["portable", "hopper", "split", "cuda", "turing"])
 def test_memory_is_accessed_where_it_may_be(kernels):
-    if kernels != "portable":
-        _need_hopper()
+    _need(kernels)
     said = _run("memcheck", kernels)
     assert "ERROR SUMMARY: 0 errors" in said, said[-2000:]
 
@@ -52,12 +52,21 @@ def test_no_race_but_what_the_tool_sees_in_the_compilers_own_code():
     """What it reports is of the bytes by which `warp_specialize` tells each warp what to run. The compiler writes them
     before a barrier (`BAR.SYNC 1` in the machine code) that all warps pass, and a warp reads its own after it; the tool
     does not take that barrier into account. Accesses of the kernels' own are at other lines."""
-    _need_hopper()
+    _need("hopper")
     said = _run("racecheck", "hopper", "1")
     assert "RACECHECK SUMMARY" in said
     found = ACCESS.findall(said)
     assert len(found) >= 2 * said.count("Race reported"), "reports are not understood"
     assert {(kernel, file, int(line)) for kernel, file, line in found} <= _dispatching()
+
+
+@pytest.mark.gpu
+@needs_tool
+@pytest.mark.parametrize("kernels", ["cuda", "turing"])
+def test_no_race_in_cuda(kernels):
+    _need(kernels)
+    said = _run("racecheck", kernels, "1")
+    assert "RACECHECK SUMMARY: 0 hazards" in said, said[-2000:]
 
 
 def test_where_dispatching_code_comes_from():

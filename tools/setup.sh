@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the project into it.  usage: tools/setup.sh cpu|cuda
+# Makes .venv and installs the project into it.  usage: tools/setup.sh cpu|cuda [EXTRA]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -47,4 +47,4 @@ elif [[ $installed != "$torch"* ]]; then
     pip install -q "torch==$torch" -c constraints.txt
 fi
 echo "installing the project and its dependencies"
-pip install -q -e '.[dev]' -c constraints.txt
+pip install -q -e ".[dev${2:+,$2}]" -c constraints.txt

@@ -21,24 +21,27 @@ def attention(
     """softmax(q kᵀ / sqrt(d)) v over any leading axes, differentiable.
 
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
-    both counted from 0 (top left), as in torch's own attention. All implementations take fp32, fp16 and bf16 and
-    follow autocast; fp32 matmuls follow `torch.get_float32_matmul_precision()`. Strided and expanded inputs are not
-    copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper (see
-    `available.hopper_reason`), whose last bits differ from run to run; with torch's flag for determinism, the portable
-    kernels compute the backward pass.
+    both counted from 0 (top left), as in torch's own attention. All implementations take fp32 (but `flash_cuda`), fp16
+    and bf16 and follow autocast; fp32 matmuls follow `torch.get_float32_matmul_precision()`. Strided and expanded
+    inputs are not copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper
+    (see `available.hopper_reason`), whose last bits differ from run to run, as those of `flash_cuda` do; with torch's
+    flag for determinism, both sum in a fixed order.
 
-    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: `flash_triton` for CUDA tensors where it can run, else the plain
-    PyTorch of `reference`. Errors: ValueError for shapes, dtypes or devices that do not fit, naming both;
-    ValueError for an unknown `impl`; RuntimeError with the reason for one that this machine cannot run.
+    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: for CUDA tensors `flash_triton` where it can run, else `flash_cuda`
+    where that can and takes them; otherwise the plain PyTorch of `reference`. Errors: ValueError for shapes, dtypes or
+    devices that do not fit, naming both; ValueError for an unknown `impl`; RuntimeError with the reason for one that
+    this machine cannot run.
     """
     from cs336_systems.attention.usable import usable
 
     if impl == "auto":
-        impl = (
-            "flash_triton"
-            if q.is_cuda and usable("flash_triton") and 16 <= q.shape[-1] <= 256
-            else "reference"
-        )
+        impl = "reference"
+        if q.is_cuda and usable("flash_triton"):
+            impl = "flash_triton" if 16 <= q.shape[-1] <= 256 else impl
+        elif q.is_cuda and usable("flash_cuda"):
+            from cs336_systems.attention.flash_cuda import serves
+
+            impl = "flash_cuda" if serves(q) else impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"

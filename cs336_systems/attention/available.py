@@ -1,4 +1,5 @@
-"""Why kernels in Triton, or those for Hopper, cannot run on this machine. Importing this needs no torch."""
+"""Why kernels in Triton, those for Hopper, or those in CUDA C++ cannot run on this machine. Importing this needs no
+torch."""
 
 from __future__ import annotations
 
@@ -31,6 +32,23 @@ def triton_reason() -> str | None:
     if 10 * major + minor < OLDEST:
         return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
     return None
+
+
+def cuda_reason() -> str | None:
+    """Why `flash_cuda` cannot run on this machine; None where it can."""
+    import torch
+
+    from cs336_systems.attention.cuda.compile import missing
+    from cs336_systems.attention.cuda.tables import OLDEST
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.version.hip:
+        return "the kernels are written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
+    return missing()
 
 
 def hopper_reason(device_index: int = 0) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cs336_systems.attention.available import torch_reason, triton_reason
+from cs336_systems.attention.available import cuda_reason, torch_reason, triton_reason
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,12 @@ def _flash_triton(q, k, v, is_causal):
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
     return FlashAttentionTriton.apply(q, k, v, is_causal)
+
+
+def _flash_cuda(q, k, v, is_causal):
+    from cs336_systems.attention.flash_cuda import FlashAttentionCuda
+
+    return FlashAttentionCuda.apply(q, k, v, is_causal)
 
 
 def _flash_torch(q, k, v, is_causal):
@@ -71,6 +77,10 @@ IMPLEMENTATIONS = {
     "flash_triton": Implementation(
         "FlashAttention-2 in Triton, and for Hopper in Gluon: forward and backward kernels",
         _flash_triton, (f"{_HERE}.flash_triton",), triton_reason,
+    ),
+    "flash_cuda": Implementation(
+        "FlashAttention-2 in CUDA C++, for 16-bit tensors: forward and backward kernels",
+        _flash_cuda, (f"{_HERE}.flash_cuda",), cuda_reason,
     ),
     "flash_torch": Implementation(
         "FlashAttention-2 tiled in PyTorch, forward and backward", _flash_torch, (f"{_HERE}.flash_torch",)

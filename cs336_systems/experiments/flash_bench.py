@@ -4,11 +4,11 @@
     cs336 bench flash --seq-len 4096 --head-dim 64 --dtype bf16
 
 The handout's grid (batch 1, causal, one head) and a second one with 16 heads, the shape of the course's leaderboard,
-which fills a GPU at every length. Forward, backward and end-to-end are timed with `triton.testing.do_bench`, all
-implementations of a shape in turns in one process; one of them twice (the A/A row), which shows the noise of the
-method itself. Of calls up to 10 ms the GPU's time (by a CUDA graph, L2 cache warm) and the host's are measured as
-well: where a call is short, `do_bench` may see the host more than the GPU. `tf32` means fp32 tensors whose matmuls
-may use TF32: matmul precision "high".
+which fills a GPU at every length; at LANGUAGES_TOKENS it has an implementation in each of our languages. Forward,
+backward and end-to-end are timed with `triton.testing.do_bench`, all implementations of a shape in turns in one
+process; one of them twice (the A/A row), which shows the noise of the method itself. Of calls up to 10 ms the GPU's
+time (by a CUDA graph, L2 cache warm) and the host's are measured as well: where a call is short, `do_bench` may see the
+host more than the GPU. `tf32` means fp32 tensors whose matmuls may use TF32: matmul precision "high".
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ CHOICES = {
     "heads": range(1, 2**16 + 1), "seq_len": range(1, 2**24 + 1), "head_dim": range(16, 256 + 1), "dtype": DTYPES,
     "impl": IMPLEMENTATIONS, "repeat": range(2),
 }  # fmt: skip
+LANGUAGES = ("flash_torch", "plain_triton", "flash_triton", "flash_cuda")  # PyTorch, Triton, Gluon, CUDA C++
+LANGUAGES_TOKENS = 4096  # of 16 heads
 _QUADRATIC = ("reference", "reference_compiled")  # what they keep for backward grows with seq_len²
 _SHORT_MS = 10.0  # up to this time GPU and host time are measured apart as well
 _REPLAY_MS = 2.0  # of a CUDA graph's replay: it holds as many calls, at least 1 and at most 20
@@ -74,7 +76,8 @@ def grid(preset: str) -> list[Case]:
             for impl, repeat in _twice(("flash_triton", "flash_torch", "reference", "sdpa"), "reference")
         ]
     one_head = ("flash_triton", "reference", "reference_compiled", "sdpa")
-    many_heads = ("flash_triton", "sdpa_flash", "sdpa_cudnn", "flex_compiled")
+    many_heads = ("flash_triton", "flash_cuda", "sdpa_flash", "sdpa_cudnn", "flex_compiled")
+    languages = tuple(dict.fromkeys((*many_heads, *LANGUAGES)))
     shapes = [
         (1, 2**n, head_dim, dtype, one_head)
         for dtype, head_dims in (
@@ -85,7 +88,11 @@ def grid(preset: str) -> list[Case]:
         for head_dim in head_dims
         for n in range(7, 17)
     ]
-    shapes += [(16, 2**n, head_dim, "bf16", many_heads) for head_dim in (64, 128) for n in range(10, 16)]
+    shapes += [
+        (16, 2**n, head_dim, "bf16", languages if 2**n == LANGUAGES_TOKENS else many_heads)
+        for head_dim in (64, 128)
+        for n in range(10, 16)
+    ]
     return [
         Case(*shape, impl, repeat)
         for *shape, impls in shapes

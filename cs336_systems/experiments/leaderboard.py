@@ -33,7 +33,7 @@ also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "rep_ms")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads", "peak_gib")
 OFFICIAL_MS, SHORT_MS = 10_000, 200
-PEERS = ("fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference")
+PEERS = ("flash_cuda", "fa4", "sdpa_cudnn", "flex_compiled", "sdpa_flash", "sdpa_efficient", "reference")
 
 
 @dataclass(frozen=True)

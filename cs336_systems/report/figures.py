@@ -21,6 +21,7 @@ from cs336_systems.report.tables import EMPTY, fmt
 # implementation or series → (label, color, marker)
 SERIES: dict[str, tuple[str, str, str]] = {
     "flash_triton": ("ours", "#0072B2", "o"),
+    "flash_cuda": ("ours, CUDA C++", "#7f3fbf", "*"),
     "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
     "reference": ("plain PyTorch", "#6b6b6b", "s"),
     "reference_compiled": ("compiled PyTorch", "#D55E00", "D"),

@@ -10,8 +10,9 @@ called otherwise, its imports, formatting, comments, docstrings and annotations 
 class body do, which are fields of dataclasses, and those as `constexpr`.)
 
 With any definition of a module come its statements that do more than define a name (`register(...)`, `TABLE[1] = 2`).
-A string that is the name of a function or class of its module counts as mentioning it. What is mentioned by other
-means, names put together while running or an import for its effect alone, is not seen.
+A string that is the name of a function or class of its module counts as mentioning it; one that is the name of a CUDA
+source beside its module counts as that file, without comments. What is mentioned by other means, names put together
+while running or an import for its effect alone, is not seen.
 
 What starts processes and keeps rows (AROUND) does none of the work that is timed: following stops there.
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cs336_systems.store.definitions import ALL, EFFECTS, Key, Module, Writer
+from cs336_systems.store.definitions import ALL, EFFECTS, SOURCES, Key, Module, Writer
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOTS = ("run_group", "GROUP", "Case")
@@ -151,7 +152,7 @@ def code_digests(experiment: ModuleType, package: Path = PACKAGE) -> Callable[[A
 
     ValueError for a name in `also_measures` or `PER_CASE` that nothing has.
     """
-    files = set(package.rglob("*.py"))
+    files = {file for kind in (".py", *SOURCES) for file in package.rglob(f"*{kind}")}
     own = Path(experiment.__file__)
     extra = () if own in files else ((experiment.__name__, own),)
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted({*files, own}))

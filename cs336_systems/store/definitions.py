@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from typing import Any
 # decorators that leave a definition to those who call it; any other may register it somewhere
 _WRAPPERS = {"dataclass", "contextmanager", "cache", "lru_cache", "jit", "builtin", "assume_constant_result"}
 _TARGET = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)+)(?::(\w*))?")  # of a string: a.module, a.module:function
+SOURCES = (
+    ".cu",
+    ".cuh",
+)  # a string that is the name of such a file beside the module stands for it
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # of such a file
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_ignores")  # fields of syntax that say nothing here
 _UNKNOWN = "\0"  # what a string takes from values that only running tells
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -33,6 +39,7 @@ class Module:
 
     name: str
     package: str = ""
+    path: Path = Path()
     definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)  # modules from which everything is imported
@@ -40,7 +47,7 @@ class Module:
 
     @classmethod
     def read(cls, name: str, path: Path) -> Module:
-        module = cls(name, name if path.stem == "__init__" else name.rpartition(".")[0])
+        module = cls(name, name if path.stem == "__init__" else name.rpartition(".")[0], path)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for inner in _of_this_scope([node]):
                 if isinstance(inner, _IMPORTS):
@@ -178,6 +185,9 @@ class Writer:
         if isinstance(self.module.definitions.get(text, [None])[0], _DEFINITIONS):
             self.out.append(" '")
             return self._hole((self.module.name, text))
+        if text.endswith(SOURCES) and (file := self.module.path.with_name(text)).is_file():
+            words = without_comments(file.read_text(encoding="utf-8")).split()
+            self.out.append(f" {hashlib.sha256(' '.join(words).encode()).hexdigest()}")
         done = 0
         for match in _TARGET.finditer(text):
             key, _ = self.find(".".join(filter(None, match.groups())))
@@ -187,6 +197,11 @@ class Writer:
                 if key != (self.module.name, ALL):  # whose functions are in strings of their own
                     self._hole(key)
         self.out.append(f" {text[done:]!a}")
+
+
+def without_comments(source: str) -> str:
+    """CUDA C++ without its comments."""
+    return _COMMENT.sub(" ", source)
 
 
 def _of_this_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

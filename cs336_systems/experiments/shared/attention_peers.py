@@ -195,7 +195,15 @@ MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
     "flex_compiled": _flex,
     "fa4": _fa4,
 }
-FOR_GPUS = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled", "fa4")
+FOR_GPUS = (
+    "flash_triton",
+    "flash_cuda",
+    "plain_triton",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flex_compiled",
+    "fa4",
+)
 
 
 def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:

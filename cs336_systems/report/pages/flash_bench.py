@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -10,17 +12,27 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from cs336_systems import accounting
-from cs336_systems.experiments.flash_bench import PARTS
+from cs336_systems.experiments.flash_bench import LANGUAGES_TOKENS, PARTS
 from cs336_systems.report import figures, tables
 from cs336_systems.report.roofs import Roofs
+from cs336_systems.store.code import PACKAGE
+from cs336_systems.store.definitions import without_comments
 
 OURS = "flash_triton"
 PASSES = dict(zip(PARTS, ("F", "B", "F+B"), strict=True))
 SHORT = {"flash_triton": "ours", "flash_torch": "tiled", "reference": "plain", "reference_compiled": "compiled",
-         "sdpa": "SDPA", "sdpa_flash": "SDPA flash", "sdpa_cudnn": "cuDNN", "flex_compiled": "Flex"}  # fmt: skip
+         "sdpa": "SDPA", "sdpa_flash": "SDPA flash", "sdpa_cudnn": "cuDNN", "flex_compiled": "Flex",
+         "flash_cuda": "CUDA C++", "plain_triton": "Triton"}  # fmt: skip
 BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 SHAPE = ["machine", "heads", "dtype", "head_dim", "seq_len"]
 KERNEL_TOKENS = 8192  # up to here every call is short enough for a CUDA graph: speedups of kernel times
+# language → its implementation in 16 bits; the files of its kernels, and of what compiles and launches them
+LANGUAGES = {
+    "PyTorch": ("flash_torch", ("flash_torch.py",), ()),
+    "Triton": ("plain_triton", ("triton/kernels.py",), ("triton/launch.py", "triton/tiles.py")),
+    "Gluon": ("flash_triton", ("hopper/*ward*.py", "hopper/common.py"), ("hopper/launch.py", "hopper/tma.py")),
+    "CUDA C++": ("flash_cuda", ("cuda/*.cu", "cuda/*.cuh"), ("cuda/*.py",)),
+}  # fmt: skip
 _QUERY, _KEY, _SEEN = "#0072B2", "#D55E00", "#dce6ef"  # colors of the drawing
 
 
@@ -100,6 +112,43 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
             worst = of_impl.groupby(keys, sort=False)[metric].max().rename(f"{head} {SHORT.get(impl, impl)}")
             out = out.merge(worst.astype(float), on=keys, how="left")
     return out.assign(dtype=out["dtype"].map(figures.label))
+
+
+def code_lines(file: Path) -> int:
+    """The lines of a file that are neither blank nor comment nor docstring."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return sum(bool(line.strip()) for line in without_comments(text).splitlines())
+    strings = [
+        x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
+    ]
+    told = {n for x in strings for n in range(x.lineno, x.end_lineno + 1)}
+    lines = ((n, line.strip()) for n, line in enumerate(text.splitlines(), 1))
+    return sum(bool(line) and line[0] != "#" and n not in told for n, line in lines)
+
+
+def languages(rows: pd.DataFrame) -> pd.DataFrame:
+    """Lines of code of our implementation in each language, of its kernels and of what launches them, and its median
+    wall time of each pass in ms at LANGUAGES_TOKENS tokens, by head dimension."""
+    rows = first_machine(rows[rows["seq_len"] == LANGUAGES_TOKENS])
+    folder, out = PACKAGE / "attention", []
+    for language, (impl, *parts) in LANGUAGES.items():
+        counts = [sum(code_lines(f) for glob in globs for f in folder.glob(glob)) for globs in parts]
+        ms = rows[rows["impl"] == impl].set_index("head_dim")
+        times = {
+            f"{PASSES[p]} d = {d}, ms": ms[f"{p}_ms_p50"].get(d, math.nan)
+            for p in PARTS[:2]
+            for d in (64, 128)
+        }
+        out.append({"language": language, "lines: kernels": counts[0], "launching": counts[1]} | times)
+    return pd.DataFrame(out)
+
+
+def least_ms(gpu: str, heads: int, n: int, d: int, part: str) -> float:
+    """Least time of a causal pass in fp16 by a GPU's data sheet."""
+    flops = accounting.attention_flops(heads, n, n, d, True, part)
+    moved = accounting.attention_bytes(heads, n, n, d, BYTES["fp16"], part)
+    return accounting.peaks(gpu).roofline_ms(flops, moved, "fp16")
 
 
 # ------------------------------------------------------------------------------------------------ figures
