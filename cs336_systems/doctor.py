@@ -16,7 +16,7 @@ from types import ModuleType
 
 from cs336_systems import __version__, attention
 from cs336_systems.accounting import peaks
-from cs336_systems.attention.available import hopper_reason
+from cs336_systems.attention.available import hopper_reason, untried_triton
 from cs336_systems.attention.cuda.compile import missing, version
 from cs336_systems.store import machine
 
@@ -116,6 +116,11 @@ def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None
 
 def _hopper(torch: ModuleType | None) -> Check:
     reason = "needs torch" if torch is None else hopper_reason()
+    if reason and torch is not None and machine.has_module("triton") and reason == untried_triton():
+        from cs336_systems.attention.checks.aot import hopper_refused
+
+        refused = hopper_refused()
+        reason += f"; {refused}" if refused else "; it compiles them: CS336_HOPPER=1 has them used"
     return Check(
         "attention",
         "flash_triton on Hopper",

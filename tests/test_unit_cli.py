@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import wrong_values
 
-from cs336_systems import cli, experiments, notebooks
+from cs336_systems import cli, doctor, experiments, notebooks
 from cs336_systems.store import machine, rows
 
 nbformat = pytest.importorskip("nbformat")
@@ -87,6 +87,29 @@ def test_doctor_as_json():
     told = json.loads(call("doctor", "--json").stdout)
     assert set(told) == {"machine", "checks", "kernels"}
     assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("no attribute 'async_load'", "triton 9.9: tried; RuntimeError: no attribute 'async_load'"),
+        (None, "triton 9.9: tried; it compiles them: CS336_HOPPER=1 has them used"),
+    ],
+)
+def test_doctor_says_what_an_untried_triton_breaks(broken, told, monkeypatch):
+    pytest.importorskip("torch")
+    aot = pytest.importorskip("cs336_systems.attention.checks.aot")
+
+    def compile_hopper_kernel(*arguments):
+        if broken:
+            raise ValueError("at 31:4:\n    tma.load(k_desc)\n    ^") from RuntimeError(f"{broken}\n")
+        return aot.Compiled(128, 0, 0, 128, "")
+
+    monkeypatch.setattr(aot, "compile_hopper_kernel", compile_hopper_kernel)
+    for name in ("hopper_reason", "untried_triton"):
+        monkeypatch.setattr(doctor, name, lambda: "triton 9.9: tried")
+    checks = {c["name"]: c for c in json.loads(call("doctor", "--json").stdout)["checks"]}
+    assert checks["flash_triton on Hopper"]["detail"] == told
 
 
 def test_doctor_names_no_tool_that_is_not_there(monkeypatch):

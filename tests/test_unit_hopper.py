@@ -10,6 +10,8 @@ import torch
 from attention_checks import compiler, fresh, relative
 
 pytest.importorskip("triton")
+import triton
+
 from cs336_systems.attention import attention, available, flash_triton
 from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.hopper import launch as hopper
@@ -93,6 +95,22 @@ def test_the_switch(monkeypatch):
     monkeypatch.setenv("CS336_HOPPER", "yes")
     with pytest.raises(ValueError, match=r"'yes'; allowed: 0, 1"):
         hopper_reason()
+
+
+@pytest.mark.parametrize(("version", "tried"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1a2b3c", True),
+                                                ("3.10.0", False), ("4.0.0", False)])  # fmt: skip
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_a_triton_that_they_were_not_tried_with_has_to_be_asked_for(version, tried, asked, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(available, "triton_reason", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CS336_HOPPER", raising=False)
+    if asked:
+        monkeypatch.setenv("CS336_HOPPER", asked)
+    assert (available.untried_triton() is None) == tried
+    assert (available.hopper_unable() is None) == (tried or asked == "1")
+    assert (hopper_reason() is None) == (asked == "1" or (tried and asked is None))
 
 
 def on_a_hopper_gpu(monkeypatch):
@@ -320,7 +338,6 @@ def test_a_section_is_what_the_cache_holds():
 def recorded(monkeypatch):
     """Triton's launcher of a compiled kernel with two descriptors among its arguments, and the calls that reach C."""
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    import triton
 
     calls = []
 
@@ -332,11 +349,11 @@ def recorded(monkeypatch):
     monkeypatch.setattr(type(triton.runtime.driver), "active", active)
     monkeypatch.setattr(tma, "_made", {})
     run = object.__new__(nvidia.CudaLauncher)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, False, False
     run.global_scratch_size = run.global_scratch_align = run.profile_scratch_size = (
         run.profile_scratch_align
     ) = 0
-    if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7
+    if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7 and later
         run.arg_annotations, run.kernel_signature = "annotations", b"signature"
     kind = "tensordesc<bf16[1, 64],layout>"
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
@@ -377,9 +394,10 @@ def test_few_descriptors_are_kept(recorded, monkeypatch):
     assert len(tma._made) <= 10
 
 
-def test_a_launcher_that_needs_scratch_memory_takes_the_long_way(recorded):
+@pytest.mark.parametrize("needs", [{"global_scratch_size": 128}, {"gsan_enabled": True}])
+def test_a_launcher_that_adds_arguments_takes_the_long_way(recorded, needs):
     run, _, _ = recorded
-    run.global_scratch_size = 128
+    vars(run).update(needs)
     assert tma._launcher_below(run) is None
 
 
@@ -456,6 +474,10 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
 
 
 # --------------------------------------------------------------------------------- what the compiler says
+# The ptxas of triton 3.9 keeps on the stack what the masked steps of the backward kernels read, a few of a program's
+MORE_SPILLS = 384 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
+
+
 def _compile(kernel, head_dim, is_causal, config=None, dtype="bf16"):
     from cs336_systems.attention.checks import aot
 
@@ -495,7 +517,7 @@ def test_two_programs_of_one_group_fit_a_multiprocessor(head_dim, config):
 
 def _check_compiled(compiled, kernel):
     assert not compiled.serialized and not compiled.wrong_descriptors
-    assert compiled.spill_bytes <= {"forward": 0, "backward": 64}[kernel]
+    assert compiled.spill_bytes <= {"forward": 0, "backward": 64 + MORE_SPILLS}[kernel]
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel == "backward")
@@ -511,7 +533,8 @@ def test_steps_of_the_ladder_are_not_serialized(step):
     name, arguments = step.config
     config = getattr(hopper, name)(**arguments)
     compiled = compiler().submit(_compile, step.part, 64, True, config).result()
-    assert not compiled.serialized and compiled.spill_bytes <= 128 and not compiled.wrong_descriptors
+    assert not compiled.serialized and not compiled.wrong_descriptors
+    assert compiled.spill_bytes <= 128 + MORE_SPILLS
 
 
 # --------------------------------------------------------------------------------- on a GPU

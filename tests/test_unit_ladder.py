@@ -232,6 +232,7 @@ def test_what_has_run_is_found_by_its_function():
             registers,
             2,
         )
+        kernel.module = None  # nothing to unload
         kernel.metadata = SimpleNamespace(shared=2048, num_warps=4)
         kernel.src = SimpleNamespace(fn=SimpleNamespace(__module__="package.kernels"))
         kernels.append(kernel)

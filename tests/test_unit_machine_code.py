@@ -37,6 +37,7 @@ def found(*lines):
     [
         (ADDRESS, LOW, HIGH),
         ("ULOP3.LUT UR18, UR12, 0x3fff, URZ, 0xc0, !UPT", "UMOV UR19, 0x40000040"),
+        ("USGXT.U32 UR28, UR12, 0xf", LOW, HIGH),  # as triton 3.8 has it
         (ADDRESS, "ULOP3.LUT UR18, UR28, 0x1000000, URZ, 0xfc, !UPT", "UMOV UR19, 0x40000040"),
         ("UMOV UR18, 0x100", "UMOV UR19, 0x40000040"),
         (ADDRESS, "UMOV UR29, URZ", "UMOV UR20, 0x40", "UMOV UR21, 0x40000040", "UIADD3.64 UR18, UR28, UR20, URZ"),
@@ -78,7 +79,7 @@ def test_descriptors_of_an_address_and_constants_are_right(lines):
         (ADDRESS, "UIADD3 UR18, UR28, UR28, URZ", HIGH),  # two addresses
         (ADDRESS, LOW, "UMOV UR19, UR28"),
         ("USGXT.U32 UR28, UR12, 0x10", LOW, HIGH),  # more bits than an address has
-        ("ULOP3.LUT UR18, UR12, 0x7fff, URZ, 0xc0, !UPT", HIGH),
+        ("ULOP3.LUT UR18, UR12, 0xffff, URZ, 0xc0, !UPT", HIGH),
         (ADDRESS, LOW, HIGH, "LDL.LU R7, [R1+0x8]", "R2UR UR18, R7"),  # of the stack, where nothing was put
         (ADDRESS, LOW, HIGH, "ULOP3.LUT UP0, UR18, UR30, UR31, URZ, 0xfc, !UPT"),  # a predicate stands first
         # one way leads past the copy
@@ -197,7 +198,8 @@ def test_who_is_mistrusted(monkeypatch):
 
     capability = 90
     assert not mistrusted(1) and not mistrusted(0) and mistrusted(2)
-    assert asked == [dict(grid=(1,), argument=1, num_warps=4, num_stages=3)] * 2
+    options = dict(num_warps=4, num_stages=3, enable_fp_fusion=True)
+    assert asked == [dict(grid=(1,), argument=1) | options] * 2
     faulty[0] = True
     assert mistrusted(1)
     capability = 80
@@ -220,17 +222,16 @@ class _NamesItsTarget:
 
 
 def _searched():
-    """ptxas's release, and of both layouts of the keys (columns together, and apart) whether the kernel of a forward
+    """Hopper's ptxas, and of both layouts of the keys (columns together, and apart) whether the kernel of a forward
     pass for Hopper is faulty: bf16, d = 20, 13 queries, 9 keys."""
     import torch
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.runtime import driver
 
     from cs336_systems.attention.triton import launch
 
     driver.set_active(_NamesItsTarget())
     chosen = tiles.tiles("forward", 90, 20, "half")
-    options = dict(num_warps=chosen.num_warps, num_stages=chosen.num_stages)
     q = torch.empty(4, 13, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3)
     v = torch.empty(4, 9, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3)
     apart = torch.empty(2, 4, 20, 9, dtype=torch.bfloat16).transpose(2, 3)
@@ -238,10 +239,10 @@ def _searched():
     for k in (apart.contiguous(), apart):
         tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), l=torch.empty(2, 4, 13))
         arguments = launch._arguments("forward", tensors, True, chosen)
-        compiled = launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **options)
+        compiled = launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **launch.options_of(chosen))
         assert "wgmma" in compiled.asm["ptx"]
         faulty.append(machine_code.faulty(compiled))
-    return knobs.nvidia.ptxas.version, faulty
+    return get_ptxas(90).version, faulty
 
 
 def test_what_a_launch_would_compile_is_searched():

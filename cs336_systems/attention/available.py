@@ -8,6 +8,9 @@ import importlib.util
 import os
 import re
 
+# the first and last triton that `make test-versions` compiles the kernels for Hopper with
+TRIED = ((3, 6), (3, 9))
+
 
 def torch_reason() -> str | None:
     """Why nothing here can run; None where torch is installed."""
@@ -58,8 +61,9 @@ def hopper_reason(device_index: int = 0) -> str | None:
     and with 256 queries and keys or more (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors with head
     dimensions up to 128 and 512 queries and keys or more whose matmuls have to be accurate to fp32
     (`hopper.split_launch`: `serves`), unless so few programs of the portable kernels are needed that these are faster:
-    in 16 bits backward, with no more keys than queries, and in fp32 forward. `CS336_HOPPER=0` in the environment, set
-    before the first call, turns them off. ValueError for another value than 0 or 1.
+    in 16 bits backward, with no more keys than queries, and in fp32 forward. In the environment, set
+    before the first call, `CS336_HOPPER=0` turns them off, and 1 has them used with an untried triton as well.
+    ValueError for another value than 0 or 1.
     """
     asked = os.environ.get("CS336_HOPPER", "1")
     if asked not in ("0", "1"):
@@ -77,17 +81,28 @@ def hopper_unable(device_index: int = 0) -> str | None:
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted"
-    import triton
-
     major, minor = torch.cuda.get_device_capability(device_index)
     if (major, minor) != (9, 0):
         return f"compute capability {major}.{minor}: they are written for 9.0"
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-    if not (3, 6) <= version <= (3, 7):  # they make one call that is not part of Gluon's public API
-        return f"triton {triton.__version__}: tried with 3.6 and 3.7"
+    if (reason := untried_triton()) and os.environ.get("CS336_HOPPER") != "1":
+        return reason
+    import triton
+
     try:
         for launcher in ("launch", "split_launch"):
             importlib.import_module(f"cs336_systems.attention.hopper.{launcher}")
-    except ImportError as error:  # they need parts of triton that it does not promise
+    except (ImportError, AttributeError) as error:  # they need parts of triton that it does not promise
         return f"triton {triton.__version__}: {error}"
     return None
+
+
+def untried_triton() -> str | None:
+    """The version of triton, where the kernels for Hopper were not tried with it: Gluon changes from one to the next,
+    and what launches them uses parts of triton that are not public."""
+    import triton
+
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if TRIED[0] <= version <= TRIED[1]:
+        return None
+    first, last = (".".join(map(str, x)) for x in TRIED)
+    return f"triton {triton.__version__}: tried with {first} to {last}"

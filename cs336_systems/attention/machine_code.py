@@ -4,7 +4,8 @@ A wgmma instruction finds its tiles by descriptors: 14 bits of a tile's address 
 constants beside them and in the high word. ptxas 12.8, which comes with triton 3.6 and 3.7, now and then forgets to
 copy that address to the registers that it computes a descriptor in, and computes it from what stands there. The wgmma
 then reads other rows, or unmapped memory. Known cases are kernels under register pressure, on tensors whose columns are
-not contiguous; whether it happens depends on every stride, so no test can cover all of them.
+not contiguous; whether it happens depends on every stride, so no test can cover all of them. What later releases of
+ptxas make (12.9 with triton 3.8, 13.4 with 3.9) is searched in the same way.
 
 `wrong_descriptors` follows where descriptors come from, along every path through a kernel. That finds registers without
 the copy, whatever stands in them; it does not vouch for the rest of the code. Portable kernels are searched before they
@@ -34,9 +35,9 @@ _NUMBER = re.compile(r"-?0x[0-9a-f]+$")
 _REGISTER = re.compile(r"(U?R)(\d+)$")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]$")
 _DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
-_ADDRESS_BITS = 0x3FFF
+_ADDRESS_BITS = 15  # of a multiple of 16 in at most 256 KiB it takes 14; triton 3.8 and later mask one more
 
-# What a register holds: a known number (int), some constant, an address of 14 bits plus constants, or anything else.
+# What a register holds: a known number (int), some constant, an address of such bits plus constants, or anything else.
 # ("xor", a, b): one step of exchanging two registers without a third.
 CONSTANT, ADDRESS, OTHER = "constant", "address", "other"
 Value = int | str | tuple
@@ -91,7 +92,7 @@ def _high(operand: str) -> str:
 def _logic(state: State, sources: list[str]) -> Value:
     """A bitwise operation of three operands by its truth table."""
     a, b, table = _value(state, sources[0]), _value(state, sources[1]), sources[3]
-    if table == "0xc0" and isinstance(b, int) and b <= _ADDRESS_BITS:  # a & b
+    if table == "0xc0" and isinstance(b, int) and b < 1 << _ADDRESS_BITS:  # a & b
         return ADDRESS
     if table == "0xfc" and a == ADDRESS and _constant(b):  # a | b
         return ADDRESS
@@ -141,7 +142,7 @@ def _written(state: State, name: str, operands: list[str]) -> State:
             return {into: _value(state, sources[2])}
         if name == "IMAD.IADD" and sources[1] == "0x1":
             return {into: _sum([_value(state, sources[0]), _value(state, sources[2])])}
-        if kind in ("SGXT", "USGXT") and "U32" in more and (_number(sources[1]) or 32) <= 14:
+        if kind in ("SGXT", "USGXT") and "U32" in more and (_number(sources[1]) or 32) <= _ADDRESS_BITS:
             return {into: ADDRESS}
         if kind in ("LOP3", "ULOP3"):
             return {into: _logic(state, sources)}

@@ -11,6 +11,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.available import hopper_unable
+from cs336_systems.attention.triton.launch import FUSED, options_of
 from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels
 from cs336_systems.ladder.steps import HOPPER, Step, Switches
@@ -34,9 +35,8 @@ def _check(x: torch.Tensor, *tiles: Tiles) -> tuple[int, int, int]:
     return batch * heads, n, d
 
 
-def _options(tiles: Tiles) -> dict[str, int]:
-    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages}  # fmt: skip
+def _options(tiles: Tiles) -> dict[str, Any]:
+    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n} | options_of(tiles)
 
 
 def launch_forward(
@@ -84,7 +84,7 @@ def launch_backward(
         SKIP=config.skip, SPLIT=config.split, EXP2=config.exp2, HEAVY_FIRST=config.heavy_first, D=d
     )
     if not config.fuse_d:
-        kernels.delta_kernel[(all_rows,)](o, do, delta, BLOCK_M=_ROWS, D=d)
+        kernels.delta_kernel[(all_rows,)](o, do, delta, BLOCK_M=_ROWS, D=d, **FUSED)
     dq_sum = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if config.one_pass else dq
     if not config.one_pass:
         kernels.queries_kernel[(n // tiles.block_m * batch_heads,)](
@@ -96,7 +96,7 @@ def launch_backward(
         **_options(key_tiles),
     )  # fmt: skip
     if config.one_pass:
-        kernels.scale_kernel[(all_rows,)](dq_sum, dq, scale, BLOCK_M=_ROWS, D=d)
+        kernels.scale_kernel[(all_rows,)](dq_sum, dq, scale, BLOCK_M=_ROWS, D=d, **FUSED)
     return dq, dk, dv
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from cs336_systems.attention.checks import aot
+from cs336_systems.attention.triton.launch import options_of
 from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels as ladder_kernels
 from cs336_systems.ladder.steps import Step
@@ -74,11 +74,8 @@ def _compile(
         if signature[name].startswith("*") or name in ("n", "batch_heads"):  # as launches see them
             attributes[(i,)] = [["tt.divisibility", 16]]
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        ASTSource(function, signature, places, attributes), target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
-    )  # fmt: skip
-    registers, spills, _ = aot.ptxas_report(compiled.asm["ptx"], capability)
+    source = ASTSource(function, signature, places, attributes)
+    compiled, registers, spills, _ = aot.compiled_and_reported(source, capability, options_of(tiles))
     threads = 32 * compiled.metadata.num_warps
     return Resources(
         function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"]

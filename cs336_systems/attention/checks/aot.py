@@ -7,12 +7,11 @@ candidate). Nothing here runs a kernel.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from triton.compiler import ASTSource
 
 from cs336_systems.attention.machine_code import disassemble, wrong_descriptors
 from cs336_systems.attention.triton.kernels import KERNELS
-from cs336_systems.attention.triton.launch import INPUT_PRECISION
+from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, options_of
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -91,14 +90,12 @@ def compile_kernel(
         if name.endswith(aligned) and name not in constants:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return _compiled(source, capability, options)
+    return _compiled(source, capability, options_of(tiles))
 
 
-def _compiled(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Compiled:
+    compiled, registers, spills, serialized = compiled_and_reported(source, capability, options)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    registers, spills, serialized = ptxas_report(ptx, capability)
     wrong = wrong_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
     return Compiled(
         registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(wrong)
@@ -151,10 +148,29 @@ def compile_hopper_kernel(
     source = GluonASTSource(
         function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
     )
-    options = {"num_warps": 4}
+    options = FUSED | {"num_warps": 4}
     if kernel == "forward" and config.registers:
         options["maxnreg"] = config.registers
     return _compiled(source, 90, options)
+
+
+def hopper_refused() -> str | None:
+    """What this version of triton has against the kernels of `hopper`; None where it compiles them well. Takes half a
+    minute."""
+    try:
+        from cs336_systems.attention.hopper.launch import BACKWARD, FORWARD
+
+        for kernel, configs in (("forward", FORWARD), ("backward", BACKWARD)):
+            for head_dim, config in configs.items():
+                compiled = compile_hopper_kernel(kernel, head_dim, "bf16", config)
+                if compiled.serialized or compiled.wrong_descriptors:
+                    wrong = "descriptors are wrong" if compiled.wrong_descriptors else "wgmma is serialized"
+                    return f"in the {kernel} kernel {wrong}"
+    except Exception as error:  # whatever a version has changed is a reason, and is shown
+        while error.__cause__:  # around it are the places in the kernel that lead there
+            error = error.__cause__
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
 
 
 def compile_split_kernel(
@@ -198,22 +214,22 @@ def compile_split_kernel(
         if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return _compiled(source, 90, {"num_warps": options.num_warps, "num_stages": options.num_stages})
+    return _compiled(source, 90, options_of(options))
 
 
-def ptxas_report(ptx: str, capability: int) -> tuple[int, int, bool]:
-    """Registers per thread, spilled bytes, whether wgmma is serialized (see `Compiled`): what the assembler says."""
+def compiled_and_reported(
+    source: ASTSource, capability: int, options: dict[str, Any]
+) -> tuple[Any, int, int, bool]:
+    """Triton's compiled kernel, and what its assembler says: registers per thread, spilled bytes, whether wgmma is
+    serialized (see `Compiled`). Which assembler, with which options, is for triton to choose, and differs between its
+    versions; so it is asked for the report, which it prints only where it finds nothing in its cache."""
     from triton import knobs
 
-    tool = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path
-    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.ptx")
-        file.write_text(ptx)
-        out = subprocess.run(
-            [tool, "-v", f"-arch={target}", str(file), "-o", str(Path(folder, "kernel.cubin"))],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    registers = int(re.search(r"Used (\d+) registers", out).group(1))
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", out))
-    return registers, spills, "wgmma.mma_async instructions are serialized" in out
+    out = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(out):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    report = out.getvalue()
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
+    return compiled, registers, spills, "wgmma.mma_async instructions are serialized" in report

@@ -28,13 +28,12 @@ from cs336_systems.attention.hopper.backward_parts import (
     DQ_COLUMNS,
     DQ_ROWS,
     add_half,
-    add_to_global,
     producer,
     scores,
     store_dq,
     weights,
 )
-from cs336_systems.attention.hopper.common import WG, place, rounded, widened
+from cs336_systems.attention.hopper.common import WG, async_atomic_add, async_store, place, rounded, widened
 
 
 @gluon.jit
@@ -261,12 +260,12 @@ def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_hea
     at = [head // heads, head % heads, first_key + G * WG, 0]
     v.store(dv.to(v.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, at, v_smem.index(G))
+    async_store(dv_desc, at, v_smem.index(G))
     dk16 = (dk * scale).to(v.dtype)
     tma.store_wait(0)
     v.store(dk16)
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, at, v_smem.index(G))
+    async_store(dk_desc, at, v_smem.index(G))
     tma.store_wait(0)
 
 
@@ -295,7 +294,7 @@ def _backward_dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles
         tma.store_wait(1)  # the addition before the last one has read its tile
         store_dq(dq, dq_smem.index(slot))
         fence_async_shared()
-        add_to_global(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
+        async_atomic_add(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
     tma.store_wait(0)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,22 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from cs336_systems.attention.hopper.common import WG, exp2, place
+from cs336_systems.attention.hopper.common import WG, async_atomic_add, async_load, exp2, place
 
 # a tile of dQ, 64 x 64 numbers in fp32 in the order of `store_dq`, as TMA sees it: in shared memory and in its sum
 DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
-
-
-@builtin
-def add_to_global(descriptor, coordinates, source, _semantic=None):
-    """TMA adds a tile of shared memory to one in global memory. Gluon 3.6 does not expose this operation of its
-    compiler."""
-    from triton._C.libtriton import ir
-
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )
 
 
 @gluon.jit
@@ -45,11 +32,9 @@ def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads
     b, h = head // heads, head % heads
     first_key = tile * 2 * WG
     mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
+    async_load(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
     for g in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            v_desc, [b, h, first_key + g * WG, 0], kv_full.index(0), v_smem.index(g)
-        )
+        async_load(v_desc, [b, h, first_key + g * WG, 0], kv_full.index(0), v_smem.index(g))
     first = 0
     if IS_CAUSAL:
         first = first_key // BLOCK_M
@@ -62,17 +47,14 @@ def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads
         parity = ((t // STAGES) & 1) ^ 1
         mbarrier.wait(q_empty.index(slot), parity)
         mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        tma.async_copy_global_to_shared(
-            q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot)
-        )
+        async_load(q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot))
         for which in gl.static_range(2):
-            tma.async_copy_global_to_shared(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
-                                            stats_smem.index(2 * slot + which))  # fmt: skip
+            async_load(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
+                       stats_smem.index(2 * slot + which))  # fmt: skip
         if i < query_tiles:
             mbarrier.wait(do_empty.index(slot), parity)
             mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
-            tma.async_copy_global_to_shared(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot),
-                                            do_smem.index(slot))  # fmt: skip
+            async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
 
 
 @gluon.jit
@@ -122,4 +104,4 @@ def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
     tma.store_wait(0)  # the addition before has read its tile
     store_dq(dq, dq_smem.index(G))
     fence_async_shared()
-    add_to_global(dq_desc, [head, (2 * i + G) * DQ_ROWS, 0], dq_smem.index(G))
+    async_atomic_add(dq_desc, [head, (2 * i + G) * DQ_ROWS, 0], dq_smem.index(G))

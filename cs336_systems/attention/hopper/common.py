@@ -1,9 +1,30 @@
-"""What the kernels share: exponentials, rounding, the order of programs."""
+"""What the kernels share: copies by names that every version of Gluon has, exponentials, rounding, the order of
+programs."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+@builtin
+def _async_atomic_add(tensor_desc, coord, src, _semantic=None):
+    """What Gluon 3.8 does under this name. Before, it did not expose the operation of its compiler."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
+
+
+# TMA copies a tile to shared memory, to global memory, and adds one to global memory: names of Gluon 3.8, the only ones
+# of 3.9, or what 3.6 and 3.7 have in their place
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+async_atomic_add = getattr(tma, "async_atomic_add", _async_atomic_add)
 
 WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.common import WG, exp2, place
+from cs336_systems.attention.hopper.common import WG, async_load, async_store, exp2, place
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -56,9 +56,7 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
     first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
     for g in gl.static_range(GROUPS):
         mbarrier.expect(q_full.index(g), WG * D * 2)
-        tma.async_copy_global_to_shared(
-            q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g)
-        )
+        async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
     steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):
         slot = t % STAGES
@@ -67,10 +65,8 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
         both = (t > 0) & (t < steps)
         mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
         mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
-        tma.async_copy_global_to_shared(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot),
-                                        pred=t < steps)  # fmt: skip
-        tma.async_copy_global_to_shared(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot),
-                                        pred=t > 0)  # fmt: skip
+        async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
+        async_load(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot), pred=t > 0)
 
 
 @gluon.jit
@@ -157,7 +153,7 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
     acc = acc * gl.convert_layout(share, o_rows, assert_trivial=True)[:, None]
     o_smem.index(G).reshape([WG, D]).store(acc.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
+    async_store(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
     tma.store_wait(0)
 
 

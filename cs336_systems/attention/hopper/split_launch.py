@@ -18,6 +18,7 @@ from cs336_systems.attention.triton.launch import (
     INTERPRETED,
     MAX_REMEMBERED,
     elsewhere,
+    options_of,
     remember,
     remembered,
     strides,
@@ -145,7 +146,7 @@ def _launch(
     arguments: dict[str, Any], tiles: Tiles | None = None,
 ) -> list[Plan]:  # fmt: skip
     """Launches a kernel; how to do so again, or nothing in Triton's interpreter."""
-    options = {} if tiles is None else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {} if tiles is None else options_of(tiles)
     if INTERPRETED:
         kernel[grid](*descriptors, **arguments)
         return []

@@ -6,6 +6,7 @@ Triton rebuilds the arguments of a descriptor at each launch, in Python. Here th
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from cs336_systems.attention.triton.launch import Launch, launch_again
+from cs336_systems.attention.triton.launch import FUSED, Launch, launch_again
 
 try:  # not part of triton's public API: without it, launches take the slow path
     from triton.backends.nvidia.driver import make_tensordesc_arg
 except ImportError:
     make_tensordesc_arg = None
+else:
+    # from triton 3.8 on it takes a third argument, and makes no use of it
+    _UNUSED = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -83,7 +87,7 @@ class _Described:
         """What a launch takes for a tensor of this description at an address, kept in `_made` for the next one."""
         if len(_made) >= _MAX_MADE:
             _made.clear()
-        made = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta)
+        made = make_tensordesc_arg(_Again(address, self.shape, self.strides), self.meta, *_UNUSED)
         _made[self.serial, address] = made
         return made
 
@@ -116,7 +120,7 @@ class Plan:
         function, *metadata_and_hooks = fixed
         stream = driver.active.get_current_stream(device_index)
         how = (stream, function, run.launch_cooperative_grid, run.launch_pdl)
-        if hasattr(run, "kernel_signature"):  # triton 3.7
+        if hasattr(run, "kernel_signature"):  # triton 3.7 and later
             signature = (run.arg_annotations, run.kernel_signature)
             arguments += (*pointers, *rest)
             self.launcher(*grid, *how, *metadata_and_hooks, None, None, *signature, arguments)
@@ -133,25 +137,26 @@ def _launcher_below(run: Any) -> Any:
         needed.append("arg_annotations")
     if code is None or not cells or not all(hasattr(run, name) for name in needed):
         return None
-    if run.global_scratch_size or run.profile_scratch_size:
+    # memory to allocate, or arguments to add (triton 3.8's sanitizer), at each launch
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get("launcher")
 
 
 def first_launch(
     kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
-    arguments: dict[str, Any], **options: int,
+    arguments: dict[str, Any], **options: Any,
 ) -> Plan:  # fmt: skip
     """Compiles a kernel where needed, launches it, and returns how to do so again.
 
     `arguments` are all of the kernel's after its descriptors, in their order; the first `pointers` of them are tensors.
-    `options` are the compiler's.
+    `options` are the compiler's, besides FUSED.
     """
     names = kernel.arg_names[len(descriptors) :]
     assert tuple(arguments) == tuple(names), "a remembered kernel takes arguments by position"
     if "num_warps" not in arguments:
         options.setdefault("num_warps", 4)
-    compiled = kernel[grid](*descriptors, **arguments, **options)
+    compiled = kernel[grid](*descriptors, **arguments, **FUSED | options)
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     launch = (compiled.run, grid, fixed, tuple(arguments.values())[pointers:])
     if not descriptors:

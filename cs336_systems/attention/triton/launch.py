@@ -28,6 +28,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 # tf32x3: three TF32 matmuls make one that is accurate to fp32, on the tensor cores. For 16-bit tiles it has no effect.
 INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
+# for the compiler of every kernel: a x + b in one instruction, which triton 3.10 is to do only where it is asked to
+FUSED = {"enable_fp_fusion": True}
+
 # A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
 Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]
 _remembered: dict[tuple[Any, ...], list[Any]] = {}
@@ -73,6 +76,11 @@ def _arguments(
     return arguments
 
 
+def options_of(tiles: Tiles) -> dict[str, Any]:
+    """What a kernel in these tiles asks of the compiler."""
+    return FUSED | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
 def _mistrusted(
     kernel: str, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], tiles: Tiles
 ) -> bool:
@@ -82,8 +90,7 @@ def _mistrusted(
         return False
     if any(x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
         return True
-    options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    return faulty(KERNELS[kernel].warmup(grid=(1,), **arguments, **options))
+    return faulty(KERNELS[kernel].warmup(grid=(1,), **arguments, **options_of(tiles)))
 
 
 def first_launch(
@@ -101,7 +108,7 @@ def first_launch(
         arguments = _arguments(kernel, tensors, is_causal, tiles)
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
     grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], 1, 1)
-    compiled = KERNELS[kernel][grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    compiled = KERNELS[kernel][grid](**arguments, **options_of(tiles))
     if INTERPRETED:
         return []
     fixed = (
