@@ -108,7 +108,7 @@ def train(
     minutes: Annotated[float | None, typer.Option(help="Length in minutes.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The highest.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = None,
-    compile: Annotated[str | None, typer.Option(help="off, blocks, whole.")] = None,
+    compile: Annotated[str | None, typer.Option(help="off, attention, blocks, whole, graphs.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes to start, a GPU each where there are enough.")] = None,
     wrapper: Annotated[str | None, typer.Option(help="naive, flat, overlapped, bucketed, in_place, torch.")] = None,
