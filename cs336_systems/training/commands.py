@@ -162,7 +162,10 @@ def generate(
         speaker = Speaker(checkpoint, device)
         for prompt in prompts or ["Once upon a time"]:
             typer.echo(prompt, nl=False)
-            for piece in speaker.speak(prompt, tokens, temperature, top_k, top_p, seed):
+            pieces = speaker.speak(
+                prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            )
+            for piece in pieces:
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")

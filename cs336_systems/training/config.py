@@ -149,7 +149,9 @@ class Run:
         "auto", DTYPES, "auto: bf16 autocast on GPUs that have it, fp16 on older ones, fp32 on a CPU"
     )
     compile: str = _one_of(
-        "off", COMPILE, "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs"
+        "off",
+        COMPILE,
+        "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs",
     )
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _switch(False, "the same bits in every run on a GPU")
@@ -348,7 +350,8 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         )
     if config.run.compile == "graphs" and config.batch.accumulate > 1:
         raise ValueError(
-            f"run.compile='graphs' replays one backward pass a step; batch.accumulate={config.batch.accumulate} must be 1"
+            f"batch.accumulate={config.batch.accumulate}; with run.compile='graphs', which replays one backward pass a "
+            "step, it must be 1"
         )
     if config.text.source in ("stories", "random") and not config.text.train_mb:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")

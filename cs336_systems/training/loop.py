@@ -305,7 +305,7 @@ class Trainer:
         if kind == "minutes":
             self._progress = min(1.0, self.seconds / (60 * length))
         if self.scaler.is_enabled():
-            self.skipped = self._skipped_steps()
+            self.skipped = self.skipped_steps()
         if log:
             steps = self.step - at_start
             per_step = self.config.batch.sequences * self.sizes.context_length
@@ -320,7 +320,7 @@ class Trainer:
         self._count = 0
         return time.perf_counter()
 
-    def _skipped_steps(self) -> int:
+    def skipped_steps(self) -> int:
         """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
         made = max((int(s["step"]) for s in self.optimizer.state.values() if "step" in s), default=0)
         return self.step - made

@@ -94,7 +94,9 @@ def _graphed(module: WithLoss, world_size: int) -> Callable[..., torch.Tensor]:
     if world_size > 1 or next(module.parameters()).device.type != "cuda":
         where = f"{world_size} ranks" if world_size > 1 else "a CPU"
         allowed = ", ".join(mode for mode in COMPILE if mode != "graphs")
-        raise ValueError(f"run.compile='graphs' needs one rank with a CUDA device; on {where} allowed: {allowed}")
+        raise ValueError(
+            f"run.compile='graphs' needs one rank with a CUDA device; on {where} allowed: {allowed}"
+        )
     module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
