@@ -76,16 +76,15 @@ def cells(
 ) -> list[Case]:
     """The matrix, without the optimizer's state of one rank alone spread over ranks; its last cell twice (A/A)."""
     found = [
-        Case(attention, wrapper, spread, **fields)
+        (attention, wrapper, spread)
         for attention in attentions
         for wrapper in wrappers
         for spread in sharded
         if not (wrapper == ALONE and spread)
     ]
-    again = [
-        Case(*(getattr(found[-1], name) for name in ("attention", "wrapper", "sharded")), **fields, repeat=1)
+    return [Case(*cell, **fields) for cell in found] + [
+        Case(*cell, **fields, repeat=1) for cell in found[-1:]
     ]
-    return found + again * bool(found)
 
 
 def grid(preset: str) -> list[Case]:

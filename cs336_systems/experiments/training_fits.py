@@ -19,7 +19,7 @@ from cs336_systems.experiments.training_run import T4_GIB
 from cs336_systems.measure.clocks import phases
 from cs336_systems.store import machine, process
 from cs336_systems.store.status import Skip, failure_is_a_row
-from cs336_systems.training import forecast, pipeline
+from cs336_systems.training import forecast
 from cs336_systems.training.config import TrainingConfig, load
 
 PER_CASE = trials.PER_CASE
@@ -112,6 +112,7 @@ def on_their_own(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _try(case: Case, folder: str, device: str, metrics: dict[str, Any]) -> None:
     import torch
 
+    from cs336_systems.training import pipeline
     from cs336_systems.training.loop import Trainer
 
     config = configuration(case, folder)

@@ -21,7 +21,6 @@ from cs336_systems.experiments.shared import trials
 from cs336_systems.experiments.shared.memory_cap import capped
 from cs336_systems.store import machine, process
 from cs336_systems.store.status import Skip, failure_is_a_row
-from cs336_systems.training import pipeline
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, TrainingConfig, load
 
 PER_CASE = trials.PER_CASE
@@ -130,6 +129,7 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a run, made in this process."""
     import torch
 
+    from cs336_systems.training import pipeline
     from cs336_systems.training.loop import Trainer
     from cs336_systems.training.tokens import load_tokenizer
 

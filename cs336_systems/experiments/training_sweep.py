@@ -36,6 +36,13 @@ LONG, CAP_GIB = (8192, 16384), 24
 ATTENTIONS = ("reference", "reference_compiled", "sdpa", "flash_torch", "flash_triton")
 DTYPES = ("fp32", "bf16", "fp16")
 ROUNDS, WARMUP_MS, REP_MS = 3, 5, 20
+CHOICES = {
+    "attention": (
+        *ATTENTIONS, "flash_compiled_backward", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex_compiled",
+    ),
+    "head_dim": range(16, 129), "heads": range(1, 2**16), "batch": range(1, 2**16), "dtype": DTYPES,
+    "cap_gib": range(1025),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.store import machine
 from cs336_systems.store.status import Skip, failure_is_a_row
-from cs336_systems.training import forecast, pipeline
+from cs336_systems.training import forecast
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def _launched(cases: Sequence[Any], folder: str, rounds: int) -> list[dict[str, 
 def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int) -> list[dict[str, Any]]:
     """The metrics of each case, the same on all ranks. A line is printed for each turn."""
     from cs336_systems.measure.clocks.timing import Watch
+    from cs336_systems.training import pipeline
 
     wanted = {str(number): types.SimpleNamespace(**case) for number, case in enumerate(cases)}
     first = next(iter(wanted.values()))
