@@ -239,7 +239,7 @@ def merge(
 
 
 # -------------------------------------------------------------------------------- training
-for command in (training.data, training.tokenize, training.train, training.generate):
+for command in (training.data, training.tokenize, training.train, training.speedrun, training.generate):
     app.command()(command)
 
 

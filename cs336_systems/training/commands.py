@@ -1,4 +1,5 @@
-"""The training system's commands: `cs336 data`, `tokenize`, `train`, `generate`. Importing this needs no torch."""
+"""The training system's commands: `cs336 data`, `tokenize`, `train`, `speedrun`, `generate`. Importing this needs no
+torch."""
 
 from __future__ import annotations
 
@@ -143,6 +144,26 @@ def train(
                 typer.echo(line)
             return
         pipeline.train(made, _say)
+
+
+def speedrun(
+    minutes: Annotated[float, typer.Option(help="Time of its steps.")] = 20.0,
+    out: Annotated[str, typer.Option(help="Folder of the run: all that it writes.")] = "runs/speedrun",
+    size: Annotated[str, typer.Option(help="Of the model; auto: small on a GPU, mini on a CPU.")] = "auto",
+    gib: Annotated[float, typer.Option(help="Memory of a GPU; 0: this machine's.")] = 0.0,
+    ranks: Annotated[int, typer.Option(help="GPUs; 0: all there are.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what fits and what would be done.")] = False,
+) -> None:
+    """Train for some minutes on small or old GPUs, with what fits them, and let the model write."""
+    with _told_in_a_line():
+        from cs336_systems.training import speedrun as room
+
+        plan = room.choose(minutes, out, size, gib, ranks, dtype)
+        for line in room.told(plan):
+            _say(line)
+        if not dry_run:
+            room.run(plan, _say)
 
 
 def generate(
