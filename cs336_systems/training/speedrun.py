@@ -4,14 +4,21 @@
     print(plan.command)                                 # the same on torchrun's ranks
     run(plan)
 
+    install(root)                                       # what a notebook's machine lacks
+
 On a GPU without bf16 it trains in fp16 with loss scaling; several GPUs share each step's sequences, and the optimizer's
 state. On a CPU it is a run of seconds or minutes that shows that all parts work.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import shlex
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +33,8 @@ SHOWN_CONTEXTS = (256, 512, 1024)
 STEP_TOKENS = 2**15  # of all GPUs together
 _MB_PER_MINUTE, _LEAST_MB, _MOST_MB = 15.0, 1.0, 400.0
 _VOCAB = 2048
+# of the package's dependencies those that training and its pages need; triton comes with torch where there is a GPU
+NEEDED = ("torch", "numpy", "pandas", "matplotlib", "tabulate", "typer", "tqdm", "tokenizers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -139,3 +148,44 @@ def write(plan: Plan) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(plan.config.to_dict(), indent=1) + "\n", encoding="utf-8")
     return path
+
+
+# ------------------------------------------------------------------------------------------------ where it runs
+def missing(root: Path) -> list[str]:
+    """The requirements among NEEDED, by `pyproject.toml` of a checkout, that are not met: not there, or too old."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        from pip._vendor.packaging.requirements import Requirement
+    declared = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    wanted = [r for r in map(Requirement, declared) if r.name in NEEDED]
+    return [f"{r.name}{r.specifier}" for r in wanted if not _met(r)]
+
+
+def _met(requirement: Any) -> bool:
+    try:
+        there = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(there, prereleases=True)
+
+
+def install(root: Path, say: Any = print) -> None:
+    """Installs by pip what is missing, and lets this process and its children import the checkout's package."""
+    if lacking := missing(root):
+        say(f"installing {', '.join(lacking)}")
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *lacking], check=True)
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    os.environ.setdefault("CS336_RESULTS", str(root / "results"))
+
+
+def asked(train: str) -> bool:
+    """Whether a notebook is to train: "yes", "no", or "auto", which is no while the book is built. ValueError for other
+    words."""
+    word = str(train).strip().lower()
+    if word not in ("auto", "yes", "no", "true", "false"):
+        raise ValueError(f"train={train!r}; allowed: auto, yes, no")
+    return word in ("yes", "true") or (word == "auto" and os.environ.get("CS336_BOOK_BUILD") != "1")

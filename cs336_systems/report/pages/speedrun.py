@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from cs336_systems.experiments import training_fits as experiment
@@ -42,7 +44,7 @@ def foreseen(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["repeat"] == 0].sort_values("sequences")
     lines = []
     for (machine, size, context), part in rows.groupby(["machine", "size", "context_length"], sort=False):
-        ran = [{"ok": 1.0, "oom": 0.0}.get(str(status).partition(":")[0]) for status in part["status"]]
+        ran = [{"ok": 1.0, "oom": 0.0}.get(str(s).partition(":")[0], math.nan) for s in part["status"]]
         if len(ran) == 2:
             lines.append(
                 {

@@ -4,30 +4,41 @@ commands draw as well, are `report.matrix` and `report.sweep`.)"""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems import accounting
 from cs336_systems.experiments import training_ladder as ladder_experiment
 from cs336_systems.experiments.shared import trials
 from cs336_systems.measure.clocks.phases import each
 from cs336_systems.report import figures, tables
-from cs336_systems.report.roofs import Roofs
+from cs336_systems.report.roofs import Roofs, roofs
+from cs336_systems.report.values import Number, Row
 from cs336_systems.store.rows import case_fields
 
 RUNGS = {
     "fp32": "plain, fp32", "tf32": "TF32", "bf16": "bf16", "compiled": "torch.compile", "flash": "FlashAttention",
     "graphs": "CUDA graphs", "ddp": "two GPUs", "sharded": "sharded AdamW",
 }  # fmt: skip
+DRAWN = ("fp32", "bf16", "flash", "graphs", "sharded")  # of all rungs: a plot can show five
 WINDOW = 5  # steps over which losses are averaged
 
 
 # ------------------------------------------------------------------------------------------------ the ladder
 def _rung(row: Any) -> ladder_experiment.Case:
     return ladder_experiment.Case(**{field: getattr(row, field) for field in case_fields(ladder_experiment)})
+
+
+def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
+    """The roofs of machines; one that has not measured its own has those of another one with the same GPU."""
+    found = {name: roofs(name, root) for name in machines}
+    known = [roof for roof in found.values() if roof.tflops]
+    return {n: r if r.tflops else next((k for k in known if k.sheet == r.sheet), r) for n, r in found.items()}
 
 
 def predicted_tokens_per_s(row: Any, roof: Roofs) -> float:
@@ -87,21 +98,10 @@ def waterfall(rows: pd.DataFrame, roof: dict[str, Roofs]) -> Figure:
     ax.bar(
         range(len(rows)), reached - below, bottom=below, color=colors, width=0.7, zorder=3, label="measured"
     )
-    for place, value in enumerate(reached):
-        ax.annotate(
-            tables.fmt(value), (place, max(value, below[place])), ha="center", va="bottom", fontsize=8
-        )
-    ax.plot(
-        range(len(rows)),
-        rows["predicted"] * k,
-        "_",
-        color=figures.ROOF,
-        ms=22,
-        mew=1.6,
-        label="predicted",
-        zorder=4,
-    )
-    ax.set_xticks(range(len(rows)), rows["rung"].map(RUNGS), fontsize=8)
+    style = {"color": figures.ROOF, "ms": 22, "mew": 1.6, "zorder": 4}
+    ax.plot(range(len(rows)), rows["predicted"].to_numpy(float) * k, "_", label="predicted", **style)
+    names = [f"{RUNGS[rung]}\n{tables.fmt(value)}" for rung, value in zip(rows["rung"], reached, strict=True)]
+    ax.set_xticks(range(len(rows)), names, fontsize=7.5)
     ax.set_ylabel("1,000 tokens/s")
     ax.grid(axis="x", visible=False)
     ax.margins(y=0.1)
@@ -118,25 +118,26 @@ def smooth(losses: Any) -> np.ndarray:
 
 
 def apart(rows: pd.DataFrame) -> pd.DataFrame:
-    """How far each rung's losses, averaged over WINDOW steps, lie from those of its run's first rung: at most, and in
-    the end; and those of the same rung again."""
+    """How far each rung's losses, averaged over WINDOW steps, lie from those of its run's first rung, at most and in
+    the end; of a rung measured again: from its own."""
     rows = tables.in_order(rows, ["world_size", "rung", "repeat"], RUNGS)
     lines = []
     for (machine, gpus), part in rows.groupby(["machine", "world_size"], sort=False):
-        curves = [smooth(losses) for losses in part["losses"]]
-        known = next((curve for curve in curves if len(curve)), np.array([]))
-        for row, curve in zip(part.itertuples(), curves, strict=True):
-            off = np.abs(curve - known) if len(curve) == len(known) and len(known) else np.array([math.nan])
+        curves = {(row.rung, row.repeat): smooth(row.losses) for row in part.itertuples()}
+        first = next((curve for curve in curves.values() if len(curve)), np.array([]))
+        for (rung, repeat), curve in curves.items():
+            base = curves.get((rung, 0), first) if repeat else first
+            off = np.abs(curve - base) if 0 < len(curve) == len(base) else np.array([math.nan])
             lines.append({
-                "machine": machine, "GPUs": gpus, "rung": row.rung, "repeat": row.repeat, "largest": off.max(),
-                "last": off[-1], "loss": curve[-1] if len(curve) else math.nan,
+                "machine": machine, "GPUs": gpus, "rung": rung, "repeat": repeat, "largest": off.max(), "last": off[-1],
+                "loss": curve[-1] if len(curve) else math.nan,
             })  # fmt: skip
     return pd.DataFrame(lines, columns=["machine", "GPUs", "rung", "repeat", "largest", "last", "loss"])
 
 
 def losses_figure(rows: pd.DataFrame) -> Figure:
-    """The losses of all rungs of one GPU over one another, and how far each lies from the first one's."""
-    rows = rows[(rows["repeat"] == 0) & rows["losses"].notna()]
+    """The losses of the rungs of DRAWN over one another, and how far each lies from the first one's."""
+    rows = rows[(rows["repeat"] == 0) & rows["losses"].notna() & rows["rung"].isin(DRAWN)]
     rows = tables.in_order(rows, ["world_size", "rung"], RUNGS).drop_duplicates("rung")
     drawn, axes = figures.panels(2, height=2.6)
     above, below = axes[0]
@@ -155,6 +156,13 @@ def losses_figure(rows: pd.DataFrame) -> Figure:
         figures.nothing(above)
     figures.legend_below(drawn, above)
     return drawn
+
+
+def reachable(rows: pd.DataFrame) -> float:
+    """The lowest loss, in tenths of a nat, that all rungs of one GPU fall to; NaN without rungs."""
+    ends = [smooth(losses)[-1:] for losses in rows[rows["world_size"] == 1]["losses"]]
+    found = [end.item() for end in ends if len(end)]
+    return math.ceil(10 * max(found)) / 10 if found else math.nan
 
 
 def time_to(rows: pd.DataFrame, loss: float) -> pd.DataFrame:
@@ -189,26 +197,26 @@ def run_figure(rows: pd.DataFrame) -> Figure:
     if rows.empty:
         figures.nothing(axes[0, 0])
     for ax, row in zip(axes[0], rows.to_dict("records"), strict=False):
+        ax.set_yscale("log")
         for name, label, style in (("loss", "training", "-"), ("valid", "held out", "o-")):
             losses = each(row["losses" if name == "loss" else "valid_losses"])
             million = np.array(each(row[f"{name}_tokens"])) / 1e6
             ax.plot(million, losses, style, label=label, markersize=3)
         figures.roof(ax, row["floor"], "entropy")
-        ax.set(
-            yscale="log",
-            xlabel="million tokens",
-            title=f"{row['size']}, {row['dtype']}, {row['minutes']:g} min",
-        )
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.set(xlabel="million tokens", title=f"{row['size']}, {row['dtype']}, {row['minutes']:g} min")
     axes[0, 0].set_ylabel("loss, nats a token")
     figures.legend_below(drawn, axes[0, 0])
     return drawn
 
 
-def seconds_to(row: Any, loss: float) -> float:
-    """Seconds of steps until a run's held-out loss fell to `loss`, between two evaluations linear; NaN where it did
-    not. `row`: a row of a run, as `prose.one` gives it."""
-    seconds, losses = (np.array(each(str(getattr(row, f"valid_{name}")))) for name in ("seconds", "losses"))
-    below = np.flatnonzero(losses <= loss) if len(losses) == len(seconds) else []
-    if not len(below) or below[0] == 0:
-        return math.nan
-    return float(np.interp(-loss, -losses[: below[0] + 1], seconds[: below[0] + 1]))
+def seconds_to(row: Row, loss: Number) -> Number:
+    """Seconds of steps until a run's held-out loss fell to `loss`, between two evaluations linear."""
+    seconds, losses = (np.array(each(getattr(row, f"valid_{name}"))) for name in ("seconds", "losses"))
+    below = np.flatnonzero(losses <= loss) if len(losses) == len(seconds) and not loss.missing else []
+    if not len(below) or not below[0]:
+        return Number(math.nan, loss.missing or f"{row!r}: no evaluation between which it fell so far")
+    end = below[0] + 1
+    return Number(np.interp(-float(loss), -losses[:end], seconds[:end]))
