@@ -313,7 +313,7 @@ bench.command("sweep", cls=terminal.Lists)(bench_folders.sweep)
 @bench.command("run", cls=terminal.Lists)
 def bench_run(
     minutes: Values = "4", size: Values = "small", context_length: Values = "512", sequences: Values = "64",
-    dtype: Values = "bf16", compile: Values = "whole", cap_gib: Values = "0", train_mb: Values = "400",
+    dtype: Values = "bf16", compile: Values = "whole", cap_gib: Values = "0", train_mb: Values = "300",
     refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
 ) -> None:  # fmt: skip
     """A real run of so many minutes on stories, from fresh weights to text, and kept as a row."""

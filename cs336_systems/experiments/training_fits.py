@@ -63,7 +63,7 @@ def also_measures(case: Case) -> tuple[str, ...]:
 
 def estimate_s(group: Sequence[Case]) -> float:
     """Seconds that a group takes, roughly."""
-    return 15.0 + 4.0 * len(group) if group[0].cap_gib else 12.0
+    return 15.0 + 3.0 * len(group) if group[0].cap_gib else 12.0
 
 
 def configuration(case: Case, folder: str) -> TrainingConfig:

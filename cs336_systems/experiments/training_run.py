@@ -61,7 +61,8 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run of `minutes` of steps, on `train_mb` megabytes of stories. cap_gib: 0: all of the GPU's memory."""
+    """A run of `minutes` of steps, on `train_mb` megabytes of stories. cap_gib: 0: all of the GPU's memory. `repeat` 1
+    makes the same run again."""
 
     size: str = "small"
     context_length: int = 512
@@ -70,7 +71,8 @@ class Case:
     compile: str = "whole"
     cap_gib: int = 0
     minutes: float = 4.0
-    train_mb: float = 400.0
+    train_mb: float = 300.0
+    repeat: int = 0
 
 
 def grid(preset: str) -> list[Case]:

@@ -121,7 +121,8 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{} for _ in cases]
     shared: dict[str, Any] = {}
     before = torch.get_float32_matmul_precision()
-    torch._dynamo.reset()  # past eight shapes of one function, Dynamo would fall back to eager without a word
+    if any("compiled" in case.attention for case in cases):
+        torch._dynamo.reset()  # past eight shapes of one function, Dynamo would fall back to eager without a word
     try:
         with oom_is_a_row(shared), capped(cases[0].cap_gib, device):
             torch.set_float32_matmul_precision("highest")
