@@ -40,7 +40,7 @@ CHOICES = {
     "attention": (
         *ATTENTIONS, "flash_compiled_backward", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex_compiled",
     ),
-    "head_dim": range(16, 129), "heads": range(1, 2**16), "batch": range(1, 2**16), "dtype": DTYPES,
+    "head_dim": range(16, 257), "heads": range(1, 2**16), "batch": range(1, 2**16), "dtype": DTYPES,
     "cap_gib": range(1025),
 }  # fmt: skip
 

@@ -104,7 +104,7 @@ def _longest(size: str, gib: float, ranks: int, dtype: str) -> tuple[int, int]:
         if most := largest_batch(size, context, gib, dtype, _VOCAB, ranks):
             return context, most
     able = [name for name in MODEL_SIZES if largest_batch(name, CONTEXTS[-1], gib, dtype, _VOCAB, ranks)]
-    raise ValueError(f"size={size!r} does not fit {gib:.1f} GiB; allowed: {', '.join(able) or 'no size'}")
+    raise ValueError(f"size={size!r} does not fit {gib:.3g} GiB; allowed: {', '.join(able) or 'no size'}")
 
 
 def _file(out: str) -> str:
