@@ -56,7 +56,7 @@ def grid(preset: str) -> list[Case]:
     """All rungs, those of several ranks on two GPUs; or the two that a CPU can climb in seconds. The rung that the next
     ones are held against is there twice (A/A)."""
     if preset == "smoke":
-        fields = {"size": "tiny", "context_length": 32, "sequences": 8, "steps": 20}
+        fields = {"size": "tiny", "context_length": 32, "sequences": 8, "steps": 10}
         return [Case("fp32", **fields), Case("bf16", **fields), Case("fp32", **fields, repeat=1)]
     return [
         *(Case(rung) for rung in ON_ONE), Case("flash", repeat=1),
