@@ -338,6 +338,37 @@ def test_the_notebook_on_a_laptops_rows_and_on_none(results_root, project_root):
     assert {s.outcome for s in sentences} <= {None, False}
 
 
+# ------------------------------------------------------------------------------------------------ on a GPU
+@pytest.mark.gpu
+def test_every_rung_of_one_gpu_learns_the_same():
+    cases = [training_ladder.Case(rung, "tiny", 64, 8, steps=4) for rung in training_ladder.ON_ONE]
+    found = trials.measure(cases)
+    assert [m.get("status", "ok") for m in found] == ["ok"] * len(cases)
+    first, *others = (np.array(m["losses"].split(), float) for m in found)
+    for curve in others:
+        np.testing.assert_allclose(curve, first, atol=0.02)
+    assert all(m["peak_gib"] > 0 for m in found)
+
+
+@pytest.mark.gpu
+def test_fp16_under_a_cap_runs_or_runs_out():
+    small = training_fits.Case("tiny", 64, 4, cap_gib=1, steps=2)
+    fits, full = training_fits.run_group(
+        [small, dataclasses.replace(small, size="small", context_length=1024, sequences=32)]
+    )
+    assert "status" not in fits and fits["peak_gib"] <= fits["reserved_gib"] <= 1
+    assert full["status"] == "oom" and full["predicted_gib"] > 1
+
+
+@pytest.mark.gpu
+def test_every_implementation_takes_a_rectangular_shape_under_a_cap():
+    cases = training_sweep.cases_of(
+        [(160, 64)], training_sweep.CHOICES["attention"], heads=2, batch=1, cap_gib=1
+    )
+    for case, metrics in zip(cases, training_sweep.run_group(cases), strict=True):
+        assert "status" not in metrics and metrics["forward_peak_gib"] <= metrics["peak_gib"] < 1, case
+
+
 # ------------------------------------------------------------------------------------------------ what it rests on
 def test_the_forecast_finds_the_most_that_fits():
     for size in ("small", "medium"):

@@ -170,18 +170,19 @@ def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int)
     data = pipeline.data_of(configuration(first, folder))
     turns: dict[str, list[_Turn]] = {name: [] for name in wanted}
     found: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-    watches = {name: Watch(interval_s=0.1) for name in wanted}
+    # one rank reads clocks, seldom: a thread that reads them takes time from the one that launches
+    watches = {name: Watch(interval_s=0.1) for name in wanted} if rank.rank == 0 else {}
     for _, name, share in ranks.in_turns(list(wanted), first.steps, rounds):
         if "status" in found[name]:
             continue
         # of several ranks one that fails must not leave the others waiting: then all end
         with failure_is_a_row(found[name]) if rank.world_size == 1 else contextlib.nullcontext():
-            turns[name].append(_turn(wanted[name], rank, data, folder, share, watches[name]))
+            turns[name].append(_turn(wanted[name], rank, data, folder, share, watches.get(name)))
             print(f"{_words(wanted[name])}: {ranks.median(turns[name][-1].times):.4g} ms", flush=True)
         _give_back(rank, wanted[name])
     for name, case in wanted.items():
         if "status" not in found[name]:
-            clocks = ranks.gathered(watches[name].metrics(), rank)[0]
+            clocks = ranks.gathered(watches[name].metrics() if name in watches else {}, rank)[0]
             found[name] = _metrics(case, turns[name], rank, data) | clocks
     return list(found.values())
 
@@ -221,7 +222,7 @@ def _turn(case: Any, rank: Rank, data: Data, folder: str, steps: int, watch: Any
 
         phases = {"whole": step}
     first = ranks.time_steps(phases, rank=rank, warmup=0, steps=1)["step"][0]
-    with watch:
+    with watch or contextlib.nullcontext():
         times = ranks.time_steps(phases, rank=rank, warmup=WARMUP - 1, steps=steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     seen = [loss.item() for loss in losses]
