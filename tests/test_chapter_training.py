@@ -385,7 +385,7 @@ def test_the_forecast_finds_the_most_that_fits():
 def test_fits_asks_for_the_forecasts_choices():
     chosen = [c for c in training_fits.grid("full") if not c.repeat]
     for one, two in zip(chosen[::2], chosen[1::2], strict=True):
-        assert one.sequences == forecast.largest_batch(one.size, one.context_length, training_fits.SHEET_GIB)
+        assert one.sequences == forecast.largest_batch(one.size, one.context_length, training_fits.T4_GIB)
         assert dataclasses.replace(one, sequences=2 * one.sequences) == two
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from cs336_systems.experiments.shared import trials
 from cs336_systems.experiments.shared.memory_cap import capped
-from cs336_systems.experiments.training_run import T4_GIB
+from cs336_systems.experiments.training_run import CAP_GIB
 from cs336_systems.measure.clocks import phases
 from cs336_systems.store import machine, process
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.training import forecast
 from cs336_systems.training.config import TrainingConfig, load
+from cs336_systems.training.speedrun import T4_GIB
 
 PER_CASE = trials.PER_CASE
 GROUP = ("cap_gib", "dtype", "steps")
@@ -29,7 +30,6 @@ METRICS = (
     "loss_first", "loss_last", "losses",
 )  # fmt: skip
 """predicted_gib: by the forecast; peak_gib: of tensors; reserved_gib: what the allocator took for them."""
-SHEET_GIB = 14.7  # what a T4 calls its memory, of which T4_GIB are left beside the context
 SIZES, CONTEXTS = ("small", "medium"), (256, 512, 1024)
 
 
@@ -40,7 +40,7 @@ class Case:
     size: str
     context_length: int
     sequences: int
-    cap_gib: int = T4_GIB
+    cap_gib: int = CAP_GIB
     dtype: str = "fp16"
     steps: int = 10
     repeat: int = 0
@@ -51,7 +51,7 @@ def grid(preset: str) -> list[Case]:
     CPU."""
     if preset == "smoke":
         return [Case("tiny", 32, 4, cap_gib=0, steps=4), Case("tiny", 32, 4, cap_gib=0, steps=4, repeat=1)]
-    chosen = [(s, n, forecast.largest_batch(s, n, SHEET_GIB)) for s in SIZES for n in CONTEXTS]
+    chosen = [(s, n, forecast.largest_batch(s, n, T4_GIB)) for s in SIZES for n in CONTEXTS]
     cases = [Case(s, n, times * most) for s, n, most in chosen for times in (1, 2)]
     return [*cases, Case(*chosen[0], repeat=1)]
 

@@ -5,7 +5,7 @@
 Stories are made and turned into tokens, a model trains for so many minutes of steps (`training.pipeline`,
 `training.loop`, as `cs336 train` does), and writes before and after. The loss on held-out stories stands beside their
 entropy. With `cap_gib` the process takes no more of the GPU's memory and launches the portable kernels: fp16 under the
-cap of a small GPU is chapter `speedrun`'s run, where there is no such GPU.
+cap of a small GPU is one GPU's share of chapter `speedrun`'s run, where there is no such GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRICS = (
 """Losses in nats a token. Seconds are those of steps. tokens_per_s: the median over the lines of the log."""
 PROMPT = "Once upon a time"
 POINTS = 100  # of the training loss that are kept
-T4_GIB = 14  # what a process can take of a T4's 14.7 GiB, its context left out
+CAP_GIB = 14  # what a process can take of the 14.7 GiB of a T4, its context left out
 
 
 def _number(name: str, most: float) -> Callable[[str], float]:
@@ -79,7 +79,7 @@ def grid(preset: str) -> list[Case]:
     """`small` on a GPU, and again in fp16 under the cap of a small one; or seconds of a tiny model."""
     if preset == "smoke":
         return [Case("tiny", 64, 16, "fp32", "off", minutes=0.05, train_mb=0.2)]
-    return [Case(), Case("small", 512, 32, "fp16", "blocks", cap_gib=T4_GIB, minutes=1.0, train_mb=60.0)]
+    return [Case(), Case("small", 512, 32, "fp16", "blocks", cap_gib=CAP_GIB, minutes=1.0, train_mb=60.0)]
 
 
 def also_measures(case: Case) -> tuple[str, ...]:

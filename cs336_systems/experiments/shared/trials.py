@@ -141,11 +141,11 @@ def measure(cases: Sequence[Any], rounds: int = 1) -> list[dict[str, Any]]:
                 found[place] |= metrics
             return found
         for place in ready:
-            found[place] |= failed
-            if len(ready) > 1:
-                found[place].clear()
-                with failure_is_a_row(found[place]):
-                    found[place] |= _launched([cases[place]], folder, 1)[0]
+            if len(ready) == 1:
+                found[place] |= failed
+                continue
+            with failure_is_a_row(found[place]):
+                found[place] |= _launched([cases[place]], folder, 1)[0]
     return found
 
 
@@ -235,11 +235,9 @@ def _turn(case: Any, rank: Rank, data: Data, folder: str, steps: int, watch: Any
 def _give_back(rank: Rank, case: Any) -> None:
     import torch
 
-    if case.compile in (
-        "whole",
-        "graphs",
-    ):  # blocks of the next trainer take what was compiled for those of the last
-        torch._dynamo.reset()  # only this gives back the memory of CUDA graphs
+    # only this gives back the memory of CUDA graphs; blocks of the next trainer take what was compiled for the last's
+    if case.compile in ("whole", "graphs"):
+        torch._dynamo.reset()
     gc.collect()
     if rank.device != "cpu":
         torch.cuda.synchronize()
