@@ -5,6 +5,8 @@
     cs336 run hardware -p dtype=bf16   one chapter, some of its cases
     cs336 bench flash --seq-len 4096 --head-dim 64 128 --json -
     cs336 bench model --size small medium --mode forward train_step --dtype fp32 bf16
+    cs336 bench matrix --attention sdpa flash_triton --wrapper none in_place torch
+    cs336 bench sweep --tiers 128:64,256:128
     cs336 book --pdf                   build the book from the rows
     cs336 submit                       the course's hand-in: writeup.pdf and code.zip
     cs336 results merge DIR            take in the rows of another machine
@@ -16,10 +18,8 @@ Exit codes: 0, 1 where something failed while running, 2 where the command line 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
-import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from cs336_systems import terminal
+from cs336_systems import bench_folders, terminal
 from cs336_systems.training import commands as training
 
 app = typer.Typer(
@@ -59,20 +59,7 @@ results = typer.Typer(no_args_is_help=True, help="The rows under results/.")
 app.add_typer(bench, name="bench")
 app.add_typer(results, name="results")
 
-_say = functools.partial(typer.echo, err=True)  # progress goes to stderr: stdout is for what was asked for
-
-
-@contextmanager
-def _wrong_input() -> Iterator[None]:
-    """Shows what is wrong with the command line, or with where it was called, and ends with exit code 2."""
-    from cs336_systems.experiments import check_environment
-
-    try:
-        check_environment()
-        yield
-    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        _say(f"Error: {error}")
-        raise typer.Exit(2) from error
+_say, _wrong_input, _fail = terminal.say, terminal.wrong_input, terminal.fail
 
 
 @contextmanager
@@ -92,11 +79,6 @@ def _team() -> Iterator[bool]:
     else:
         team.follow()
         yield False
-
-
-def _fail(message: object) -> typing.NoReturn:
-    _say(f"Error: {message}")
-    raise typer.Exit(1)
 
 
 # -------------------------------------------------------------------------------- doctor
@@ -257,7 +239,7 @@ def merge(
 
 
 # -------------------------------------------------------------------------------- training
-for command in (training.data, training.tokenize, training.train, training.generate):
+for command in (training.data, training.tokenize, training.train, training.speedrun, training.generate):
     app.command()(command)
 
 
@@ -322,6 +304,24 @@ def bench_model(
         given[field] = ",".join(known) if given[field].strip() == "all" else given[field]
     options = {"nvtx": True} if nvtx else {}
     _bench("benchmarking", given, "full", refresh, save, json_file, memory_snapshot, **options)
+
+
+bench.command("matrix", cls=terminal.Lists)(bench_folders.matrix)
+bench.command("sweep", cls=terminal.Lists)(bench_folders.sweep)
+
+
+@bench.command("run", cls=terminal.Lists)
+def bench_run(
+    minutes: Values = "4", size: Values = "small", context_length: Values = "512", sequences: Values = "64",
+    dtype: Values = "bf16", compile: Values = "whole", cap_gib: Values = "0", train_mb: Values = "300",
+    refresh: Refresh = "missing", save: Save = True, json_file: Json = None,
+) -> None:  # fmt: skip
+    """A real run of so many minutes on stories, from fresh weights to text, and kept as a row."""
+    given = {
+        "size": size, "context_length": context_length, "sequences": sequences, "dtype": dtype, "compile": compile,
+        "cap_gib": cap_gib, "minutes": minutes, "train_mb": train_mb,
+    }  # fmt: skip
+    _bench("training_run", given, "full", refresh, save, json_file)
 
 
 def _tune(given: dict[str, str]) -> str:

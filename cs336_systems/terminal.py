@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import sys
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 import typer.core
+
+say = functools.partial(typer.echo, err=True)  # progress goes to stderr: stdout is for what was asked for
+
+
+@contextmanager
+def wrong_input() -> Iterator[None]:
+    """Shows what is wrong with the command line, or with where it was called, and ends with exit code 2."""
+    from cs336_systems.experiments import check_environment
+
+    try:
+        check_environment()
+        yield
+    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        say(f"Error: {error}")
+        raise typer.Exit(2) from error
+
+
+def fail(message: object) -> typing.NoReturn:
+    """Says what failed, and ends with exit code 1."""
+    say(f"Error: {message}")
+    raise typer.Exit(1)
 
 
 class Interruptible(typer.core.TyperGroup):

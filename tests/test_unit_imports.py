@@ -42,6 +42,7 @@ WITHIN = {
 }
 EVERYTHING = {
     "bench",
+    "bench_folders",
     "cli",
     "doctor",
     "notebooks",
@@ -55,6 +56,7 @@ NO_TORCH = (
     "report",
     "experiments",
     "bench",
+    "bench_folders",
     "cli",
     "doctor",
     "notebooks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import json
 import os
@@ -22,7 +23,7 @@ pytest.importorskip("safetensors")
 import distributed  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
-from cs336_systems.training import checkpoints, config, optimizer  # noqa: E402
+from cs336_systems.training import checkpoints, config, modes, optimizer  # noqa: E402
 from cs336_systems.training.batches import Batches  # noqa: E402
 from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
 
@@ -75,6 +76,43 @@ def test_variants_of_a_step_agree(tmp_path, changes):
         for name, some in (("plain", {}), ("other", changes))
     )
     assert other == pytest.approx(plain, rel=0.02 if "run__dtype" in changes else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("attention", {"CausalSelfAttention": 2}),
+        ("blocks", {"TransformerBlock": 2}),
+        ("whole", {"WithLoss": 1}),
+    ],
+)
+def test_what_is_compiled(monkeypatch, how, expected):
+    compiled = collections.Counter()
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compiled.update([type(self).__name__])
+    )
+    Trainer(made("unused", run__compile=how), data())
+    assert compiled == expected
+
+
+def test_cuda_graphs_are_refused_where_there_can_be_none():
+    with pytest.raises(ValueError, match=r"on a CPU allowed: off, attention, blocks, whole"):
+        Trainer(made("unused", run__compile="graphs"), data())
+    with pytest.raises(ValueError, match=r"batch\.accumulate=2; .* it must be 1"):
+        made("unused", run__compile="graphs", batch__accumulate=2)
+    with pytest.raises(ValueError, match="on 2 ranks allowed"):
+        modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2)
+
+
+@pytest.mark.gpu
+def test_steps_replayed_as_cuda_graphs_learn_the_same():
+    losses = {}
+    for how in ("off", "whole", "graphs"):
+        settings = {"run__device": "cuda", "run__dtype": "fp32", "model__attention": "reference"}
+        trainer = Trainer(made("unused", run__compile=how, **settings), data())
+        losses[how] = torch.stack([(trainer.train_step(), trainer.loss)[1] for _ in range(8)])
+    torch.testing.assert_close(losses["whole"], losses["off"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(losses["graphs"], losses["whole"], rtol=1e-3, atol=0)
 
 
 def test_own_adamw_is_torchs_without_decay():

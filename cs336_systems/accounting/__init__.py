@@ -2,7 +2,8 @@
 
 `operations` says what an operation must compute and move, `attention_limits` what each unit of a multiprocessor does
 for attention, `model` what a whole Transformer must compute, `memory` what it holds, `attention_memory` what one
-attention holds and moves, `collectives` how long an all-reduce takes, `hardware` what a known GPU could do at best.
+attention holds and moves, `train_step` how long a step takes at the least, `collectives` how long an all-reduce takes,
+`hardware` what a known GPU could do at best.
 Nothing here needs torch.
 """
 
@@ -62,6 +63,7 @@ from cs336_systems.accounting.operations import (
     attention_flops,
     matmul_flops,
 )
+from cs336_systems.accounting.train_step import train_step_kernels, train_step_ms
 from cs336_systems.accounting.zero import (
     shard_imbalance,
     zero_memory,
@@ -120,6 +122,8 @@ __all__ = [
     "saved_activation_bytes",
     "saved_layer_bytes",
     "shard_imbalance",
+    "train_step_kernels",
+    "train_step_ms",
     "unit_ms",
     "visited_pairs",
     "zero_memory",

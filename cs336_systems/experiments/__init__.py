@@ -50,6 +50,7 @@ TABLES = {
     "leaderboard": (
         "leaderboard", "leaderboard_kernels", "leaderboard_ladder", "leaderboard_counters", "leaderboard_first_calls",
     ),
+    "training": ("training", "training_ladder", "training_run", "training_fits", "training_sweep"),
 }  # fmt: skip
 RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
 _MODULES = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg and not m.name.startswith("_")]

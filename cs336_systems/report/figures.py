@@ -23,6 +23,7 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "flash_triton": ("ours", "#0072B2", "o"),
     "flash_cuda": ("ours, CUDA C++", "#7f3fbf", "*"),
     "flash_torch": ("ours, tiled PyTorch", "#56B4E9", "X"),
+    "flash_compiled_backward": ("ours, compiled backward", "#8c6d31", "*"),
     "reference": ("plain PyTorch", "#6b6b6b", "s"),
     "reference_compiled": ("compiled PyTorch", "#D55E00", "D"),
     "sdpa": ("PyTorch SDPA", "#009E73", "^"),

@@ -60,7 +60,7 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
         raise ValueError(f"several rows for one cell of {', '.join(keys)}; choose among them first")
     if rows.empty:
         return pd.DataFrame(columns=list(index))
-    wide = rows.assign(_word=rows["status"].map(_word)).set_index(keys)[[value, "_word"]].unstack(columns)
+    wide = rows.assign(_word=rows["status"].map(word)).set_index(keys)[[value, "_word"]].unstack(columns)
     lines = rows[list(index)].drop_duplicates()
     order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
     heads = list(dict.fromkeys(rows[columns]))
@@ -78,7 +78,7 @@ def in_order(rows: pd.DataFrame, by: Sequence[str], *orders: Iterable[str]) -> p
     return rows.sort_values(list(by), key=key, kind="stable", ignore_index=True)
 
 
-def _word(status: str) -> str:
+def word(status: str) -> str:
     """What a cell says in place of a number: `OOM`, `skipped`, `error`, or a dash."""
     kind = status.partition(":")[0]
     return {"oom": "OOM", "ok": EMPTY, "not measured": EMPTY}.get(kind, kind)

@@ -1,4 +1,5 @@
-"""The training system's commands: `cs336 data`, `tokenize`, `train`, `generate`. Importing this needs no torch."""
+"""The training system's commands: `cs336 data`, `tokenize`, `train`, `speedrun`, `generate`. Importing this needs no
+torch."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def train(
     minutes: Annotated[float | None, typer.Option(help="Length in minutes.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The highest.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = None,
-    compile: Annotated[str | None, typer.Option(help="off, blocks, whole.")] = None,
+    compile: Annotated[str | None, typer.Option(help="off, attention, blocks, whole, graphs.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes to start, a GPU each where there are enough.")] = None,
     wrapper: Annotated[str | None, typer.Option(help="naive, flat, overlapped, bucketed, in_place, torch.")] = None,
@@ -145,6 +146,26 @@ def train(
         pipeline.train(made, _say)
 
 
+def speedrun(
+    minutes: Annotated[float, typer.Option(help="Time of its steps.")] = 20.0,
+    out: Annotated[str, typer.Option(help="Folder of the run: all that it writes.")] = "runs/speedrun",
+    size: Annotated[str, typer.Option(help="Of the model; auto: small on a GPU, mini on a CPU.")] = "auto",
+    gib: Annotated[float, typer.Option(help="Memory of a GPU; 0: this machine's.")] = 0.0,
+    ranks: Annotated[int, typer.Option(help="GPUs; 0: all there are.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what fits and what would be done.")] = False,
+) -> None:
+    """Train for some minutes on small or old GPUs, with what fits them, and let the model write."""
+    with _told_in_a_line():
+        from cs336_systems.training import speedrun as room
+
+        plan = room.choose(minutes, out, size, gib, ranks, dtype)
+        for line in room.told(plan):
+            _say(line)
+        if not dry_run:
+            room.run(plan, _say)
+
+
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Where the texts begin.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run's folder.")] = Path("runs/stories"),
@@ -162,7 +183,10 @@ def generate(
         speaker = Speaker(checkpoint, device)
         for prompt in prompts or ["Once upon a time"]:
             typer.echo(prompt, nl=False)
-            for piece in speaker.speak(prompt, tokens, temperature, top_k, top_p, seed):
+            pieces = speaker.speak(
+                prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            )
+            for piece in pieces:
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")

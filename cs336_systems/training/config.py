@@ -24,7 +24,7 @@ from cs336_systems.sizes import SIZES, ModelConfig
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
-COMPILE = ("off", "blocks", "whole")
+COMPILE = ("off", "attention", "blocks", "whole", "graphs")
 # the handout's sizes, and one that learns to tell stories in minutes on two CPU cores
 MODEL_SIZES = {"mini": ModelConfig(d_model=128, d_ff=384, num_layers=4, num_heads=4), **SIZES}
 _LARGEST = 2**53  # what JSON and TOML readers agree on
@@ -148,7 +148,11 @@ class Run:
     dtype: str = _one_of(
         "auto", DTYPES, "auto: bf16 autocast on GPUs that have it, fp16 on older ones, fp32 on a CPU"
     )
-    compile: str = _one_of("off", COMPILE, "torch.compile of each block, or of model and loss together")
+    compile: str = _one_of(
+        "off",
+        COMPILE,
+        "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs",
+    )
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _switch(False, "the same bits in every run on a GPU")
     profile: int = _number(0, 0, "steps to record a trace of, after ten")
@@ -343,6 +347,11 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "
             f"batch.accumulate={config.batch.accumulate}"
+        )
+    if config.run.compile == "graphs" and config.batch.accumulate > 1:
+        raise ValueError(
+            f"batch.accumulate={config.batch.accumulate}; with run.compile='graphs', which replays one backward pass a "
+            "step, it must be 1"
         )
     if config.text.source in ("stories", "random") and not config.text.train_mb:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")

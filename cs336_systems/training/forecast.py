@@ -1,21 +1,24 @@
-"""What a run will take, before it begins: `cs336 train --dry-run`."""
+"""What a run will take, before it begins: `cs336 train --dry-run`; and what fits a small GPU: `cs336 speedrun`."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cs336_systems.accounting import model_flops, num_parameters
 from cs336_systems.accounting.memory import peak_bytes
-from cs336_systems.training.config import TrainingConfig, for_ranks
+from cs336_systems.training.config import TrainingConfig, for_ranks, load
 
 _PLAIN = (
     "reference",
     "flash_torch",
 )  # implementations of attention that keep whole matrices of scores, or may
 _STEPS = 3
+USABLE = 0.88  # of a GPU's memory: the rest is for its context, libraries' workspaces and what an allocator rounds up
+BATCHES = tuple(2**n for n in range(9))
 
 
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
@@ -32,6 +35,57 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     )  # fmt: skip
     moments = 8 * num_parameters(sizes)
     return sum(held.values()) - (moments - moments // world_size if config.optimizer.sharded else 0)
+
+
+def largest_batch(
+    size: str,
+    context_length: int,
+    gib: float,
+    dtype: str = "fp16",
+    vocab_size: int = 2048,
+    world_size: int = 1,
+) -> int:
+    """The most sequences of BATCHES that a step of one rank can hold in USABLE of `gib` GiB; 0 where not one fits.
+
+    Attention keeps no scores; with several ranks the optimizer's state is spread over them."""
+    fitting = [
+        n for n in BATCHES if gib_of(size, context_length, n, dtype, vocab_size, world_size) <= USABLE * gib
+    ]
+    return max(fitting, default=0)
+
+
+def gib_of(
+    size: str,
+    context_length: int,
+    sequences: int,
+    dtype: str = "fp16",
+    vocab_size: int = 2048,
+    world_size: int = 1,
+) -> float:
+    """What `memory_bytes` says of so many sequences on a GPU, in GiB."""
+    config = load(None, {
+        "model.size": size, "model.context_length": context_length, "batch.sequences": sequences * world_size,
+        "tokenizer.vocab_size": vocab_size, "optimizer.sharded": world_size > 1,
+    })  # fmt: skip
+    return memory_bytes(config, dtype, "cuda", world_size) / 2**30
+
+
+def what_fits(
+    gib: float, sizes: Sequence[str], contexts: Sequence[int], dtype: str = "fp16"
+) -> list[dict[str, Any]]:
+    """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they, and
+    twice as many, need."""
+    lines = []
+    for size in sizes:
+        for context in contexts:
+            most = largest_batch(size, context, gib, dtype)
+            need, twice = (gib_of(size, context, n, dtype) if n else math.nan for n in (most, 2 * most))
+            alone = math.nan if most else gib_of(size, context, 1, dtype)
+            lines.append({
+                "size": size, "context_length": context, "sequences": most, "gib": need if most else alone,
+                "twice_gib": twice,
+            })  # fmt: skip
+    return lines
 
 
 def forecast(config: TrainingConfig) -> Iterator[str]:

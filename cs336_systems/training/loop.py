@@ -67,8 +67,7 @@ class Trainer:
         self.sequences = for_ranks(config, self.world)
         self.out = Path(config.out)
         modes.settle(self.dtype, config.run.deterministic)
-        sizes = config.model.sizes(data.vocab_size)
-        self.sizes = sizes
+        sizes = self.sizes = config.model.sizes(data.vocab_size)
         torch.manual_seed(config.run.seed)
         attention = modes.attention_of(config.model.attention, self.device)
         self.model = build(sizes, attention, device=self.device)
@@ -82,6 +81,7 @@ class Trainer:
         kind = self.device.split(":")[0]
         self.scaler = torch.amp.GradScaler(kind, enabled=self.dtype == "fp16", init_scale=2.0**16)
         self.step, self.seconds, self.best, self.skipped = 0, 0.0, math.inf, 0
+        self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
         self._progress = 0.0  # of a run whose length is in minutes
@@ -128,6 +128,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = optimizer.learning_rate(config.schedule, config.optimizer.learning_rate, done)
         accumulate = config.batch.accumulate
+        self.loss = torch.zeros((), device=self.device)
         for micro in range(accumulate):
             part = micro * self.world + self.number
             ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
@@ -137,8 +138,9 @@ class Trainer:
                 with modes.autocast(self.dtype, self.device):
                     loss = self.wrapped(ids, targets)
                 self.scaler.scale(loss / accumulate).backward()
-            self._sum += loss.detach() / accumulate
+            self.loss += loss.detach() / accumulate
         self.finish()
+        self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)
         largest = config.optimizer.clip or math.inf
@@ -293,10 +295,8 @@ class Trainer:
         asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
         mean = self._check_losses()
         now = time.perf_counter()
-        told = torch.tensor(
-            [mean, float(asked), now - since if self.number == 0 else 0.0], dtype=torch.float64
-        )
-        told = told.to(self.device)
+        mine = [mean, float(asked), now - since if self.number == 0 else 0.0]
+        told = torch.tensor(mine, dtype=torch.float64, device=self.device)
         self._add_up(told)
         mean, seconds = told[0].item() / self.world, told[2].item()
         self._asked_to_stop = told[1].item() > 0
@@ -305,7 +305,7 @@ class Trainer:
         if kind == "minutes":
             self._progress = min(1.0, self.seconds / (60 * length))
         if self.scaler.is_enabled():
-            self.skipped = self._skipped_steps()
+            self.skipped = self.skipped_steps()
         if log:
             steps = self.step - at_start
             per_step = self.config.batch.sequences * self.sizes.context_length
@@ -320,7 +320,7 @@ class Trainer:
         self._count = 0
         return time.perf_counter()
 
-    def _skipped_steps(self) -> int:
+    def skipped_steps(self) -> int:
         """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
         made = max((int(s["step"]) for s in self.optimizer.state.values() if "step" in s), default=0)
         return self.step - made

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cs336_systems.parallel import ddp
-from cs336_systems.training.config import Parallel, Run
+from cs336_systems.training.config import COMPILE, Parallel, Run
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,11 +65,16 @@ def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
 
 def wrap(
     module: WithLoss, run: Run, parallel: Parallel, world_size: int
-) -> tuple[nn.Module, Callable[[], None]]:
-    """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients."""
-    if run.compile == "blocks":
+) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients.
+
+    ValueError for CUDA graphs on a CPU, or on several ranks: communication is not recorded.
+    """
+    if run.compile == "graphs":
+        return _graphed(module, world_size), lambda: None
+    if run.compile in ("attention", "blocks"):
         for layer in module.model.layers:
-            layer.compile()
+            (layer if run.compile == "blocks" else layer.attn).compile()
     elif run.compile == "whole":
         module.compile(fullgraph=True, dynamic=False)
     name, mb = parallel.wrapper, parallel.bucket_mb
@@ -83,3 +88,19 @@ def wrap(
     else:
         own = {"naive": ddp.NaiveDDP, "flat": ddp.FlatDDP, "overlapped": ddp.OverlappedDDP}[name](module)
     return own, own.finish_gradient_synchronization
+
+
+def _graphed(module: WithLoss, world_size: int) -> Callable[..., torch.Tensor]:
+    if world_size > 1 or next(module.parameters()).device.type != "cuda":
+        where = f"{world_size} ranks" if world_size > 1 else "a CPU"
+        allowed = ", ".join(mode for mode in COMPILE if mode != "graphs")
+        raise ValueError(
+            f"run.compile='graphs' needs one rank with a CUDA device; on {where} allowed: {allowed}"
+        )
+    module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # what the last step's graph returned may be overwritten
+        return module(ids, targets)
+
+    return step

@@ -23,7 +23,11 @@ from cs336_systems.training import text, tokens
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from cs336_systems.launch.group import Rank
+    from cs336_systems.model import TransformerLM
+    from cs336_systems.training.loop import Data
 
 Say = Callable[[str], None]
 _FOREVER_S = 1e8  # three years: a run ends by its schedule
@@ -99,14 +103,20 @@ def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
     return _finish(config, result, say) if rank.rank == 0 else result
 
 
+def data_of(config: TrainingConfig) -> Data:
+    """The tokens of a configuration, made or found."""
+    from cs336_systems.training.loop import Data
+
+    info = prepare(config, lambda line: None)
+    return Data(info.train, info.valid, info.vocab_size, info.valid_bytes, info.floor_nats_per_token)
+
+
 def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
     """Trains as one rank, or alone; `start` is a checkpoint to go on from, or ""."""
-    from cs336_systems.training.loop import Data, Trainer
+    from cs336_systems.training.loop import Trainer
 
     made = load(None, _flat(config))
-    info = prepare(made, lambda line: None)
-    data = Data(info.train, info.valid, info.vocab_size, info.valid_bytes, info.floor_nats_per_token)
-    trainer = Trainer(made, data, rank)
+    trainer = Trainer(made, data_of(made), rank)
     if start:
         trainer.resume(Path(start))
     return trainer.run()
@@ -230,30 +240,30 @@ class Speaker:
         self.model.load_state_dict(weights)
         self.model.requires_grad_(False)
 
-    def speak(
-        self,
-        prompt: str,
-        tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 0.95,
-        seed: int = 0,
-    ) -> Iterator[str]:
-        """What the model writes after a prompt, piece by piece, until the text ends or there are `tokens` tokens."""
-        from cs336_systems.training.generate import Sampling, generate
-        from cs336_systems.training.tokens import END_OF_TEXT
+    def speak(self, prompt: str, **asked: Any) -> Iterator[str]:
+        """As `spoken`."""
+        return spoken(self.model, self.tokenizer, prompt, **asked)
 
-        end = self.tokenizer.token_to_id(END_OF_TEXT)
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        new: list[int] = []
-        shown = ""
-        for token in generate(self.model, ids, sampling, tokens, stop=end):
-            new.append(token)
-            known = self.tokenizer.decode(new)
-            if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
-                yield known[len(shown) :]
-                shown = known
+
+def spoken(
+    model: TransformerLM, tokenizer: Tokenizer, prompt: str, tokens: int = 200, temperature: float = 0.8,
+    top_k: int = 0, top_p: float = 0.95, seed: int = 0,
+) -> Iterator[str]:  # fmt: skip
+    """What a model writes after a prompt, piece by piece, until the text ends or there are `tokens` tokens."""
+    from cs336_systems.training.generate import Sampling, generate
+    from cs336_systems.training.tokens import END_OF_TEXT
+
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    new: list[int] = []
+    shown = ""
+    for token in generate(model, ids, sampling, tokens, stop=end):
+        new.append(token)
+        known = tokenizer.decode(new)
+        if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
+            yield known[len(shown) :]
+            shown = known
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

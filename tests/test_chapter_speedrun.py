@@ -1,0 +1,147 @@
+"""Chapter speedrun: its choices, its requirements, its page, its notebook: read, and run on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+
+import pytest
+import training_rows
+
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.claims import execute
+from cs336_systems.report.pages import speedrun as page
+from cs336_systems.training import config, forecast, speedrun
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+T4 = {"gib": speedrun.T4_GIB, "dtype": "fp16"}
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", ["auto", "mini", "medium"])
+def test_a_choice_fits_and_goes_round(size, ranks):
+    plan = speedrun.choose(20, "out", size, ranks=ranks, **T4)
+    made = plan.config
+    at_once = config.for_ranks(made, ranks)  # raises where the sequences do not go round
+    assert at_once <= plan.fits and made.model.size == ("small" if size == "auto" else size)
+    needed = forecast.memory_bytes(made, "fp16", "cuda", ranks) / 2**30
+    assert needed <= forecast.USABLE * speedrun.T4_GIB
+    assert made.batch.sequences * made.model.context_length == speedrun.STEP_TOKENS or size == "mini"
+    assert made.optimizer.sharded == (ranks > 1) and made.parallel.nproc == ranks and made.run.dtype == "fp16"
+
+
+def test_what_does_not_fit_is_named_with_what_does():
+    with pytest.raises(
+        ValueError, match=r"size='2.7B' does not fit 14.7 GiB; allowed: mini, tiny, small, medium"
+    ):
+        speedrun.choose(20, "out", "2.7B", ranks=1, **T4)
+    assert speedrun.choose(20, "out", "large", ranks=2, **T4).fits > 0  # AdamW's state is spread over two
+    with pytest.raises(ValueError, match="allowed: no size"):
+        speedrun.choose(20, "out", "small", gib=0.001, ranks=1, dtype="fp16")
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"minutes": 0}, "minutes=0"), ({"minutes": -1}, "minutes=-1"), ({"minutes": float("nan")}, "minutes=nan"),
+        ({"gib": -1}, "gib=-1"), ({"ranks": -2}, "ranks=-2"), ({"size": "huge"}, "allowed: auto, mini"),
+        ({"dtype": "fp8"}, "fp16"), ({"out": ""}, "out=''"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(values, names):
+    with pytest.raises(ValueError, match=names):
+        speedrun.choose(**{"minutes": 1, "out": "x", "gib": 14.7, "ranks": 1, "dtype": "fp16"} | values)
+
+
+def test_its_command_reads_the_same_configuration(tmp_path):
+    plan = speedrun.choose(5, str(tmp_path / "a run"), ranks=2, **T4)
+    words = shlex.split(plan.command)
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    path = speedrun.write(plan)
+    assert words[-2:] == ["--config", str(path)] and config.load(path) == plan.config
+
+
+def test_it_tells_what_fits(capsys):
+    plan = speedrun.choose(20, "out", ranks=2, **T4)
+    told = "\n".join(speedrun.told(plan))
+    most = forecast.largest_batch("medium", 1024, speedrun.T4_GIB)
+    assert f"{most} ({forecast.gib_of('medium', 1024, most):.1f})" in told
+    assert "small on 2 GPUs in fp16" in told and plan.command in told
+
+
+def test_requirements_that_are_not_met(tmp_path):
+    declared = ["numpy>=1", "pandas>=999", "tokenizers", "nosuch>=1", "torch>=1.0; sys_platform == 'linux'"]
+    (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = {json.dumps(declared)}\n")
+    assert speedrun.missing(tmp_path) == ["pandas>=999"]  # nosuch is not needed here
+
+
+def test_this_checkouts_are_met(project_root):
+    assert speedrun.missing(project_root) == []
+
+
+def test_whether_to_train(monkeypatch):
+    assert speedrun.asked("yes") and not speedrun.asked("no") and speedrun.asked("auto")
+    monkeypatch.setenv("CS336_BOOK_BUILD", "1")
+    assert speedrun.asked("yes") and not speedrun.asked("auto")
+    with pytest.raises(ValueError, match="allowed: auto, yes, no"):
+        speedrun.asked("maybe")
+
+
+# ------------------------------------------------------------------------------------------------ its page
+def test_frames_of_the_forecast(results_root):
+    table = page.fits(speedrun.T4_GIB).set_index("size")
+    assert table.loc["small", "512 tokens"] == forecast.largest_batch("small", 512, speedrun.T4_GIB)
+    assert table.loc["2.7B", "512 tokens"] == 0 and table.loc["2.7B", "GiB at 512"] > speedrun.T4_GIB
+    training_rows.write(results_root)
+    rows = Chapter("training", measure="no", preset="full").table("fits").rows()
+    tried = page.foreseen(rows)
+    assert len(tried) == 6 and (tried["chosen"] == 1).all() and (tried["twice"] == 0).all()
+    held = page.held_against(rows)
+    assert "OOM" in held.attrs["words"]["peak, GiB"].values()
+    assert page.foreseen(rows.assign(status="not measured"))["chosen"].isna().all()
+
+
+# ------------------------------------------------------------------------------------------------ the notebook
+def test_the_notebook_on_made_up_rows(results_root, project_root):
+    shutil.copy(project_root / "results" / "published.csv", results_root)
+    training_rows.write(results_root)
+    sentences, _ = execute(project_root / "book" / "speedrun.ipynb")
+    assert sentences and [(s.text, s.against) for s in sentences if s.outcome is not True] == []
+
+
+def test_the_notebook_without_rows(results_root, project_root):
+    sentences, shown = execute(project_root / "book" / "speedrun.ipynb")
+    assert {s.outcome for s in sentences} == {None} and shown
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_here_and_writes_into_one_folder(
+    tmp_path, results_root, project_root, monkeypatch, capfd
+):
+    monkeypatch.setattr(speedrun, "here", lambda: (0.0, 1, "fp32"))
+    monkeypatch.setattr(speedrun, "_LEAST_MB", 0.2)
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    parameters = {
+        "train": "yes",
+        "minutes": 0.001,
+        "size": "tiny",
+        "checkout": str(project_root),
+        "out": "run",
+    }
+    _, shown = execute(project_root / "book" / "speedrun.ipynb", **parameters)
+    os.environ.clear()
+    os.environ.update(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"speedrun.json", "log.csv", "loss.svg", "samples.txt", "result.json"} <= there
+    assert any("<svg" in str(getattr(thing, "data", "")) for thing in shown)
+    said = capfd.readouterr().out
+    assert (
+        "chosen: tiny on the CPU" in said and "torchrun --standalone" in said and "Once upon a time" in said
+    )

@@ -1,0 +1,96 @@
+"""`cs336 bench matrix`, `sweep` and `run`: the folder that they write, and which cases they make."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import training_rows
+
+from cs336_systems import bench_folders, cli, experiments
+from cs336_systems.experiments import training, training_run, training_sweep
+
+pytest.importorskip("torch")
+runner = pytest.importorskip("typer.testing").CliRunner()
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Nothing is measured: the numbers are made up."""
+    seen = []
+    for table in (training, training_sweep, training_run):
+        run = lambda cases: (seen.extend(cases), [training_rows.metrics(case) for case in cases])[1]
+        monkeypatch.setattr(table, "run_group", run)
+    return seen
+
+
+def call(*words):
+    done = runner.invoke(cli.app, ["bench", *map(str, words)])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_matrix_is_a_folder(made_up, tmp_path):
+    out = tmp_path / "new" / "matrix"
+    done = call(
+        "matrix", "--attention", "sdpa", "reference", "--wrapper", "none", "naive", "--steps", 5, "--ranks", 2,
+        "--size", "tiny", "--out", out,
+    )  # fmt: skip
+    names = {"matrix.csv", "throughput.png", "memory.png", "scaling.png", "report.md"}
+    assert {path.name for path in out.iterdir()} == names
+    assert set(done.stdout.split()) == {str(out / name) for name in names}
+    # one rank alone, and both kinds of optimizer's state behind the wrapper, of each attention; the last cell twice
+    assert len(made_up) == 2 * 3 + 1 and {case.steps for case in made_up} == {5}
+    with open(out / "matrix.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 7 and {row["status"] for row in rows} == {"ok"}
+    report = (out / "report.md").read_text()
+    assert "![throughput](throughput.png)" in report and report.count("\n| 2 ") == 7
+    call("matrix", "--attention", "sdpa", "--wrapper", "none", "--steps", 5, "--size", "tiny", "--out", out)
+
+
+def test_a_sweep_is_a_folder(made_up, tmp_path):
+    call(
+        "sweep",
+        "--tiers",
+        "48:24,96:48",
+        "32:8",
+        "--attention",
+        "reference",
+        "sdpa",
+        "--no-save",
+        "--out",
+        tmp_path / "s",
+    )
+    assert {path.name for path in (tmp_path / "s").iterdir()} == {
+        "sweep.csv", "bars.png", "heatmap.png", "scaling.png", "report.md",
+    }  # fmt: skip
+    shapes = [(case.num_queries, case.num_keys) for case in made_up]
+    assert sorted(set(shapes)) == [(32, 8), (48, 24), (96, 48)] and len(shapes) == 9
+
+
+def test_a_picture_without_numbers_is_left_out(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        training, "run_group", lambda cases: [{"status": "skipped: needs a dream"} for _ in cases]
+    )
+    call(
+        "matrix", "--ranks", 2, "--size", "tiny", "--attention", "sdpa", "--steps", 5, "--out", tmp_path / "m"
+    )
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"matrix.csv", "report.md"}
+    assert "needs a dream" in (tmp_path / "m" / "report.md").read_text()
+
+
+def test_a_run_of_any_length_is_a_row(made_up, tmp_path):
+    done = call("run", "--minutes", 0.25, "--size", "mini", "--dtype", "fp32", "--compile", "off")
+    assert "0.25" in done.stdout and [case.minutes for case in made_up] == [0.25]
+
+
+def test_all_and_auto_are_what_they_say():
+    best = {"wrapper": "none", "dtype": lambda: "fp32"}
+    chosen = bench_folders._chosen(training, {"wrapper": "auto", "dtype": "auto", "sharded": "all"}, best)
+    assert chosen == {"wrapper": ["none"], "dtype": ["fp32"], "sharded": [False, True]}
+    chosen = bench_folders._chosen(training, {"wrapper": "all", "steps": "3,4"}, best)
+    assert chosen == {"wrapper": list(training.WRAPPERS), "steps": [3, 4]}
+    with pytest.raises(ValueError, match=r"steps=all; allowed: whole numbers from 2"):
+        bench_folders._chosen(training, {"steps": "all"}, best)
+    assert experiments.load("training_sweep") is training_sweep
