@@ -10,7 +10,7 @@ EXTRA ?=
 INSTALLED := .venv/.installed-$(torch)$(EXTRA:%=-%)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
-.PHONY: help report book test test-table chaos lint course-tests clean
+.PHONY: help report book test test-table test-versions chaos lint course-tests clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -35,6 +35,9 @@ test: $(INSTALLED) ## all tests that this machine can run (EXTRA=cuda: with the 
 
 test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m table
+
+test-versions: $(INSTALLED) ## compile the kernels with every triton that is served (4 GB, minutes for each; VERSIONS="3.9 3.10")
+	@VERSIONS="$(VERSIONS)" tools/test-versions.sh
 
 chaos: $(INSTALLED) ## kill, fill, corrupt and mistype, and see what is left (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m chaos

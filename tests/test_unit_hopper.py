@@ -363,6 +363,7 @@ def recorded(monkeypatch):
     return run, described, calls
 
 
+@pytest.mark.versions
 def test_a_launch_made_again_is_triton_s_own(recorded):
     run, described, calls = recorded
     launch = (run, (7, 1, 1), ("function", "packed", None, None, None), (5, 64))
@@ -385,6 +386,7 @@ def test_a_launch_made_again_is_triton_s_own(recorded):
     assert [x[1] for x in flat if isinstance(x, tuple) and x[0] == "map"] == [0x100, 0x400]
 
 
+@pytest.mark.versions
 def test_few_descriptors_are_kept(recorded, monkeypatch):
     _, (described, other), _ = recorded
     monkeypatch.setattr(tma, "_MAX_MADE", 10)
@@ -394,6 +396,7 @@ def test_few_descriptors_are_kept(recorded, monkeypatch):
     assert len(tma._made) <= 10
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("needs", [{"global_scratch_size": 128}, {"gsan_enabled": True}])
 def test_a_launcher_that_adds_arguments_takes_the_long_way(recorded, needs):
     run, _, _ = recorded
@@ -485,6 +488,7 @@ def _compile(kernel, head_dim, is_causal, config=None, dtype="bf16"):
     return aot.compile_hopper_kernel(kernel, head_dim, dtype, config, is_causal=is_causal)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
@@ -495,18 +499,21 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(kernel, head_
 OTHERS = {(d, of[d]) for of in (hopper.FORWARD_OF_MANY, hopper.FORWARD_OF_LONG) for d in of}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("head_dim", "config"), sorted(OTHERS, key=str), ids=str)
 def test_other_programs_neither(head_dim, config, is_causal):
     _check_compiled(compiler().submit(_compile, "forward", head_dim, is_causal, config).result(), "forward")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_nor_in_fp16(kernel):
     compiled = compiler().submit(_compile, kernel, 128, False, None, "fp16").result()
     _check_compiled(compiled, kernel)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("head_dim", "config"), [(d, hopper.FORWARD[d]) for d in (64, 128)], ids=str)
 def test_two_programs_of_one_group_fit_a_multiprocessor(head_dim, config):
     compiled = compiler().submit(_compile, "forward", head_dim, True, config).result()
@@ -528,6 +535,7 @@ LADDER = [
 ]  # the tables' own are above
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
 def test_steps_of_the_ladder_are_not_serialized(step):
     name, arguments = step.config

@@ -191,6 +191,7 @@ def _compile(name, dtype):
     return compile_step(steps.STEPS[name], 64, 90, dtype)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("step", OWN, ids=step_id)
 def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
     found = compiler.submit(_compile, step.name, "bf16").result()
@@ -213,6 +214,7 @@ def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
         )
 
 
+@pytest.mark.versions
 def test_what_has_run_is_found_by_its_function():
     """The hook that triton calls at each launch, called by hand: the compiled kernel is found by its handle."""
     from types import SimpleNamespace

@@ -129,6 +129,7 @@ def kernel(*lines, **others):
 GOOD, BAD = (ADDRESS, LOW, HIGH, PRODUCT), (PRODUCT,)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("lines", "expected"), [(GOOD, False), (BAD, True)], ids=["good", "bad"])
 def test_an_answer_is_kept_beside_the_kernel(lines, expected, cache, monkeypatch):
     assert machine_code.faulty(kernel(*lines)) is expected
@@ -144,6 +145,7 @@ def test_an_answer_is_kept_beside_the_kernel(lines, expected, cache, monkeypatch
     assert machine_code.faulty(kernel(*lines)) is expected
 
 
+@pytest.mark.versions
 def test_a_cache_that_is_only_read(cache, monkeypatch):
     from triton.runtime.cache import FileCacheManager
 
@@ -245,6 +247,7 @@ def _searched():
     return get_ptxas(90).version, faulty
 
 
+@pytest.mark.versions
 def test_what_a_launch_would_compile_is_searched():
     """The way of `_mistrusted` through triton's warmup, and a kernel known to be wrong from one release of ptxas."""
     version, faulty = compiler().submit(_searched).result()
@@ -270,6 +273,7 @@ def check_without_wgmma(kernel, head_dim, dtype, **options):
     )
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
 def test_products_without_wgmma(kernel):
     check_without_wgmma(kernel, 20, "bf16", even=False)

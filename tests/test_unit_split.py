@@ -185,6 +185,7 @@ def test_every_configuration_compiles(d, tiles, in_turns, options):
     assert found.spill_bytes <= SPILLS.get((d, tiles), 0)
 
 
+@pytest.mark.versions
 def test_one_configuration_compiles():
     found = compiler().submit(aot.compile_split_kernel, 64, launch.FORWARD[64]).result()
     assert "wgmma.mma_async" in found.ptx and found.spill_bytes == 0

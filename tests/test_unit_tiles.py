@@ -45,6 +45,7 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
     return compiled
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
@@ -54,11 +55,13 @@ def test_kernels_compile_for_their_targets(kernel, capability, head_dim):
         assert "wgmma.mma_async" in compiled.ptx, "on Hopper the products should be warp-group instructions"
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
 def test_fp32_kernels_compile_on_hopper(kernel):
     check(kernel, 90, 64, "fp32")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
 def test_ragged_and_padded_kernels_fit_too(kernel):
     check(kernel, 90, 80, "bf16", even=False)
