@@ -9,7 +9,9 @@ import shutil
 
 import pytest
 import training_rows
+from typer.testing import CliRunner
 
+from cs336_systems.cli import app
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import speedrun as page
@@ -66,7 +68,25 @@ def test_its_command_reads_the_same_configuration(tmp_path):
     assert words[-2:] == ["--config", str(path)] and config.load(path) == plan.config
 
 
-def test_it_tells_what_fits(capsys):
+def test_a_dry_run_leaves_what_its_command_needs(tmp_path):
+    words = (
+        "speedrun",
+        "--dry-run",
+        "--gib",
+        "14.7",
+        "--ranks",
+        "2",
+        "--dtype",
+        "fp16",
+        "--out",
+        tmp_path / "run",
+    )
+    done = CliRunner().invoke(app, [*map(str, words)])
+    assert done.exit_code == 0 and [path.name for path in (tmp_path / "run").iterdir()] == ["speedrun.json"]
+    assert f"--config {tmp_path / 'run' / 'speedrun.json'}" in done.stdout
+
+
+def test_it_tells_what_fits():
     plan = speedrun.choose(20, "out", ranks=2, **T4)
     told = "\n".join(speedrun.told(plan))
     most = forecast.largest_batch("medium", 1024, speedrun.T4_GIB)

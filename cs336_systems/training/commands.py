@@ -153,13 +153,16 @@ def speedrun(
     gib: Annotated[float, typer.Option(help="Memory of a GPU; 0: this machine's.")] = 0.0,
     ranks: Annotated[int, typer.Option(help="GPUs; 0: all there are.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what fits and what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what fits, write the configuration, and stop.")
+    ] = False,
 ) -> None:
     """Train for some minutes on small or old GPUs, with what fits them, and let the model write."""
     with _told_in_a_line():
         from cs336_systems.training import speedrun as room
 
         plan = room.choose(minutes, out, size, gib, ranks, dtype)
+        room.write(plan)
         for line in room.told(plan):
             _say(line)
         if not dry_run:
