@@ -51,7 +51,7 @@ def metrics(case):
     if name == "training_ladder":
         return trial(case, *LADDER[case.rung], case.sequences)
     if name == "training":
-        ms = ATTENTION_MS[case.attention] + EXPOSED_MS[case.wrapper] + 1.5 * case.sharded
+        ms = ATTENTION_MS.get(case.attention, 90) + EXPOSED_MS[case.wrapper] + 1.5 * case.sharded
         return trial(case, ms, 8.0 - 0.4 * case.sharded, case.sequences)
     if name == "training_fits":
         peak = training_fits.forecast.gib_of(case.size, case.context_length, case.sequences)

@@ -100,7 +100,7 @@ COMMANDS = [
     wrong("run hardware", says=("unknown machine 'H100-x1'", "h100-x1"), MACHINE="H100-x1"),
     wrong("run hardware", says=("unknown machine '../results'", "h100-x1"), MACHINE="../results"),
     # ---- folders of benchmarks
-    wrong("bench matrix --attention nosuch", says=("unknown attention 'nosuch'", "flash_triton, flash_torch")),
+    wrong("bench matrix --attention nosuch", says=("unknown attention 'nosuch'", "flash_torch, ")),
     wrong("bench matrix --wrapper fsdp", says=("unknown wrapper 'fsdp'", "none, naive, flat")),
     wrong("bench matrix --sharded maybe", says=("unknown sharded 'maybe'", "allowed: all, yes, no")),
     wrong("bench matrix --wrapper none --sharded yes", says=("--sharded yes", "no ranks")),

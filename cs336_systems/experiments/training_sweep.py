@@ -38,7 +38,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 ROUNDS, WARMUP_MS, REP_MS = 3, 5, 20
 CHOICES = {
     "attention": (
-        *ATTENTIONS, "flash_compiled_backward", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex_compiled",
+        *ATTENTIONS, "flash_cuda", "flash_compiled_backward", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
+        "flex_compiled",
     ),
     "head_dim": range(16, 257), "heads": range(1, 2**16), "batch": range(1, 2**16), "dtype": DTYPES,
     "cap_gib": range(1025),
