@@ -275,8 +275,7 @@ def reference_rows(monkeypatch, project_root):
 
 def test_the_notebook_on_the_reference_rows(reference_rows, project_root):
     sentences, _ = execute(project_root / "book" / "flash_bench.ipynb")
-    measured = set(store.read(flash_bench, "h200-x1", project_root / "results")["impl"])
-    assert len([s for s in sentences if s.outcome is None]) == (0 if "flash_cuda" in measured else 2)
+    assert len([s for s in sentences if s.outcome is None]) == 0
     answered = [s.part for s in sentences if s.part]
     forward = [f"flash_forward ({letter})" for letter in "abc"]
     assert answered == [*forward, "flash_backward", "flash_backward_triton", "flash_benchmarking"]
