@@ -28,6 +28,9 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# Two threads of each of two workers on two cores wait for one another, in models of a few numbers most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU the kernels run in triton's interpreter, which is chosen when they are imported.
 if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -51,7 +51,7 @@ def test_full_grid_has_every_size_and_the_speed_cases():
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
 def test_compiled_and_eager_in_turns():
-    cases = [Case("tiny", 16, "train_step", compile=c, batch=2, steps=2) for c in ("off", "default")]
+    cases = [Case("tiny", 16, "forward", compile=c, batch=2, steps=2) for c in ("off", "default")]
     eager, compiled = torch_compile.run_group(cases)
     assert "status" not in eager and "status" not in compiled
     assert compiled["graphs"] == 1 and "graphs" not in eager and compiled["compile_s"] > 0

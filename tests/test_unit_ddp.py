@@ -232,7 +232,7 @@ def train_beside_a_single_process(model_name, seed):
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_weights_equal_a_single_process(ranks, model_name):
     distributed.run(train_beside_a_single_process, ranks, model_name, new_seed())
 
@@ -303,10 +303,9 @@ def train_with_layers_skipped(plans, seed):
             assert_same_bits(model)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_may_use_different_layers(ranks):
+def test_ranks_may_use_different_layers():
     """No hang; a gradient that some ranks lack counts as zero there, one that all lack stays None."""
-    seed = new_seed()
+    seed, ranks = new_seed(), 3
     rng = random.Random(seed)
     plans = [
         [

@@ -80,10 +80,11 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's 
 
 
 @on_cpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("step", OWN, ids=step_id)
-def test_every_step_computes_attention(step, dtype):
-    check(shrunk(step), 64, 16, dtype, "cpu")
+@pytest.mark.parametrize(
+    ("place", "step"), list(enumerate(OWN)), ids=lambda x: "" if isinstance(x, int) else step_id(x)
+)
+def test_every_step_computes_attention(place, step):
+    check(shrunk(step), 64, 16, DTYPES[place % 2], "cpu")
 
 
 @on_cpu

@@ -138,7 +138,7 @@ def no_lines(line):
 # ---- results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_results_in_rank_order(world_size, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -1,5 +1,7 @@
 """The training step: what its phases do to weights and gradients, in every mode, precision and compiled or not."""
 
+import dataclasses
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,9 +15,10 @@ CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=
 
 
 @pytest.fixture
-def workload():
+def workload(request):
+    """Of two layers, or as many as the test's parameter says."""
     before = torch.get_float32_matmul_precision()
-    yield Workload(CONFIG, 2, 16, "cpu")
+    yield Workload(dataclasses.replace(CONFIG, num_layers=getattr(request, "param", 2)), 2, 16, "cpu")
     torch.set_float32_matmul_precision(before)
 
 
@@ -82,6 +85,7 @@ def test_prepare_chooses_the_attention(workload):
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("workload", [1], indirect=True)
 def test_compiled_steps_of_one_workload_keep_apart(workload):
     torch._dynamo.reset()
     eager = workload.step("forward_backward", attention="reference")

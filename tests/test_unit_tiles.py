@@ -46,11 +46,10 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_kernels_compile_for_their_targets(kernel, capability, head_dim):
-    compiled = check(kernel, capability, head_dim, "bf16")
+def test_kernels_compile_for_their_targets(kernel, capability):
+    compiled = check(kernel, capability, 128, "bf16")
     if capability == 90:
         assert "wgmma.mma_async" in compiled.ptx, "on Hopper the products should be warp-group instructions"
 

@@ -334,9 +334,17 @@ def spoil(path, how):
         (path / "checkpoint.json").write_text(json.dumps({"epoch": 3}), encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """A finished run's folder with two checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("run")
+    Trainer(made(folder, checkpoints__every=4, schedule__steps=8), data()).run()
+    return folder
+
+
 @pytest.mark.parametrize("how", ["truncated", "altered", "missing", "no json", "foreign"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(tmp_path, how):
-    Trainer(made(tmp_path, checkpoints__every=4, schedule__steps=8), data()).run()
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(tmp_path, two_checkpoints, how):
+    shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
     before, last = checkpoints.found(tmp_path / "checkpoints")
     spoil(last, how)
     with pytest.raises(

@@ -94,8 +94,9 @@ def bars(ax: Axes, rows: pd.DataFrame, column: str) -> None:
 
 
 def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(BARS)) -> Figure:
-    """A panel of bars for each column, of the most ranks there are."""
-    rows = rows[rows["world_size"] == rows["world_size"].max()]
+    """A panel of bars for each column, of the most ranks that were measured."""
+    there = rows[rows["tokens_per_s"].notna()] if "tokens_per_s" in rows else rows
+    rows = rows[rows["world_size"] == (rows if there.empty else there)["world_size"].max()]
     drawn, axes = figures.panels(rows=len(columns), height=2.2)
     for ax, column in zip(axes[:, 0], columns, strict=True):
         bars(ax, rows, column)
