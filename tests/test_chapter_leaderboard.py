@@ -12,6 +12,7 @@ from cs336_systems.experiments import (
     leaderboard_counters,
     leaderboard_kernels,
     leaderboard_ladder,
+    leaderboard_shapes,
 )
 from cs336_systems.ladder import steps
 from cs336_systems.report.claims import execute
@@ -119,10 +120,37 @@ def test_titles_speak_of_gemms():
     assert "the production kernel" in titles and not any("product " in t or "products" in t for t in titles)
 
 
+def test_shapes_are_held_against_their_best_peer():
+    at = {"part": "forward", "batch": 8, "heads": 12, "num_queries": 1024, "num_keys": 1024, "head_dim": 64}
+    ragged, short = at | {"num_queries": 1000, "num_keys": 1000}, at | {"batch": 1}
+    shapes = (
+        (at, (3.0, 2.0, 4.0)), (ragged, (1.0, math.nan, 2.0)), (short, (0.004, 0.001, 0.002)),
+        (at | {"part": "backward"}, (1.0, math.nan, math.nan)),
+    )  # fmt: skip
+    impls = ("flash_triton", "fa4", "sdpa_cudnn")
+    given = [
+        s | {"impl": impl, "ms_p50": ms} for s, times in shapes for impl, ms in zip(impls, times, strict=True)
+    ]
+    found = rows(leaderboard_shapes, *given, at | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1})
+    met = page.shapes_summary(found).set_index(["pass", "shapes"])
+    assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 1.5, 1.5]
+    assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(1.5 * 0.5))
+    assert met.loc[("forward", "all"), "number"] == 2 and met.loc[("backward", "all"), "number"] == 0
+    table = page.shapes_table(found).set_index("shape")
+    assert table["best peer, forward"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
+    assert table.loc["8 × 12 × 1,024, d 64", "× best, forward"] == 1.5
+    assert math.isnan(table.loc["8 × 12 × 1,024, d 64", "× best, backward"])
+    drawn = [text.get_text() for text in page.shapes_map(found).axes[0].texts]
+    assert drawn[:3] == ["0.667", "1.33", "–"] and len(drawn) == 3 * 6
+    nothing = page.shapes_map(found.iloc[:0]).axes[0]
+    assert [text.get_text() for text in nothing.texts] == ["not measured"]
+
+
 # --------------------------------------------------------------------------------------------- notebook
 def test_the_notebook_on_the_reference_rows(published, project_root):
     sentences, _ = execute(project_root / "book" / "leaderboard.ipynb")
-    assert [s for s in sentences if s.outcome is None] == []
+    measured = (project_root / "results" / "h200-x1" / "leaderboard_shapes.csv").exists()
+    assert len([s for s in sentences if s.outcome is None]) == (0 if measured else 1)
     assert {"leaderboard"} == {s.part for s in sentences if s.part}
 
 

@@ -16,6 +16,7 @@ from cs336_systems.experiments import (
     leaderboard_first_calls,
     leaderboard_kernels,
     leaderboard_ladder,
+    leaderboard_shapes,
 )
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.experiments.shared import attention_peers as peers
@@ -64,7 +65,7 @@ def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, pres
             assert dataclasses.replace(again, repeat=0) in group
 
 
-@pytest.mark.parametrize(("preset", "budget_s"), [("full", 660), ("smoke", 20)])
+@pytest.mark.parametrize(("preset", "budget_s"), [("full", 900), ("smoke", 25)])
 def test_the_budget(preset, budget_s):
     assert sum(t.estimate_s(g) for t in TABLES for g in store.groups(t, t.grid(preset))) < budget_s
 
@@ -142,7 +143,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
     counts = {table.name: len(table.measured()) for table in chapter.tables}
-    assert list(counts.values()) == [1, 0, 2, 4, 0]  # the last one has other implementations
+    assert list(counts.values()) == [1, 0, 0, 2, 4, 0]  # shapes and first calls have other implementations
     assert list(counts) == list(experiments.tables("leaderboard"))
     assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
     assert chapter.table("first_calls").rows().empty and chapter.table("first_calls").stale().empty
@@ -150,7 +151,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     assert "7 cases" in chapter.provenance(chapter.table("counters"), chapter.table("ladder"))
     assert chapter.problems() == [] and "ended in an error" in chapter.table("kernels").problems()[0]
     with pytest.raises(
-        ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, ladder, counters"
+        ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, shapes, ladder, counters"
     ):
         chapter.table("stairs")
 
@@ -165,7 +166,49 @@ def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
     assert [text.split(":")[0] for text in found] == list(experiments.tables("leaderboard"))
 
 
+def test_shapes_are_of_every_kind_masked_and_not():
+    cases = leaderboard_shapes.grid("full")
+    assert {leaderboard_shapes.kind_of(c) for c in cases} == set(leaderboard_shapes.KINDS)
+    assert {c.is_causal for c in cases} == {True, False} and {c.dtype for c in cases} == {"bf16", "fp16"}
+    assert {c.head_dim for c in cases} == {64, 80, 96, 128}
+    assert not any(
+        c.is_causal for c in cases if c.num_queries != c.num_keys
+    )  # whose last query would see what?
+
+
 # ------------------------------------------------------------------------------------------------ measuring, on a CPU
+@without_gpu
+@pytest.mark.parametrize("part", leaderboard_shapes.PARTS)
+def test_shapes_on_the_same_tensors(part, monkeypatch):
+    for name in ("WARMUP_MS", "REP_MS"):
+        monkeypatch.setattr(leaderboard_shapes, name, 1)
+    given = (part, 2, 3, 17, 40, 16, False, "fp32")
+    cases = [
+        leaderboard_shapes.Case(i, *given) for i in ("reference", "flash_torch", "sdpa_flash", "flash_triton")
+    ]
+    *found, ours = leaderboard_shapes.run_group(cases)
+    flops = {"forward": 2, "backward": 5}[part] * 2 * 6 * 17 * 40 * 16
+    for metrics in found:
+        assert set(metrics) == set(leaderboard_shapes.METRICS)
+        assert metrics["tflops"] == pytest.approx(flops / metrics["ms_p50"] / 1e9)
+        assert metrics["apart"] < 1e-5
+    assert ours == {"status": "skipped: needs a CUDA device"}
+
+
+@without_gpu
+def test_a_peer_may_refuse_a_shape_and_ours_may_not(monkeypatch):
+    def refuses(q, k, v):
+        raise AssertionError("only even lengths")
+
+    monkeypatch.setattr(leaderboard_shapes.peers, "build", lambda *_: peers.Attention(refuses, "eager"))
+    given = ("forward", 1, 1, 17, 17, 16, False, "fp32")
+    theirs, ours = leaderboard_shapes.run_group(
+        [leaderboard_shapes.Case(impl, *given) for impl in ("sdpa_flash", "flash_triton")]
+    )
+    assert theirs["status"] == "skipped: AssertionError: only even lengths"
+    assert ours["status"].startswith("error: ") and "only even lengths" in ours["status"]
+
+
 @without_gpu
 @pytest.mark.parametrize("part", ["forward", "backward", "end_to_end"])
 def test_rows_of_times_hold_their_columns(part):

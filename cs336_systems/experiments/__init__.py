@@ -48,7 +48,8 @@ from cs336_systems.store import rows
 
 TABLES = {
     "leaderboard": (
-        "leaderboard", "leaderboard_kernels", "leaderboard_ladder", "leaderboard_counters", "leaderboard_first_calls",
+        "leaderboard", "leaderboard_kernels", "leaderboard_shapes", "leaderboard_ladder", "leaderboard_counters",
+        "leaderboard_first_calls",
     ),
     "training": ("training", "training_ladder", "training_run", "training_fits", "training_sweep"),
 }  # fmt: skip

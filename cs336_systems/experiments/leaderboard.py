@@ -7,6 +7,7 @@ This table is the leaderboard's own code: a compiled function, the sum of its ou
 `do_bench`; for ours also with the official ten seconds of repetitions, in one turn. The chapter's other tables:
 
     leaderboard_kernels      forward and backward alone, without the host: replays of a CUDA graph
+    leaderboard_shapes       the same at the shapes that people train with
     leaderboard_ladder       the steps that led to today's kernels
     leaderboard_counters     what Nsight Compute counts while the kernels run
     leaderboard_first_calls  the first call in a fresh process, and how many kernels it compiles

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
+from cs336_systems.experiments import leaderboard_shapes as shapes
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
@@ -195,3 +197,89 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
         "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"].astype("Int64"),
         "for 7 other lengths": rows["compiled_later"].astype("Int64"),
     })  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+PEERS = tuple(impl for impl in shapes.PEERS if impl != "flash_triton")
+LEAST_MS = 0.02  # below it a kernel's time is mostly its launch
+_PASSES = [(part, peer) for part in shapes.PARTS for peer in PEERS]
+
+
+def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
+    fastest peer, and `over_best`, our time over its."""
+    keys = [field for field in shapes.GROUP if field != "part"]
+    rows = rows[rows["repeat"] == 0]
+    wide = rows.set_index(["machine", *keys, "part", "impl"])["ms_p50"].unstack("impl", sort=False)
+    wide = wide.reset_index().reindex(columns=["machine", *keys, "part", *shapes.PEERS])
+    wide = wide[wide["flash_triton"].notna()]
+    peers = wide[list(PEERS)].astype(float)
+    known = peers.notna().any(axis=1)
+    return wide.assign(
+        kind=[shapes.kind_of(row) for row in wide.itertuples()],
+        shape=[_shape(row) for row in wide.itertuples()],
+        best=peers[known].idxmin(axis=1).reindex(wide.index),
+        over_best=wide["flash_triton"] / peers.min(axis=1),
+        counts=peers.min(axis=1) >= LEAST_MS,
+    )
+
+
+def _shape(row: Any) -> str:
+    tokens = f"{row.num_queries:,}" + (f" : {row.num_keys:,}" if row.num_keys != row.num_queries else "")
+    more = ["" if row.is_causal else "no mask", "" if row.dtype == "bf16" else row.dtype]
+    return ", ".join([f"{row.batch} × {row.heads} × {tokens}, d {row.head_dim}", *filter(None, more)])
+
+
+def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our time over the best peer's by pass and kind of shape, and of all: geometric mean, worst shape, how many; of
+    shapes whose best peer takes LEAST_MS or longer."""
+    found = against_peers(rows)
+    found = found[found["counts"]]
+    out = []
+    for part in shapes.PARTS:
+        for kind in (*shapes.KINDS, "all"):
+            of_kind = found[(found["part"] == part) & ((found["kind"] == kind) | (kind == "all"))][
+                "over_best"
+            ]
+            mean = math.exp(of_kind.map(math.log).mean()) if len(of_kind) else math.nan
+            out.append(
+                {"pass": part, "shapes": kind, "number": len(of_kind), "mean": mean, "worst": of_kind.max()}
+            )
+    return pd.DataFrame(out)
+
+
+def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every shape: our time in ms, the fastest peer, our time over its, for both passes."""
+    found = against_peers(rows)
+    sides = []
+    for part in shapes.PARTS:
+        one = found[found["part"] == part].set_index(["machine", "kind", "shape"])
+        sides.append(pd.DataFrame({
+            f"{part}, ms": one["flash_triton"], f"best peer, {part}": one["best"].map(label, na_action="ignore"),
+            f"× best, {part}": one["over_best"],
+        }))  # fmt: skip
+    frame = pd.concat(sides, axis=1).reset_index()
+    return frame.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
+
+
+def shapes_map(rows: pd.DataFrame) -> Figure:
+    """Each peer's time over ours: shapes down, passes and peers across; blue where ours is faster."""
+    found = against_peers(rows)
+    drawn, axes = figures.panels(height=1.0 + 0.19 * max(4, found["shape"].nunique()))
+    ax = axes[0, 0]
+    if found.empty:
+        figures.nothing(ax)
+        return drawn
+    found = found.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
+    columns = {}
+    for part, peer in _PASSES:
+        one = found[found["part"] == part].set_index("shape")
+        columns[part, peer] = one[peer].astype(float) / one["flash_triton"].astype(float)
+    table = pd.DataFrame(columns).reindex(found["shape"].drop_duplicates())
+    table.columns = range(len(_PASSES))
+    figures.heat(ax, table, limit=1.5, digits=3)
+    names = [f"{label(peer)}\n{part}".replace("FlashAttention", "FA") for part, peer in _PASSES]
+    ax.set_xticks(range(len(_PASSES)), names, fontsize=7)
+    ax.xaxis.tick_top()
+    ax.tick_params(axis="y", labelsize=7)
+    return drawn
