@@ -536,6 +536,7 @@ LADDER = [
 
 
 @pytest.mark.versions
+@pytest.mark.table
 @pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
 def test_steps_of_the_ladder_are_not_serialized(step):
     name, arguments = step.config

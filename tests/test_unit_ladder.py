@@ -193,6 +193,7 @@ def _compile(name, dtype):
 
 
 @pytest.mark.versions
+@pytest.mark.table
 @pytest.mark.parametrize("step", OWN, ids=step_id)
 def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
     found = compiler.submit(_compile, step.name, "bf16").result()

@@ -25,14 +25,15 @@ def fits(gib: float, dtype: str = "fp16") -> pd.DataFrame:
 
 
 def held_against(rows: pd.DataFrame) -> pd.DataFrame:
-    """The forecast's choices, and twice as many sequences: memory by the forecast, of the tensors, and what the
-    allocator took; throughput; steps that the loss scaling skipped."""
+    """The forecast's choices, and twice as many sequences: memory by the forecast, of the tensors, and reserved by the
+    allocator; throughput; steps that the loss scaling skipped."""
     rows = tables.in_order(rows, ["size", "context_length", "sequences", "repeat"], SIZES)
     found = pd.DataFrame({
         "machine": rows["machine"], "size": rows["size"], "tokens": rows["context_length"],
-        "sequences": rows["sequences"], "repeat": rows["repeat"], "cap, GiB": rows["cap_gib"],
-        "forecast, GiB": rows["predicted_gib"], "peak, GiB": rows["peak_gib"], "taken, GiB": rows["reserved_gib"],
-        "1,000 tokens/s": rows["tokens_per_s"].astype(float) / 1e3, "skipped steps": rows["skipped_steps"],
+        "sequences": rows["sequences"],
+        "forecast, GiB": rows["predicted_gib"], "peak, GiB": rows["peak_gib"], "reserved, GiB": rows["reserved_gib"],
+        "1,000 tokens/s": rows["tokens_per_s"].astype(float) / 1e3,
+        "skipped steps": rows["skipped_steps"].astype("Int64"),
     })  # fmt: skip
     found.attrs["words"] = {"peak, GiB": rows["status"].map(tables.word).to_dict()}
     return found

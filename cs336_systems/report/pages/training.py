@@ -25,7 +25,7 @@ RUNGS = {
     "fp32": "plain, fp32", "tf32": "TF32", "bf16": "bf16", "compiled": "torch.compile", "flash": "FlashAttention",
     "graphs": "CUDA graphs", "ddp": "two GPUs", "sharded": "sharded AdamW",
 }  # fmt: skip
-DRAWN = ("fp32", "bf16", "flash", "graphs", "sharded")  # of all rungs: a plot can show five
+DRAWN = ("fp32", "bf16", "compiled", "flash", "sharded")  # of all rungs: a plot can show five, and one again
 WINDOW = 5  # steps over which losses are averaged
 
 
@@ -76,8 +76,9 @@ def ladder(rows: pd.DataFrame, roof: dict[str, Roofs]) -> pd.DataFrame:
     rows = climbed(rows, roof)
     return pd.DataFrame({
         "machine": rows["machine"], "GPUs": rows["world_size"], "rung": rows["rung"].map(RUNGS),
-        "predicted, 1,000 tokens/s": rows["predicted"] / 1e3, "measured": rows["tokens_per_s"] / 1e3,
-        "gain, ×": rows["gain"], "MFU, %": 100 * rows["mfu"], "predicted, GiB": rows["predicted_gib"].astype(float),
+        "predicted, 1,000 tokens/s": rows["predicted"] / 1e3, "measured, 1,000 tokens/s": rows["tokens_per_s"] / 1e3,
+        "step, ms": rows["step_ms_p50"], "gain, ×": rows["gain"],
+        "MFU, %": 100 * rows["mfu"], "predicted, GiB": rows["predicted_gib"].astype(float),
         "peak, GiB": rows["peak_gib"], "first step, s": rows["first_step_s"],
     })  # fmt: skip
 
@@ -136,22 +137,26 @@ def apart(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def losses_figure(rows: pd.DataFrame) -> Figure:
-    """The losses of the rungs of DRAWN over one another, and how far each lies from the first one's."""
-    rows = rows[(rows["repeat"] == 0) & rows["losses"].notna() & rows["rung"].isin(DRAWN)]
-    rows = tables.in_order(rows, ["world_size", "rung"], RUNGS).drop_duplicates("rung")
+    """The losses of the rungs of DRAWN over one another, how far each lies from the first one's, and of FlashAttention
+    the second measurement."""
+    again = (rows["repeat"] == 1) & (rows["rung"] == "flash")
+    rows = rows[((rows["repeat"] == 0) | again) & rows["losses"].notna() & rows["rung"].isin(DRAWN)]
+    rows = tables.in_order(rows, ["world_size", "rung", "repeat"], RUNGS).drop_duplicates(["rung", "repeat"])
     drawn, axes = figures.panels(2, height=2.6)
     above, below = axes[0]
     curves = [smooth(losses) for losses in rows["losses"]]
     first = next((curve for curve in curves if len(curve)), None)
-    for place, (rung, curve) in enumerate(zip(rows["rung"], curves, strict=True)):
+    for row, curve in zip(rows.itertuples(), curves, strict=True):
         if first is not None and len(curve) == len(first):
-            _, color, _ = figures.look(f"rung {rung}", place)
+            _, color, _ = figures.look(f"rung {row.rung}", DRAWN.index(row.rung))
             steps = np.arange(len(curve)) + WINDOW
-            style = {"color": color, "ls": ("-", "--", ":")[place % 3], "label": RUNGS[rung]}
+            line = ":" if row.rung == "flash" else ("-", "--")[DRAWN.index(row.rung) % 2]
+            style = {"color": color, "ls": line, "label": RUNGS[row.rung] + ", again" * row.repeat}
+            style |= {"alpha": 0.6} if row.repeat else {}
             above.plot(steps, curve, **style)
             below.plot(steps, curve - first, **style)
     above.set(xlabel="step", title="loss, nats a token")
-    below.set(xlabel="step", title="less that of the first rung")
+    below.set(xlabel="step", title="loss − that of plain fp32")
     if first is None:
         figures.nothing(above)
     figures.legend_below(drawn, above)
@@ -191,7 +196,7 @@ def runs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_figure(rows: pd.DataFrame) -> Figure:
-    """Training and held-out loss of each run over its tokens, and the entropy of its text."""
+    """How far training and held-out loss of each run lie above the entropy of its text, over its tokens."""
     rows = rows[rows["valid_losses"].notna()]
     drawn, axes = figures.panels(max(1, len(rows)), height=2.6)
     if rows.empty:
@@ -199,15 +204,14 @@ def run_figure(rows: pd.DataFrame) -> Figure:
     for ax, row in zip(axes[0], rows.to_dict("records"), strict=False):
         ax.set_yscale("log")
         for name, label, style in (("loss", "training", "-"), ("valid", "held out", "o-")):
-            losses = each(row["losses" if name == "loss" else "valid_losses"])
+            losses = np.array(each(row["losses" if name == "loss" else "valid_losses"]))
             million = np.array(each(row[f"{name}_tokens"])) / 1e6
-            ax.plot(million, losses, style, label=label, markersize=3)
-        figures.roof(ax, row["floor"], "entropy")
+            ax.plot(million, losses - row["floor"], style, label=label, markersize=3)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
         ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set(xlabel="million tokens", title=f"{row['size']}, {row['dtype']}, {row['minutes']:g} min")
-    axes[0, 0].set_ylabel("loss, nats a token")
+    axes[0, 0].set_ylabel("loss − entropy, nats a token")
     figures.legend_below(drawn, axes[0, 0])
     return drawn
 
