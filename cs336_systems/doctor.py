@@ -131,21 +131,27 @@ def _hopper(torch: ModuleType | None) -> Check:
 
 def chosen_kernels() -> list[dict[str, str]]:
     """What `attention` launches on this machine's GPU, forward and backward, for some dtypes, head dimensions and
-    lengths (16 heads): "hopper", "split" (fp32 on Hopper) or "portable", and both where they differ. Empty where it
-    computes in plain PyTorch.
+    lengths (16 heads): "hopper", "split" (fp32 on Hopper) or "portable" of `flash_triton`, and both where they differ;
+    "CUDA C++" or "plain PyTorch". Empty without a GPU.
     """
     torch, _ = _torch()
-    if torch is None or not torch.cuda.is_available() or attention.availability()["flash_triton"]:
+    if torch is None or not torch.cuda.is_available():
         return []
-    from cs336_systems.attention.flash_triton import kernels_for
+    from cs336_systems.attention.auto import before_ampere, chosen
 
-    rows = []
-    for dtype, head_dims in (("bfloat16", (32, 64, 80, 128, 256)), ("float32", (64, 128, 256))):
+    kernels = {"flash_cuda": lambda *x: {"": "CUDA C++"}, "reference": lambda *x: {"": "plain PyTorch"}}
+    if attention.availability()["flash_triton"] is None:
+        from cs336_systems.attention.flash_triton import kernels_for
+
+        kernels["flash_triton"] = kernels_for
+    rows, half = [], "float16" if before_ampere(0) else "bfloat16"
+    for dtype, head_dims in ((half, (32, 64, 80, 128, 256)), ("float32", (64, 128, 256))):
         for head_dim in head_dims:
             row = {"dtype": dtype, "head dim": str(head_dim)}
             for tokens in (128, 512, 2048, 8192):
                 x = torch.empty(1, 16, tokens, head_dim, device="cuda", dtype=getattr(torch, dtype))
-                row[f"{tokens} tokens"] = ", ".join(dict.fromkeys(kernels_for(x, x, x).values()))
+                found = kernels[chosen(x)](x, x, x)
+                row[f"{tokens} tokens"] = ", ".join(dict.fromkeys(found.values()))
             rows.append(row)
     return rows
 

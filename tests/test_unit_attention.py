@@ -249,6 +249,47 @@ def test_auto_works_anywhere():
     torch.testing.assert_close(attention(q, q, q), attention(q, q, q, impl="reference"))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "missing", "dtype", "d", "expected"),
+    [
+        (80, (), "bfloat16", 64, "flash_triton"),
+        (80, ("flash_triton",), "bfloat16", 64, "flash_cuda"),
+        (80, ("flash_triton",), "float32", 64, "reference"),
+        (80, ("flash_triton", "flash_cuda"), "float16", 64, "reference"),
+        (80, (), "float16", 300, "reference"),
+        (75, (), "float16", 64, "flash_cuda"),
+        (75, (), "float32", 64, "flash_triton"),
+        (75, (), "float16", 200, "flash_triton"),
+        (75, ("flash_cuda",), "float16", 64, "flash_triton"),
+    ],
+)
+def test_what_auto_means_on_a_gpu(capability, missing, dtype, d, expected, compiled, monkeypatch):
+    """Of tensors that have no numbers, so that no GPU is needed; also as torch.compile reads the question."""
+    fake = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode()
+    from cs336_systems.attention import auto, flash_cuda, registry
+
+    for name in registry.IMPLEMENTATIONS:
+        monkeypatch.setitem(registry._usable, name, name not in missing)
+    monkeypatch.setitem(auto._before_ampere, 0, capability < 80)
+    monkeypatch.setattr(flash_cuda.launch, "generation_of", lambda index: capability)
+    with fake:
+        q = torch.empty(1, 8, d, dtype=getattr(torch, dtype), device="cuda:0")
+        if not compiled:
+            assert auto.chosen(q) == expected
+            return
+        places = {name: float(place) for place, name in enumerate(registry.IMPLEMENTATIONS)}
+        graphs = []
+        torch._dynamo.reset()
+        torch.compile(
+            lambda x: x * places[auto.chosen(x)],
+            fullgraph=True,
+            backend=lambda g, _: graphs.append(g) or g.forward,
+        )(q)
+    [factor] = [node.args[1] for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert factor == places[expected]
+
+
 def test_kernels_refuse_the_cpu_without_the_interpreter():
     code = (
         "import torch; from cs336_systems.attention import attention; x = torch.ones(1, 4, 16)\n"

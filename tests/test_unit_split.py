@@ -144,9 +144,7 @@ def both_passes(q, k, v, do, is_causal, tiles=SMALL):
 
 @needs_interpreter
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)]
-)
+@pytest.mark.parametrize(("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)])
 @pytest.mark.parametrize(
     ("gradient", "multiprocessors"), [("whole", 1), ("columns", 132), ("one number", 1)]
 )  # few programs are those of less than the multiprocessors

@@ -27,21 +27,15 @@ def attention(
     (see `available.hopper_reason`), whose last bits differ from run to run, as those of `flash_cuda` do; with torch's
     flag for determinism, both sum in a fixed order.
 
-    `impl`: a key of IMPLEMENTATIONS, or `"auto"`: for CUDA tensors `flash_triton` where it can run, else `flash_cuda`
-    where that can and takes them; otherwise the plain PyTorch of `reference`. Errors: ValueError for shapes, dtypes or
+    `impl`: a key of IMPLEMENTATIONS, or `"auto"`, see `auto.chosen`. Errors: ValueError for shapes, dtypes or
     devices that do not fit, naming both; ValueError for an unknown `impl`; RuntimeError with the reason for one that
     this machine cannot run.
     """
+    from cs336_systems.attention.auto import chosen
     from cs336_systems.attention.usable import usable
 
     if impl == "auto":
-        impl = "reference"
-        if q.is_cuda and usable("flash_triton"):
-            impl = "flash_triton" if 16 <= q.shape[-1] <= 256 else impl
-        elif q.is_cuda and usable("flash_cuda"):
-            from cs336_systems.attention.flash_cuda import serves
-
-            impl = "flash_cuda" if serves(q) else impl
+        impl = chosen(q)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"

@@ -1,0 +1,38 @@
+"""Which implementation of attention "auto" means. torch.compile takes its answers without tracing the questions."""
+
+from __future__ import annotations
+
+import torch
+
+from cs336_systems.attention.usable import usable
+
+_before_ampere: dict[int, bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def before_ampere(device_index: int) -> bool:
+    """Whether a GPU is of a compute capability below 8.0; asked once."""
+    if device_index not in _before_ampere:
+        _before_ampere[device_index] = torch.cuda.get_device_capability(device_index) < (8, 0)
+    return _before_ampere[device_index]
+
+
+def chosen(q: torch.Tensor) -> str:
+    """The implementation for queries like q (..., n, d): on a GPU `flash_triton` where it can run, else `flash_cuda`
+    where that can and takes them; the other way round before Ampere, whose tensor cores Triton leaves idle. Otherwise,
+    and on a CPU, `reference`."""
+    if not q.is_cuda:
+        return "reference"
+    order = ("flash_triton", "flash_cuda")
+    for name in reversed(order) if before_ampere(q.get_device()) else order:
+        if usable(name) and _serves(name, q):
+            return name
+    return "reference"
+
+
+def _serves(name: str, q: torch.Tensor) -> bool:
+    if name == "flash_triton":
+        return 16 <= q.shape[-1] <= 256
+    from cs336_systems.attention import flash_cuda
+
+    return flash_cuda.serves(q)
