@@ -1,6 +1,8 @@
 """The CUDA C++ kernels without a GPU: compiled ahead of time for each generation, kept on disk, or refused."""
 
 import re
+import sys
+import types
 
 import pytest
 
@@ -33,7 +35,7 @@ def config_of(file, capability, head_dim):
 
 def compiled(file, capability, head_dim, dtype, is_causal=True, aligned=True, expanded=False, in_turns=False):
     """Spilled bytes, registers and bytes of constants (0: the compiler did not say) of each of a file's kernels."""
-    more = {"EXPANDED": expanded, "IN_TURNS": in_turns} if file == "backward.cu" else {}
+    more = {"DO_VECTORS": not expanded, "IN_TURNS": in_turns} if file == "backward.cu" else {}
     macros = launch.macros_for(
         config_of(file, capability, head_dim), capability, head_dim, is_causal, dtype, aligned=aligned, **more
     )
@@ -146,6 +148,40 @@ def test_a_folder_that_cannot_be_written_is_done_without(compiler, tmp_path):
     assert nvrtc.cubin("forward.cu", 80, {}) == b"code"
 
 
+def test_a_user_without_a_home_compiles_each_time(compiler, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(nvrtc.Path, "home", home)
+    assert [nvrtc.cubin("forward.cu", 80, {}) for _ in range(2)] == [b"code"] * 2 and len(compiler) == 2
+
+
+def test_a_full_disk_leaves_nothing_behind(compiler, monkeypatch):
+    def write_bytes(path, content):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nvrtc.Path, "write_bytes", write_bytes)
+    assert nvrtc.cubin("forward.cu", 80, {}) == b"code"
+    assert list(nvrtc.folder().iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- what it is given
+def test_rows_that_are_read_in_vectors():
+    x = torch.zeros(2, 3, 8, 72, dtype=torch.float16)
+    assert all(map(launch._aligned, (x, x[..., :64], x.transpose(1, 2), x[:, :, ::2], x[:1, :1])))
+    others = x[..., 4:68], x[..., :60], x.mT, torch.zeros(()).expand(2, 3, 8, 64)
+    assert not any(map(launch._aligned, others))
+    # of a tile's other rows addresses are computed, even if there are none
+    assert not launch._aligned(torch.zeros(1, 1, 4, 65)[..., :1, :64])
+
+
+def test_a_gpu_that_is_too_old_is_told():
+    with pytest.raises(ValueError, match=r"compute capability 6\.1; allowed: 7\.5 and later"):
+        tables.chosen(tables.FORWARD, 61, 64)
+
+
 # ---------------------------------------------------------------------------------------------- reasons
 def without_bindings(monkeypatch):
     def find_spec(name):
@@ -164,13 +200,22 @@ def without_library(monkeypatch):
     return r"NVRTC is not found, the package nvidia-cuda-nvrtc has it \(no libnvrtc.so\)$"
 
 
-def with_nvrtc(monkeypatch):
+def with_nvrtc(monkeypatch, driver=13000):
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.driver = types.SimpleNamespace(cuDriverGetVersion=lambda: (0, driver))
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 5))
     return None
 
 
-@pytest.mark.parametrize("machine", [without_bindings, without_library, with_nvrtc])
+def with_an_older_driver(monkeypatch):
+    with_nvrtc(monkeypatch, 12080)
+    return r"NVRTC 13\.5 is newer than the driver, which is of CUDA 12\.8$"
+
+
+@pytest.mark.parametrize("machine", [without_bindings, without_library, with_nvrtc, with_an_older_driver])
 def test_the_registry_says_what_is_missing(machine, monkeypatch):
     expected = machine(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

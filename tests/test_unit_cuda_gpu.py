@@ -210,6 +210,12 @@ def test_auto_takes_it_where_triton_is_missing(monkeypatch):
     assert "Flash" not in type(attention(wide, wide, wide).grad_fn).__name__
 
 
+def test_a_row_whose_neighbors_are_not_aligned(path):
+    wide = gpu(2, 3, 4, 65, dtype=torch.float16, requires_grad=False)
+    q, k, v = (wide[..., :1, :64].detach().requires_grad_() for _ in range(3))
+    torch.testing.assert_close(attention(q, k, v, impl="flash_cuda"), v, rtol=1e-3, atol=1e-3)
+
+
 def test_another_stream_and_a_cuda_graph():
     q, k, v = (gpu(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=False) for _ in range(3))
     expected = attention(q, k, v, True, "flash_cuda")

@@ -41,7 +41,7 @@ def cuda_reason() -> str | None:
     """Why `flash_cuda` cannot run on this machine; None where it can."""
     import torch
 
-    from cs336_systems.attention.cuda.compile import missing
+    from cs336_systems.attention.cuda.compile import missing, too_new
     from cs336_systems.attention.cuda.tables import OLDEST
 
     if not torch.cuda.is_available():
@@ -51,7 +51,7 @@ def cuda_reason() -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if 10 * major + minor < OLDEST:
         return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
-    return missing()
+    return missing() or too_new()
 
 
 def hopper_reason(device_index: int = 0) -> str | None:

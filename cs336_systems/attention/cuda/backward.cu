@@ -1,8 +1,12 @@
 // dQ, dK and dV in three launches: D, then everything by tiles of keys, then dQ in 16 bits.
 //
-// More macros: EXPANDED, whether dO has strides that VECTORS excludes (the gradient of a sum: one number with strides of
-// 0); IN_TURNS, whether blocks add to dQ in a fixed order; STEP, the queries of a tile whose S and P are in registers at a
-// time.
+// This is algorithm 2 as printed: a block owns keys and walks over the queries, and P is computed once. (The Triton
+// kernels make two passes instead.) What a block knows of dQ it adds to fp32 sums in memory, so that dQ's last bits depend
+// on the order of arrival, unless the blocks take turns.
+//
+// More macros: DO_VECTORS, whether rows of dO are as VECTORS says, too (not the gradient of a sum, one number with strides
+// of 0); IN_TURNS, whether blocks add to dQ in a fixed order; STEP, the queries of a tile whose S and P are in registers
+// at a time.
 #include "tiles.cuh"
 
 constexpr int M = BLOCK_N / (16 * WARPS);  // blocks of 16 keys of a warp
@@ -14,7 +18,7 @@ constexpr int DQ_COLUMNS = BLOCK_M * BLOCK_D / (WARPS * 16 * DQ_M), DQ_N = DQ_CO
 static_assert(BLOCK_D % DQ_COLUMNS == 0 && DQ_N % 2 == 0 && WARPS % (BLOCK_D / DQ_COLUMNS) == 0, "dQ does not divide so");
 
 struct Statistics {
-    float l_log2, d;  // L · log2(e) and D of a query; zeros for rows past the last one
+    float l_log2, d;  // L · log2(e) and D of a query; on chip zeros for rows past the last one
 };
 
 // dQ / scale in fp32, as the threads hold it: tile after tile, [block of C][thread][number].
@@ -54,12 +58,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) before_kernel(const Before
                 __align__(16) u16 xs[8];
                 __align__(16) u16 ys[8];
                 if (VECTORS) *(uint4*)xs = *(const uint4*)x;
-                if (VECTORS && !EXPANDED) *(uint4*)ys = *(const uint4*)y;
+                if (VECTORS && DO_VECTORS) *(uint4*)ys = *(const uint4*)y;
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
                     if (column + j >= HEAD_DIM) break;
                     if (!VECTORS) xs[j] = x[j * o.col_stride];
-                    if (!VECTORS || EXPANDED) ys[j] = y[j * grad_o.col_stride];
+                    if (!VECTORS || !DO_VECTORS) ys[j] = y[j * grad_o.col_stride];
                     sum += unpack(xs[j]) * unpack(ys[j]);
                 }
             }
@@ -81,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) before_kernel(const Before
 // ------------------------------------------------------------------------------------------------ dK, dV, sums of dQ
 // One tile of keys of one head; scores are transposed. Grid: key tiles · batch · heads.
 //
-// Each warp has 16·M keys, and the sums of dK and dV for them in registers. Sᵀ, P and dS of a tile of queries stay in
+// Each warp has 16·M keys, and the sums of dK and dV for them in registers. Sᵀ, Pᵀ and dSᵀ of a tile of queries stay in
 // registers as well, where they are operands for dV and dK; dS goes to shared memory, for dQ wants it by queries. Two
 // tiles of Q, dO and dS are on chip: while one is multiplied, the next Q and dO are on their way, and dQ of the last one
-// is computed, so that a step needs one barrier.
+// is computed, so that a tile needs one barrier.
 struct KeysArguments {
     u16 *q, *k, *v, *grad_o;
     Statistics* statistics;
@@ -110,7 +114,7 @@ __device__ __forceinline__ void add_dq(u32 ds_tile, u32 k_tile, float* sums, int
         for (int m = 0; m < DQ_M; ++m) ldmatrix<true>(a[m], ds_columns.at(key, first_row_of_warp() / 8 + 2 * m));
         multiply<true>(dq, a, k_rows, key, first_chunk_of_warp());
     }
-    if (IN_TURNS) {
+    if (IN_TURNS) {  // waits for blocks of lower tiles, which have begun: `Place` gives them lower blockIdx
         if (threadIdx.x == 0)
             while (load_acquire(turn) != tile) {}
         __syncthreads();
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) keys_kernel(const 
     const Reader<VECTORS> q(Matrix(arg.q, arg.q_strides, place.batch, place.head, num_queries));
     const Reader<VECTORS> k(Matrix(arg.k, arg.k_strides, place.batch, place.head, num_keys));
     const Reader<VECTORS> v(Matrix(arg.v, arg.v_strides, place.batch, place.head, num_keys));
-    const Reader<VECTORS && !EXPANDED> grad_o(Matrix(arg.grad_o, arg.do_strides, place.batch, place.head, num_queries));
+    const Reader<VECTORS && DO_VECTORS> grad_o(Matrix(arg.grad_o, arg.do_strides, place.batch, place.head, num_queries));
     const Statistics* statistics = arg.statistics + (long long)place.index * num_queries;
     const int warp_row = threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int first_key = place.tile * BLOCK_N, query_tiles = (num_queries + BLOCK_M - 1) / BLOCK_M;
@@ -175,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) keys_kernel(const 
             const u32 q_tile = q_tiles + stage * Q_BYTES + step * ROW_BYTES;
             const u32 do_tile = do_tiles + stage * Q_BYTES + step * ROW_BYTES;
             const u32 statistics_of_lane = statistics_of_tiles + (stage * BLOCK_M + step + 2 * t) * 8;
-            float p[M][STEP / 8][4] = {}, ds[M][STEP / 8][4] = {};
+            float p[M][STEP / 8][4] = {}, ds[M][STEP / 8][4] = {};  // at first Sᵀ and dPᵀ
 #pragma unroll
             for (int d = 0; d < CHUNKS; d += 2) {  // Sᵀ / scale = K Qᵀ
                 u32 a[M][4];
@@ -199,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) keys_kernel(const 
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int row = key + 16 * m + i / 2 * 8;
-                        const int first = row >= num_keys ? BLOCK_M : IS_CAUSAL ? row - query : 0;  // column that sees it
+                        // the first column that sees this key, less those of the lane: what it is compared with is constant
+                        const int first = row >= num_keys ? BLOCK_M : IS_CAUSAL ? row - query : 0;
 #pragma unroll
                         for (int n = 0; n < STEP / 8; ++n)
                             if (8 * n + i % 2 < first) p[m][n][i] = 0;

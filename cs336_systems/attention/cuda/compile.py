@@ -34,6 +34,19 @@ def missing() -> str | None:
     return None
 
 
+def too_new() -> str | None:
+    """Why the driver would refuse NVRTC's machine code, in a line; None if it takes it. Needs a driver."""
+    from cuda.bindings import driver
+
+    number = _checked(driver.cuDriverGetVersion())  # 1000 · major + 10 · minor
+    if version()[0] > number // 1000:
+        found = ".".join(map(str, version()))
+        return (
+            f"NVRTC {found} is newer than the driver, which is of CUDA {number // 1000}.{number % 1000 // 10}"
+        )
+    return None
+
+
 @functools.cache
 def version() -> tuple[int, int]:
     """NVRTC's version. RuntimeError where the library is missing."""
@@ -94,20 +107,22 @@ def cubin(name: str, capability: int, macros: dict[str, int]) -> bytes:
     """As `compile_file`, from the disk where it was compiled before."""
     what = [*_options(capability, macros), str(version())]
     sources = b"".join(_source(file) for file in (*HEADERS, name))
-    path = folder() / f"{hashlib.sha256(sources + chr(0).join(what).encode()).hexdigest()[:32]}.cubin"
-    with contextlib.suppress(OSError):
-        found = path.read_bytes()
-        if hashlib.sha256(found[32:]).digest() == found[:32]:  # a full disk may have left a part
+    file = f"{hashlib.sha256(sources + chr(0).join(what).encode()).hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError, RuntimeError):
+        found = (folder() / file).read_bytes()
+        if hashlib.sha256(found[32:]).digest() == found[:32]:  # a crash may have left a part
             return found[32:]
     code, _ = compile_file(name, capability, macros)
-    with contextlib.suppress(OSError):  # a read-only home: the next process compiles again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+    with contextlib.suppress(
+        OSError, RuntimeError
+    ):  # no home, or a read-only one: the next process compiles again
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder()) as place:
+            Path(place, file).write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(Path(place, file), folder() / file)
     return code
 
 
 def folder() -> Path:
-    """Where cubins are kept."""
+    """Where cubins are kept. RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cs336_systems"

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward_kernel(con
         __syncthreads();  // V is there, and nobody reads this K any more
         if (key + BLOCK_N < end) k.load<BLOCK_N>(k_tile, key + BLOCK_N);
 
-        // the online softmax: algorithm 1, lines 8 to 10. All rows' maxima come first, for shuffles take long
+        // the online softmax: algorithm 1, lines 9 and 10. All rows' maxima come first, for shuffles take long
         float new_max[M][2];
         bool grown = false;
 #pragma unroll
@@ -102,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward_kernel(con
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                     for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[m][n][i] = exp2_of(s[m][n][i] * arg.scale_log2 - shift);
+                        sum += s[m][n][i] = exp2_of(  // from here on s is P
+                            s[m][n][i] * arg.scale_log2 - shift);
                 row_sum[m][half] += sum;
             }
 #pragma unroll

@@ -91,11 +91,12 @@ def _launch(
 
 # ------------------------------------------------------------------------------------------------ what they are given
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether rows of x (batch, heads, n, d) are contiguous and begin at multiples of 16 bytes."""
-    *outer, column = x.stride()
-    if x.data_ptr() % 16 or column != 1 or x.shape[3] % 8:
+    """Whether rows of x (batch, heads, n, d) are contiguous and begin at multiples of 16 bytes; also of a single row,
+    since a tile has more and their addresses are computed."""
+    batch, head, row, column = x.stride()
+    if x.data_ptr() % 16 or column != 1 or row % 8 or x.shape[3] % 8:
         return False
-    return not any(stride % 8 for n, stride in zip(x.shape, outer, strict=False) if n > 1)
+    return not any(stride % 8 for n, stride in zip(x.shape, (batch, head), strict=False) if n > 1)
 
 
 def macros_for(
@@ -170,7 +171,7 @@ def launch_backward(
     turns = torch.empty(tiles if in_turns else 1, device=q.device, dtype=torch.int32)
     macros = macros_for(
         config, generation, head_dim, is_causal, q.dtype, aligned=all(map(_aligned, (q, k, v, o, dq, dk, dv))),
-        EXPANDED=not _aligned(do), IN_TURNS=in_turns,
+        DO_VECTORS=_aligned(do), IN_TURNS=in_turns,
     )  # fmt: skip
 
     def launch(name: str, blocks: int, shared_bytes: int, *values: Any) -> None:

@@ -66,6 +66,10 @@ def padded(capability: int, head_dim: int) -> int:
 def chosen(
     table: dict[int, dict[int, Forward | Backward]], capability: int, block_d: int
 ) -> Forward | Backward:
-    """What FORWARD or BACKWARD has for a GPU and a padded head dimension."""
+    """What FORWARD or BACKWARD has for a GPU and a padded head dimension. ValueError for a GPU that is too old."""
+    if capability < OLDEST:
+        raise ValueError(
+            f"flash_cuda: compute capability {capability / 10}; allowed: {OLDEST / 10} and later"
+        )
     row = table[max(oldest for oldest in table if oldest <= capability)]
     return next(config for columns, config in row.items() if block_d <= columns)

@@ -14,8 +14,9 @@
 // exp is computed as exp2 with log2(e) folded into the scale: the hardware's instruction is exp2.
 //
 // A file is compiled for each case, with these macros: BLOCK_M query rows, BLOCK_N keys and BLOCK_D columns of a tile
-// (d = HEAD_DIM rounded up to a multiple of 32, the rest being zeros); WARPS of a block; IS_CAUSAL; BF16, else fp16;
-// VECTORS, whether rows are contiguous and begin at multiples of 16 bytes; CAPABILITY and TURING (see instructions.cuh).
+// (d = HEAD_DIM rounded up to a multiple of 32, the rest being zeros); WARPS of a block; BLOCKS that are to fit a
+// multiprocessor; IS_CAUSAL; BF16, else fp16; VECTORS, whether rows are contiguous, of a multiple of 8 numbers, and begin at
+// multiples of 16 bytes; CAPABILITY and TURING (see instructions.cuh).
 #pragma once
 #include "instructions.cuh"
 
@@ -32,7 +33,7 @@ struct Swizzle {
     __device__ static u32 offset(int row, int chunk) { return (row * CHUNKS + (chunk ^ of(row))) * 16; }
 };
 
-// Where a lane points ldmatrix for the 16 x 16 numbers at a row and a chunk of a tile, both even multiples of a block.
+// Where a lane points ldmatrix for the 16 x 16 numbers of a tile that begin at a row, a multiple of 8, and an even chunk.
 // The four 8 x 8 matrices come in the order of columns (DOWN: the second is below the first) or of rows:
 //
 //     operand of a matmul       tile holds it as   DOWN    transposed
@@ -96,6 +97,7 @@ struct Matrix {  // of one head
 
 // Which tile of which head a block computes. Heads are taken in sections whose tensors fit the L2 cache, and within a
 // section all heads' first tiles come first: with a causal mask those with the most work, so that light ones fill the end.
+// Blocks that take turns rely on this order, and on the hardware beginning blocks in the order of blockIdx.
 struct Place {
     int tile, index, batch, head;
 
