@@ -1,13 +1,12 @@
 """Closed forms of data parallelism: buckets against the code's, the model of their overhead, its fit, memory."""
 
 import math
-import random
 
 import pytest
 
 from cs336_systems import accounting
 from cs336_systems.accounting import data_parallel as closed
-from cs336_systems.accounting.data_parallel import Buckets, fit_overhead
+from cs336_systems.accounting.data_parallel import Buckets
 from cs336_systems.sizes import SIZES, ModelConfig, size
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=3, num_heads=2, vocab_size=50)
@@ -79,51 +78,6 @@ def test_the_optimum_is_least():
         model.overhead_s(0)
 
 
-@pytest.mark.parametrize("constant", [False, True])
-def test_the_fit_finds_the_parameters(constant):
-    true, offset = Buckets(8e9, 3e11, 3e-5), 4e-3 if constant else 0.0
-    points = [(n, true.overhead_s(n) + offset) for n in (8, 98, 243, 339, 435)]
-    fit = fit_overhead(8e9, points, constant)
-    assert fit.model.bytes_per_s == pytest.approx(3e11) and fit.call_s == pytest.approx(3e-5)
-    assert fit.constant_s == pytest.approx(offset, abs=1e-9)
-    assert max(map(abs, fit.residuals_s)) < 1e-9
-    assert fit.overhead_s(50) == pytest.approx(true.overhead_s(50) + offset)
-
-
-def test_the_fit_is_that_of_non_negative_least_squares():
-    np = pytest.importorskip("numpy")
-    draw = random.Random(0)
-    for _ in range(30):
-        points = [(n, max(0.0, draw.gauss(5e-3, 4e-3))) for n in (8, 98, 243, 435)]
-        fit = fit_overhead(8e9, points, constant=True)
-        terms = np.array([fit.seconds_per_byte, fit.call_s, fit.constant_s])
-        matrix = np.array([[8e9 / n, n, 1.0] for n, _ in points])
-        wanted = np.array([y for _, y in points])
-        assert (terms >= 0).all()
-        assert fit.residuals_s == pytest.approx(wanted - matrix @ terms)
-        # the conditions of Karush, Kuhn and Tucker: no allowed change of any term makes the sum of squares smaller
-        slope = matrix.T @ np.array(fit.residuals_s) / np.linalg.norm(matrix, axis=0)
-        assert (slope <= 1e-9).all()
-        assert np.abs(slope[terms > 0]).max(initial=0) < 1e-9
-
-
-def test_a_term_may_vanish():
-    falling = fit_overhead(8e9, [(n, 1 / n) for n in (1, 10, 100)])
-    assert falling.call_s == pytest.approx(0, abs=1e-9) and falling.seconds_per_byte == pytest.approx(1 / 8e9)
-    rising = fit_overhead(8e9, [(n, 1e-3 * n) for n in (1, 10, 100)])
-    assert rising.call_s == pytest.approx(1e-3)
-    negative = fit_overhead(8e9, [(n, -1e-3) for n in (1, 10, 100)])
-    assert negative.model is None and negative.overhead_s(10) == 0
-    assert negative.residuals_s == pytest.approx([-1e-3] * 3)
-
-
-def test_too_few_points_are_refused():
-    with pytest.raises(ValueError, match="2 different numbers of buckets are needed"):
-        fit_overhead(1e9, [(5, 1e-3), (5, 1.1e-3)])
-    with pytest.raises(ValueError, match="3 different"):
-        fit_overhead(1e9, [(5, 1e-3), (6, 1.1e-3)], constant=True)
-
-
 # ------------------------------------------------------------------------------------------------ memory
 def test_what_each_way_holds():
     config, total = size("xl"), 4 * accounting.num_parameters(size("xl"))
@@ -141,12 +95,6 @@ def test_what_each_way_holds():
     )
     with pytest.raises(ValueError, match="allowed: none, naive"):
         closed.peak_bytes(config, 2, 512, "fp32", "fsdp")
-
-
-def test_weak_scaling():
-    assert closed.scaling_efficiency(190, 200) == 0.95
-    with pytest.raises(ValueError, match="alone_ms=0"):
-        closed.scaling_efficiency(0, 1)
 
 
 def test_wrappers_are_those_of_the_step():

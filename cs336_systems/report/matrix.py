@@ -29,9 +29,8 @@ def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     base = alone.set_index(keys)["tokens_per_s"]
     base = base[~base.index.duplicated()]
     one = base.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []
-    return rows.assign(efficiency=rows["tokens_per_s"].astype(float) / (one * rows["world_size"])).assign(
-        efficiency=lambda r: r["efficiency"].where(r["wrapper"] != experiment.ALONE)
-    )
+    efficiency = rows["tokens_per_s"].astype(float) / (one * rows["world_size"])
+    return rows.assign(efficiency=efficiency.where(rows["wrapper"] != experiment.ALONE))
 
 
 def matrix(rows: pd.DataFrame) -> pd.DataFrame:
