@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.experiments.training_sweep import ATTENTIONS
 from cs336_systems.report import figures, tables
@@ -64,7 +64,9 @@ def bars(rows: pd.DataFrame) -> Figure:
             ax.bar(at, of_one.reindex(tiers), width, color=color, label=label, zorder=3)
         ax.set_xticks(range(len(tiers)), tiers, fontsize=7.5)
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.grid(axis="x", visible=False)
     figures.legend_below(drawn, *axes[0])
     return drawn
