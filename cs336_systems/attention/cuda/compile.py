@@ -113,9 +113,8 @@ def cubin(name: str, capability: int, macros: dict[str, int]) -> bytes:
         if hashlib.sha256(found[32:]).digest() == found[:32]:  # a crash may have left a part
             return found[32:]
     code, _ = compile_file(name, capability, macros)
-    with contextlib.suppress(
-        OSError, RuntimeError
-    ):  # no home, or a read-only one: the next process compiles again
+    # no home, or a read-only one: the next process compiles again
+    with contextlib.suppress(OSError, RuntimeError):
         folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder()) as place:
             Path(place, file).write_bytes(hashlib.sha256(code).digest() + code)
