@@ -1,4 +1,5 @@
-"""The Triton kernels on a GPU: wide shapes, all dtypes, layouts, sizes past 2^31, torch.compile, determinism.
+"""The attention kernels on a GPU, in Triton and in CUDA C++ (by the GPU's own path and by Turing's): shapes, dtypes,
+layouts, sizes past 2^31, torch.compile, determinism. Random cases are in test_unit_attention_fuzz.py.
 
 pytest -m gpu tests/test_unit_attention_gpu.py --record-gpu-tests
 """
@@ -7,15 +8,13 @@ import pytest
 import torch
 from attention_checks import check, fresh, relative, run
 
-pytest.importorskip("triton")
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, availability
 from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.reference import exact_attention
-from cs336_systems.attention.triton import launch, tiles
 
 pytestmark = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-HEAD_DIMS = [16, 17, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256]
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+HEAD_DIMS = [16, 17, 24, 32, 48, 64, 80, 96, 120, 128, 160, 192, 256]
 LENGTHS = [
     (1, 1),
     (1, 300),
@@ -27,10 +26,16 @@ LENGTHS = [
     (1000, 200),
     (1024, 1024),
 ]
+# Turing: the path of compute capability 7.5 with its tiles, which any GPU runs
+TURING = [("Turing", FP16)]
+OWN = [*(("flash_triton", dtype) for dtype in (FP32, FP16, BF16)), ("flash_cuda", FP16), ("flash_cuda", BF16)]
+ALL = [*OWN, *TURING]
 
 
 def name(value):
-    return str(value).removeprefix("torch.").replace(", ", "x")
+    if isinstance(value, tuple):
+        return "-".join(map(name, value))
+    return str(value).removeprefix("torch.")
 
 
 def gpu(*shape, dtype, **kwargs):
@@ -39,117 +44,260 @@ def gpu(*shape, dtype, **kwargs):
 
 @pytest.fixture(autouse=True)
 def fp32_products():
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def impl(request, monkeypatch):
+    """An implementation that runs on this GPU."""
+    impl = getattr(request, "param", "flash_triton")
+    if impl == "Turing":
+        from cs336_systems.attention.cuda import launch
+
+        monkeypatch.setattr(launch, "generation_of", lambda index: 75)
+        impl = "flash_cuda"
+    if reason := availability()[impl]:
+        pytest.skip(reason)
+    return impl
+
+
+def kernels(cases):
+    return pytest.mark.parametrize(("impl", "dtype"), cases, indirect=["impl"], ids=name)
+
+
+def impls(*names):
+    return pytest.mark.parametrize("impl", names, indirect=True)
+
+
+# --------------------------------------------------------------------------------- all kernels
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("impl", "dtype", "head_dim"),
+    [(*case, d) for case in ALL for d in HEAD_DIMS if case[0] == "flash_triton" or d <= 128],
+    indirect=["impl"],
+    ids=name,
+)
+def test_head_dimensions(impl, dtype, head_dim, is_causal):
+    check(impl, *(gpu(2, 3, n, head_dim, dtype=dtype) for n in (333, 517, 517)), is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dimensions(head_dim, dtype, is_causal):
-    check("flash_triton", *(gpu(2, 3, n, head_dim, dtype=dtype) for n in (333, 517, 517)), is_causal)
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=name)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths(head_dim, lengths, dtype, is_causal):
+@kernels(ALL)
+def test_lengths(impl, dtype, head_dim, lengths, is_causal):
     num_queries, num_keys = lengths
-    check(
-        "flash_triton",
-        *(gpu(4, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys)),
-        is_causal,
-    )
+    check(impl, *(gpu(4, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys)), is_causal)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_many_heads_and_long(dtype):
-    check("flash_triton", *(gpu(2, 5, 4000, 64, dtype=dtype) for _ in range(3)), True)
+@kernels(OWN)
+def test_many_heads_and_long(impl, dtype):
+    check(impl, *(gpu(2, 5, 4000, 64, dtype=dtype) for _ in range(3)), True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_strided_and_expanded_inputs(dtype):
+@kernels(ALL)
+def test_strided_and_expanded_inputs(impl, dtype):
     q = gpu(2, 300, 3, 64, dtype=dtype).transpose(1, 2)
     k = gpu(2, 1, 300, 128, dtype=dtype)[..., ::2].expand(2, 3, 300, 64)
     v = gpu(2, 3, 64, 300, dtype=dtype).transpose(2, 3)
-    check("flash_triton", q, k, v, True)
+    check(impl, q, k, v, True)
 
 
 @pytest.mark.parametrize("num_queries", [512, 500], ids=["even", "ragged"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_expanded_gradients(dtype, num_queries):
+@kernels(ALL)
+def test_expanded_gradients(impl, dtype, num_queries):
     q, k, v = (gpu(2, n, 64, dtype=dtype) for n in (num_queries, 512, 512))
     for axes in ((1, 1, 1), (2, 1, 1), (2, num_queries, 1), (2, 1, 64)):
         grad_o = gpu(*axes, dtype=dtype, requires_grad=False).expand(q.shape)
-        torch.cuda.synchronize()
-        check("flash_triton", q, k, v, True, grad_o)
+        check(impl, q, k, v, True, grad_o)
 
 
-def test_nothing_is_copied():
+@impls("flash_triton", "flash_cuda")
+def test_nothing_is_copied(impl):
     """Forward needs O and L, backward dQ, dK, dV and D: strided inputs and an expanded dO add nothing to that.
 
-    The kernels for Hopper need dQ in fp32, two numbers a query, and a tile of dO for each head.
+    The kernels for Hopper and those in CUDA C++ need dQ in fp32 and two numbers a query, those for Hopper a tile of dO
+    for each head too.
     """
-    q, k, v = (
-        gpu(1, 4096, 8, 64, dtype=torch.bfloat16).transpose(1, 2).detach().requires_grad_() for _ in range(3)
-    )
-    attention(q, k, v, True, "flash_triton").sum().backward()  # compiles
+    q, k, v = (gpu(1, 4096, 8, 64, dtype=BF16).transpose(1, 2).detach().requires_grad_() for _ in range(3))
+    attention(q, k, v, True, impl).sum().backward()  # compiles
     q.grad = k.grad = v.grad = None
     size, rows = q.numel() * 2, 8 * 4096 * 4
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(q, k, v, True, "flash_triton").sum().backward()
-    hopper = 2 * size + rows + 8 * 64 * 64 * 2 if hopper_reason() is None else 0
-    assert torch.cuda.max_memory_allocated() - before <= 4 * size + 2 * rows + hopper + 2**12
+    attention(q, k, v, True, impl).sum().backward()
+    more = 0
+    if impl == "flash_cuda":
+        more = 2 * size + rows
+    elif hopper_reason() is None:
+        more = 2 * size + rows + 8 * 64 * 64 * 2
+    assert torch.cuda.max_memory_allocated() - before <= 4 * size + 2 * rows + more + 2**12
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_large_scores(dtype):
+@kernels(OWN)
+def test_large_scores(impl, dtype):
     q, k, v = (gpu(2, 300, 64, dtype=dtype, scale=scale) for scale in (20, 20, 1))
     largest = (q.detach().double() @ k.detach().double().transpose(-2, -1)).abs().max().item() / 8
-    check("flash_triton", q, k, v, True, largest_score=largest)
+    check(impl, q, k, v, True, largest_score=largest)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@kernels(ALL)
+def test_gradients_are_the_same_every_time(impl, dtype, head_dim):
+    q, k, v, grad_o = (gpu(4, 1000, head_dim, dtype=dtype) for _ in range(4))
+    # dQ is a sum in the order of arrival
+    as_they_arrive = impl == "flash_cuda" or (hopper_reason() is None and dtype != FP32)
+
+    def same(found, expected, dq_too):
+        assert all(torch.equal(found[i], expected[i]) for i in (0, 2, 3))
+        if dq_too:
+            assert torch.equal(found[1], expected[1])
+        else:
+            torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=1e-2)
+
+    free = run(impl, q, k, v, grad_o, True)
+    for _ in range(3):
+        same(run(impl, q, k, v, grad_o, True), free, dq_too=not as_they_arrive)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run(impl, q, k, v, grad_o, True)
+        for _ in range(3):
+            same(run(impl, q, k, v, grad_o, True), first, dq_too=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if (
+        impl == "flash_cuda"
+    ):  # the flag leaves Hopper's backward pass to other kernels, and this one to the same
+        same(free, first, dq_too=False)
+
+
+@pytest.mark.parametrize("layout", ["many-heads", "one-huge-row-stride"])
+@pytest.mark.parametrize(("impl", "gib"), [("flash_triton", 60), ("flash_cuda", 80)], indirect=["impl"])
+def test_more_than_2_to_the_31_elements(impl, gib, layout):
+    if torch.cuda.get_device_properties(0).total_memory < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of GPU memory")
+    like = {"device": "cuda", "dtype": BF16}
+    generator = torch.Generator("cuda").manual_seed(1)
+    if layout == "many-heads":  # 2^31 + 2^22 elements in each of q, k, v and o; the last head is looked at
+        shape, look = (1, 2**15 + 64, 1024, 64), (slice(None), slice(-1, None))
+        inputs = [torch.randn(shape, generator=generator, **like) for _ in range(3)]
+    else:  # rows 2^22 elements apart: offsets within one head pass 2^31
+        wide = torch.empty(1, 1, 600, 2**22, **like)
+        wide[..., :192] = torch.randn(1, 1, 600, 192, generator=generator, **like)
+        inputs, look = list(wide[..., :192].split(64, -1)), (slice(None), slice(None))
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    o = attention(q, k, v, True, impl)
+    dq, dk, dv = torch.autograd.grad(o.sum(), (q, k, v))
+    exact = exact_attention(*(x[look] for x in (q, k, v)), torch.ones_like(o[look]), True)
+    for x, y in zip((o, dq, dk, dv), exact, strict=True):
+        assert relative(x[look], y, 1) < 1e-2
+
+
+@kernels(OWN)
+def test_torch_compile_takes_it_whole(impl, dtype):
+    torch._dynamo.reset()
+    q, k, v = (gpu(2, 3, 300, 64, dtype=dtype) for _ in range(3))
+    grad_o = torch.randn_like(q)
+    compiled = torch.compile(lambda *x: attention(*x, True, impl) * 2, fullgraph=True)
+    o = compiled(q, k, v)
+    expected = run(impl, q, k, v, 2 * grad_o, True)
+    found = (o, *torch.autograd.grad(o, (q, k, v), grad_o))
+    near = {"rtol": 2e-2, "atol": 1e-2} if impl == "flash_cuda" else {}
+    for x, y in zip(found, (2 * expected[0], *expected[1:]), strict=True):
+        torch.testing.assert_close(x, y, **near)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=name)
+@impls("flash_triton", "flash_cuda")
+def test_autocast(impl, dtype):
+    q, k, v = (gpu(2, 3, 1100, 64, dtype=FP32) for _ in range(3))
+    with torch.autocast("cuda", dtype=dtype):
+        o = attention(q, k, v, True, impl)
+        peer = attention(q, k, v, True, "sdpa")
+    assert o.dtype == peer.dtype == dtype
+    o.float().sum().backward()
+    assert q.grad.dtype == FP32
+    torch.testing.assert_close(o, peer, atol=2e-2, rtol=2e-2)
+
+
+@impls("flash_triton", "flash_cuda")
+def test_operators_pass_opcheck(impl):
+    q, k, v = (gpu(1, 2, n, 64, dtype=BF16, requires_grad=False) for n in (133, 70, 70))
+    attention(q, k, v, True, impl)  # imports them
+    prefix = {"flash_triton": "flash", "flash_cuda": "flash_cuda"}[impl]
+    forward, backward = (getattr(torch.ops.cs336, f"{prefix}_{part}") for part in ("forward", "backward"))
+    tests = ("test_schema", "test_faketensor")
+    o, logsumexp = forward(q, k, v, True)
+    torch.library.opcheck(forward, (q, k, v, True), test_utils=tests)
+    torch.library.opcheck(backward, (q, k, v, o, logsumexp, o, True), test_utils=tests)
+
+
+@impls("flash_triton", "flash_cuda")
+def test_another_stream_and_a_cuda_graph(impl):
+    q, k, v = (gpu(1, 2, 256, 64, dtype=BF16, requires_grad=False) for _ in range(3))
+    expected = attention(q, k, v, True, impl)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention(q, k, v, True, impl)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(q, k, v, True, impl)
+    o.zero_()
+    graph.replay()
+    torch.testing.assert_close(o, expected, rtol=0, atol=0)
+
+
+# --------------------------------------------------------------------------------- Triton
 @pytest.mark.parametrize("heads", [2, 64])
-def test_tf32_products_follow_the_setting(heads):
-    x = [gpu(heads, 1000, 64, dtype=torch.float32) for _ in range(3)]
-    grad_o = gpu(heads, 1000, 64, dtype=torch.float32, requires_grad=False)
+def test_tf32_products_follow_the_setting(impl, heads):
+    x = [gpu(heads, 1000, 64, dtype=FP32) for _ in range(3)]
+    grad_o = gpu(heads, 1000, 64, dtype=FP32, requires_grad=False)
     exact = exact_attention(*x, grad_o, True)
-    accurate = relative(run("flash_triton", *x, grad_o, True)[0], exact[0], 1)
+    accurate = relative(run(impl, *x, grad_o, True)[0], exact[0], 1)
     torch.set_float32_matmul_precision("high")
-    rounded = relative(run("flash_triton", *x, grad_o, True)[0], exact[0], 1)
+    rounded = relative(run(impl, *x, grad_o, True)[0], exact[0], 1)
     assert accurate < 2e-6 < 5e-5 < rounded < 2e-3
     # a tensor core drops the bits that TF32 lacks, all in one direction; cuBLAS rounds them to the nearest first
-    check("flash_triton", *x, True, grad_o, factor=8)
+    check(impl, *x, True, grad_o, factor=8)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [*((x, "highest") for x in DTYPES), (torch.float32, "high")], ids=name
-)
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["many", "few"])
-def test_tiles_of_many_and_of_few_programs(multiprocessors, head_dim, dtype, precision, monkeypatch):
-    """As if the GPU were so small that these programs are many, and so large that they are few."""
-    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: multiprocessors)
+PRECISIONS = [(FP32, "highest"), (FP16, "highest"), (BF16, "highest"), (FP32, "high")]
+
+
+def check_shapes(lengths, head_dim, dtype, precision, monkeypatch):
+    from cs336_systems.attention.triton import launch
+
     monkeypatch.setattr(launch, "_remembered", {})
     torch.set_float32_matmul_precision(precision)
     # cuBLAS makes products of narrow heads in fp32 all the same; ours cut what they take to the ten bits of TF32
-    floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
-    for num_queries, num_keys in ((200, 130), (77, 411), (250, 250)):
+    floor = 4 * 2**-10 if precision == "high" else None
+    for num_queries, num_keys in lengths:
         x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
         check("flash_triton", *x, True, floor=floor)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [*((x, "highest") for x in DTYPES), (torch.float32, "high")], ids=name
-)
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS, ids=name)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["many", "few"])
+def test_tiles_of_many_and_of_few_programs(impl, multiprocessors, head_dim, dtype, precision, monkeypatch):
+    """As if the GPU were so small that these programs are many, and so large that they are few."""
+    from cs336_systems.attention.triton import tiles
+
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: multiprocessors)
+    check_shapes(((200, 130), (77, 411), (250, 250)), head_dim, dtype, precision, monkeypatch)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS, ids=name)
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 128, 256])
-def test_kernels_that_are_mistrusted_have_others_in_their_place(head_dim, dtype, precision, monkeypatch):
+def test_kernels_that_are_mistrusted_have_others_in_their_place(
+    impl, head_dim, dtype, precision, monkeypatch
+):
     """As if the assembler had got them all wrong."""
+    from cs336_systems.attention.triton import launch, tiles
+
     asked = []
 
     def without_wgmma(*arguments):
@@ -158,151 +306,47 @@ def test_kernels_that_are_mistrusted_have_others_in_their_place(head_dim, dtype,
 
     monkeypatch.setattr(launch, "_mistrusted", lambda *arguments: True)
     monkeypatch.setattr(launch, "tiles_without_wgmma", without_wgmma)
-    monkeypatch.setattr(launch, "_remembered", {})
-    torch.set_float32_matmul_precision(precision)
-    floor = 4 * 2**-10 if precision == "high" and dtype == torch.float32 else None
-    for num_queries, num_keys in ((200, 130), (77, 411)):
-        x = (gpu(2, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
-        check("flash_triton", *x, True, floor=floor)
+    check_shapes(((200, 130), (77, 411)), head_dim, dtype, precision, monkeypatch)
     assert len(asked) == 6  # three kernels for each of the shapes
 
 
-def test_columns_that_lie_apart_and_odd_strides():
+def test_columns_that_lie_apart_and_odd_strides(impl):
     """Layouts that ptxas 12.8 has made a wrong kernel of (see `machine_code`)."""
-    q, v = (gpu(4, n, 2, 20, dtype=torch.bfloat16).permute(2, 0, 1, 3) for n in (13, 9))
-    k = gpu(2, 4, 20, 9, dtype=torch.bfloat16).transpose(2, 3)
-    check("flash_triton", q, k, v, True)
-    q, k = (
-        gpu(2, 2, 20, 128, dtype=torch.float16).transpose(2, 3),
-        gpu(2, 2, 10, 40, dtype=torch.float16)[..., ::2],
-    )
-    check("flash_triton", q, k, gpu(2, 10, 2, 20, dtype=torch.float16).transpose(1, 2), False)
+    q, v = (gpu(4, n, 2, 20, dtype=BF16).permute(2, 0, 1, 3) for n in (13, 9))
+    check(impl, q, gpu(2, 4, 20, 9, dtype=BF16).transpose(2, 3), v, True)
+    q, k = gpu(2, 2, 20, 128, dtype=FP16).transpose(2, 3), gpu(2, 2, 10, 40, dtype=FP16)[..., ::2]
+    check(impl, q, k, gpu(2, 10, 2, 20, dtype=FP16).transpose(1, 2), False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_gradients_are_the_same_every_time(dtype):
-    q, k, v, grad_o = (gpu(4, 1000, 64, dtype=dtype) for _ in range(4))
-    first = run("flash_triton", q, k, v, grad_o, True)
-    if hopper_reason() is None and dtype != torch.float32:  # dQ is a sum in the order of arrival
-        again = run("flash_triton", q, k, v, grad_o, True)
-        assert all(torch.equal(again[i], first[i]) for i in (0, 2, 3))
-        torch.testing.assert_close(again[1], first[1], rtol=2e-2, atol=1e-2)
-    else:
-        for _ in range(3):
-            for x, y in zip(run("flash_triton", q, k, v, grad_o, True), first, strict=True):
-                assert torch.equal(x, y)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = run("flash_triton", q, k, v, grad_o, True)
-        for x, y in zip(run("flash_triton", q, k, v, grad_o, True), first, strict=True):
-            assert torch.equal(x, y)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("layout", ["many-heads", "one-huge-row-stride"])
-def test_more_than_2_to_the_31_elements(layout):
-    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
-        pytest.skip("needs 60 GiB of GPU memory")
-    generator = torch.Generator("cuda").manual_seed(1)
-    if layout == "many-heads":  # 2^31 + 2^22 elements in each of q, k, v and o; the last head is looked at
-        shape, look = (1, 2**15 + 64, 1024, 64), (slice(None), slice(-1, None))
-        inputs = [
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)
-        ]
-    else:  # rows 2^22 elements apart: offsets within one head pass 2^31
-        rows = torch.randn(1, 1, 600, 192, device="cuda", dtype=torch.bfloat16, generator=generator)
-        wide = torch.empty(1, 1, 600, 2**22, device="cuda", dtype=torch.bfloat16)
-        wide[..., :192] = rows
-        inputs, look = list(wide[..., :192].split(64, -1)), (slice(None), slice(None))
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-    o = attention(q, k, v, True, "flash_triton")
-    dq, dk, dv = torch.autograd.grad(o.sum(), (q, k, v))
-    exact = exact_attention(*(x[look] for x in (q, k, v)), torch.ones_like(o[look]), True)
-    for x, y in zip((o, dq, dk, dv), exact, strict=True):
-        assert relative(x[look], y, 1) < 1e-2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_torch_compile_takes_it_whole(dtype):
-    torch._dynamo.reset()
-    q, k, v = (gpu(2, 3, 300, 64, dtype=dtype) for _ in range(3))
-    grad_o = torch.randn_like(q)
-    compiled = torch.compile(lambda *x: attention(*x, True, "flash_triton") * 2, fullgraph=True)
-    o = compiled(q, k, v)
-    expected = run("flash_triton", q, k, v, 2 * grad_o, True)
-    for x, y in zip(
-        (o, *torch.autograd.grad(o, (q, k, v), grad_o)), (2 * expected[0], *expected[1:]), strict=True
-    ):
-        torch.testing.assert_close(x, y)
-
-
-def test_leaderboard_call():
+def test_leaderboard_call(impl):
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
     torch._dynamo.reset()
     flash = torch.compile(FlashAttentionTriton.apply)
-    q, k, v = (gpu(16, 1024, 64, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (gpu(16, 1024, 64, dtype=BF16) for _ in range(3))
     flash(q, k, v, True).sum().backward()
     exact = exact_attention(q, k, v, torch.ones_like(q), True)
     for x, y in zip((q.grad, k.grad, v.grad), exact[1:], strict=True):
         assert relative(x, y, 1) < 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
-def test_autocast(dtype):
-    q, k, v = (gpu(2, 3, 1100, 64, dtype=torch.float32) for _ in range(3))
-    with torch.autocast("cuda", dtype=dtype):
-        o = attention(q, k, v, True, "flash_triton")
-        peer = attention(q, k, v, True, "sdpa")
-    assert o.dtype == peer.dtype == dtype
-    o.float().sum().backward()
-    assert q.grad.dtype == torch.float32
-    torch.testing.assert_close(o, peer, atol=2e-2, rtol=2e-2)
-
-
-def test_operators_pass_opcheck():
-    import cs336_systems.attention.flash_triton  # noqa: F401
-
-    q, k, v = (gpu(1, 2, n, 64, dtype=torch.bfloat16, requires_grad=False) for n in (133, 70, 70))
-    o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, True)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, True), test_utils=tests)
-    torch.library.opcheck(torch.ops.cs336.flash_backward, (q, k, v, o, logsumexp, o, True), test_utils=tests)
-
-
-def test_devices_must_match():
-    q, k = gpu(1, 8, 16, dtype=torch.float32), fresh(1, 8, 16)
+def test_devices_must_match(impl):
+    q, k = gpu(1, 8, 16, dtype=FP32), fresh(1, 8, 16)
     with pytest.raises(ValueError, match="q is on cuda:0, k on cpu"):
-        attention(q, k, k, impl="flash_triton")
+        attention(q, k, k, impl=impl)
 
 
 def test_auto_is_the_triton_kernel():
-    q = gpu(1, 8, 16, dtype=torch.float32)
+    pytest.importorskip("triton")
+    q = gpu(1, 8, 16, dtype=FP32)
     assert type(attention(q, q, q).grad_fn).__name__.startswith("FlashAttentionTriton")
 
 
-def test_another_stream_and_a_cuda_graph():
-    q, k, v = (gpu(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=False) for _ in range(3))
-    expected = attention(q, k, v, True, "flash_triton")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        attention(q, k, v, True, "flash_triton")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = attention(q, k, v, True, "flash_triton")
-    o.zero_()
-    graph.replay()
-    torch.testing.assert_close(o, expected, rtol=0, atol=0)
-
-
-def test_remembered_launches_are_shown_to_profilers():
+def test_remembered_launches_are_shown_to_profilers(impl):
     import triton
 
-    q, k, v = (gpu(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=False) for _ in range(3))
-    expected = attention(q, k, v, True, "flash_triton")
+    q, k, v = (gpu(1, 2, 256, 64, dtype=BF16, requires_grad=False) for _ in range(3))
+    expected = attention(q, k, v, True, impl)
     seen = []
     hooks = triton.knobs.runtime.launch_enter_hook
 
@@ -311,10 +355,58 @@ def test_remembered_launches_are_shown_to_profilers():
 
     hooks.add(watch)
     try:
-        o = attention(q, k, v, True, "flash_triton")
+        o = attention(q, k, v, True, impl)
     finally:
         hooks.remove(watch)
     assert seen == ["forward_kernel"]
-    attention(q, k, v, True, "flash_triton")
+    attention(q, k, v, True, impl)
     assert len(seen) == 1
     torch.testing.assert_close(o, expected, rtol=0, atol=0)
+
+
+# --------------------------------------------------------------------------------- CUDA C++
+@pytest.mark.parametrize("generation", [80, 86])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@impls("flash_cuda")
+def test_tiles_of_other_generations(impl, generation, head_dim, monkeypatch):
+    from cs336_systems.attention.cuda import launch
+
+    monkeypatch.setattr(launch, "generation_of", lambda index: generation)
+    for is_causal in (False, True):
+        check(impl, *(gpu(2, n, head_dim, dtype=BF16) for n in (333, 517, 517)), is_causal)
+
+
+@pytest.mark.parametrize(
+    ("impl", "also", "taken"),
+    [("flash_cuda", [], ".*"), ("Turing", [BF16], "torch.float16 on")],
+    indirect=["impl"],
+)
+def test_what_it_does_not_take(impl, also, taken):
+    for dtype in (FP32, *also):
+        q = gpu(1, 8, 16, dtype=dtype)
+        with pytest.raises(
+            ValueError, match=rf"flash_cuda got {dtype}; it takes {taken}.*flash_triton.* take"
+        ):
+            attention(q, q, q, impl=impl)
+    wide = gpu(1, 8, 136, dtype=FP16)
+    with pytest.raises(ValueError, match="the head dimension is 136; allowed: 16 to 128"):
+        attention(wide, wide, wide, impl=impl)
+
+
+@impls("flash_cuda")
+def test_auto_takes_it_where_triton_is_missing(impl, monkeypatch):
+    from cs336_systems.attention import registry
+
+    q = gpu(1, 8, 16, dtype=FP16)
+    registry.check_machine()
+    monkeypatch.setitem(registry._usable, "flash_triton", False)
+    assert type(attention(q, q, q).grad_fn).__name__.startswith("FlashAttentionCuda")
+    wide = q.float()
+    assert "Flash" not in type(attention(wide, wide, wide).grad_fn).__name__
+
+
+@impls("flash_cuda", "Turing")
+def test_a_row_whose_neighbors_are_not_aligned(impl):
+    wide = gpu(2, 3, 4, 65, dtype=FP16, requires_grad=False)
+    q, k, v = (wide[..., :1, :64].detach().requires_grad_() for _ in range(3))
+    torch.testing.assert_close(attention(q, k, v, impl=impl), v, rtol=1e-3, atol=1e-3)

@@ -15,21 +15,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import matplotlib.pyplot
 import numpy as np
 import pytest
 
 import cs336_systems
 from cs336_systems.measure.trace import condensed, kernels, nsys, profiler
 from cs336_systems.measure.trace.condensed import Step, condense
-from cs336_systems.measure.trace.events import (
-    Kernel,
-    Range,
-    Trace,
-    kernel_table,
-    range_table,
-    union_ns,
-    usage,
-)
+from cs336_systems.measure.trace.events import Kernel, Range, Trace, kernel_table, union_ns, usage, usage_of
 from cs336_systems.measure.trace.kernels import CLASSES, class_of, short_name
 from cs336_systems.measure.trace.profiler import read_torch, record_torch, span
 from cs336_systems.measure.trace.sqlite import read_nsys
@@ -153,12 +146,21 @@ def training(steps=2):
     return export
 
 
+def read(export, tmp_path, *statements, without=()):
+    """The trace of an export, after statements in SQL have changed it."""
+    path = export.write(tmp_path / "t.sqlite", without)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        for statement in statements:
+            database.execute(statement)
+    return read_nsys(path)
+
+
 def calls(trace, name, **options):
     return {use.name: use.calls for use in kernel_table(trace, name, **options)}
 
 
 def test_a_kernel_belongs_to_the_ranges_open_at_its_launch(tmp_path):
-    trace = read_nsys(training().write(tmp_path / "t.sqlite"))
+    trace = read(training(), tmp_path)
     assert trace.source == "nsys" and not trace.notes and len(trace.kernels) == 18
     assert Counter(trace.paths) == dict.fromkeys(
         ["step", "step/forward", "step/forward/attention softmax", "step/backward", "step/optimizer"], 2
@@ -176,7 +178,7 @@ def test_a_kernel_belongs_to_the_ranges_open_at_its_launch(tmp_path):
 
 
 def test_the_kernel_table_counts_by_occurrence(tmp_path):
-    trace = read_nsys(training(steps=3).write(tmp_path / "t.sqlite"))
+    trace = read(training(steps=3), tmp_path)
     [product, softmax, copy] = kernel_table(trace, "forward")
     assert (product.name, product.kind, product.calls, product.occurrences) == (GEMM, "matrix product", 6, 3)
     assert product.total_ms == pytest.approx(600e-6) and product.ms_each == pytest.approx(200e-6)
@@ -204,7 +206,7 @@ def test_busy_idle_and_product_share_of_each_step(tmp_path):
     export = training(steps=1)
     export.kernel(SOFT, 150, 160, launched=5000)  # of no range, while the device is busy anyway
     export.kernel(SOFT, 695, 705, launched=5000, thread=77)  # of no range, while it would have been idle
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    trace = read(export, tmp_path)
     [step] = usage(trace, "step")
     assert step.host_ms == pytest.approx(1000e-6) and step.kernels == 9
     assert step.span_ms == pytest.approx((900 - 12) * 1e-6)
@@ -217,9 +219,6 @@ def test_busy_idle_and_product_share_of_each_step(tmp_path):
     [forward] = usage(trace, "forward")
     assert forward.span_ms == pytest.approx((290 - 12) * 1e-6)  # to the end of its last kernel
     assert forward.busy_ms == pytest.approx(255e-6)
-    table = {use.path: use for use in range_table(trace)}
-    assert list(table)[:2] == ["step", "step/forward"] and table["step/backward"].kernels == 3
-    assert table["step/forward"].busy_ms == pytest.approx(forward.busy_ms)
 
 
 def test_a_range_without_kernels_is_empty():
@@ -260,7 +259,7 @@ def test_ranges_of_other_threads_own_the_launches_inside_them(tmp_path):
     export.range("inner", 245, 255, AUTOGRAD)
     export.range("step", 340, 360, 77)  # runs the same program side by side
     export.range("load", 440, 920, 88)  # goes on after `backward`
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    trace = read(export, tmp_path)
     assert set(calls(trace, "backward")) == {"bare", "in a range of its own"}
     paths = dict(zip([kernel.name for kernel in trace.kernels], trace.kernel_paths, strict=True))
     assert paths == {
@@ -302,17 +301,8 @@ def random_trace(rng, threads=3):
         start = rng.randint(0, 90)
         thread = None if t is None else rng.randrange(threads)
         where = (rng.randrange(2), rng.choice([7, 13]))
-        launched.append(
-            Kernel(
-                f"{rng.choice('gs')}{i}",
-                start,
-                start + rng.randint(0, 9),
-                *where,
-                t,
-                rng.choice([1, 2]),
-                thread,
-            )
-        )
+        end, process = start + rng.randint(0, 9), rng.choice([1, 2])
+        launched.append(Kernel(f"{rng.choice('gs')}{i}", start, end, *where, t, process, thread))
     rng.shuffle(ranges)
     rng.shuffle(launched)
     return Trace("nsys", tuple(launched), tuple(ranges))
@@ -338,7 +328,7 @@ def plainly_owned(trace, mine, kernel):
     return mine.start_ns <= root.start_ns and root.end_ns <= mine.end_ns and root.name not in names
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_ownership_as_the_rule_says(seed):
     trace = random_trace(random.Random(seed))
     for i, mine in enumerate(trace.ranges):
@@ -349,8 +339,8 @@ def test_ownership_as_the_rule_says(seed):
             outer = trace.ranges[parent]
             assert outer.start_ns <= mine.start_ns and mine.end_ns <= outer.end_ns
             assert (outer.process, outer.thread) == (mine.process, mine.thread) and parent < i
-    for index, use in [(i, u) for name in "abcde" if _has(trace, name) for i, u in _uses(trace, name)]:
-        found = [trace.kernels[k] for k in trace.owned(index)]
+    for index in range(len(trace.ranges)):
+        found, use = [trace.kernels[k] for k in trace.owned(index)], usage_of(trace, index)
         assert use.kernels == len(found)
         if found:
             first, last = min(k.launched_ns for k in found), max(k.end_ns for k in found)
@@ -363,37 +353,12 @@ def test_ownership_as_the_rule_says(seed):
             assert use.idle_ms == pytest.approx(idle / 1e6)
 
 
-def _has(trace, name):
-    return any(path.split("/")[-1] == name for path in trace.paths)
-
-
-def _uses(trace, name):
-    return list(zip(trace.find(name), usage(trace, name), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("intervals", "length"),
-    [
-        ([], 0),
-        ([(5, 5)], 0),
-        ([(0, 10)], 10),
-        ([(0, 10), (10, 20)], 20),
-        ([(0, 10), (0, 10)], 10),
-        ([(0, 100), (10, 20), (50, 60)], 100),
-        ([(50, 60), (0, 30), (20, 55)], 60),
-        ([(0, 10), (20, 30), (5, 6)], 20),
-        ([(-5, 5), (-10, -5)], 15),
-        ([(2**52, 2**52 + 3), (2**52 + 1, 2**52 + 2)], 3),
-    ],
-)
-def test_the_union_of_intervals(intervals, length):
-    assert union_ns([a for a, _ in intervals], [b for _, b in intervals]) == length
-
-
-def test_the_union_of_random_intervals():
+def test_the_union_of_intervals():
+    assert union_ns([], []) == 0
+    assert union_ns([2**52, 2**52 + 1], [2**52 + 3, 2**52 + 2]) == 3  # where floats end
     rng = random.Random(3)
     for _ in range(300):
-        intervals = [(a, a + rng.randint(0, 8)) for a in rng.choices(range(50), k=rng.randint(1, 12))]
+        intervals = [(a, a + rng.randint(0, 8)) for a in rng.choices(range(-9, 50), k=rng.randint(1, 12))]
         covered = {t for a, b in intervals for t in range(a, b)}
         assert union_ns(*np.array(intervals).T) == len(covered)
 
@@ -414,60 +379,50 @@ def test_kernels_of_a_cuda_graph_belong_where_it_was_launched(tmp_path):
         export.kernel(GEMM, 200 + 10 * i, 205 + 10 * i, call=launch, graphNodeId=1000 + i)
     export.range("backward", 190, 300)  # in which they run
     export.kernel(MUL, 260, 270, 195)
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    trace = read(export, tmp_path)
     assert calls(trace, "forward") == {GEMM: 3} and calls(trace, "backward") == {MUL: 1}
     whole = Export()
     whole.range("forward", 0, 100)
     whole.activity(
         "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", 200, 235, whole.call(50), graphId=1, graphExecId=2, stream=9
     )
-    trace = read_nsys(whole.write(tmp_path / "t.sqlite"))
+    trace = read(whole, tmp_path)
     assert calls(trace, "forward") == {"[CUDA graph]": 1}
     assert any("--cuda-graph-trace=node" in note for note in trace.notes)
     assert any("no table CUPTI_ACTIVITY_KIND_KERNEL" in note for note in trace.notes)
 
 
 def test_tables_that_are_not_there_are_noted(tmp_path):
-    path = tmp_path / "t.sqlite"
-    assert read_nsys(training().write(path, without=[KERNELS])).notes == (
-        f"no kernels were captured: there is no table {KERNELS}",
-    )
-    trace = read_nsys(training().write(path, without=[NVTX]))
+    trace = read(training(), tmp_path, without=[KERNELS])
+    assert trace.notes == (f"no kernels were captured: there is no table {KERNELS}",)
+    trace = read(training(), tmp_path, without=[NVTX])
     assert trace.notes == (f"no ranges were captured: there is no table {NVTX}",) and not trace.ranges
     assert set(trace.kernel_paths) == {""}
-    trace = read_nsys(training().write(path, without=[RUNTIME]))
+    trace = read(training(), tmp_path, without=[RUNTIME])
     assert trace.notes == (
         f"no launches were captured: there is no table {RUNTIME}",
         "18 of 18 operations have no launch in the capture, and so no range",
     )
     assert calls(trace, "step") == {} and trace.kernels[0].thread is None
-    trace = read_nsys(Export().write(path))  # a program that did nothing of what was traced
+    trace = read(Export(), tmp_path)  # a program that did nothing of what was traced
     assert len(trace.notes) == 3 and not trace.kernels
 
 
 def test_columns_that_are_not_there(tmp_path):
-    path = tmp_path / "t.sqlite"
+    def lacking(table, *columns):
+        return read(training(), tmp_path, *(f"ALTER TABLE {table} DROP COLUMN {name}" for name in columns))
 
-    def altered(*statements):
-        training().write(path)
-        with contextlib.closing(sqlite3.connect(path)) as database, database:
-            for statement in statements:
-                database.execute(statement)
-        return path
-
-    full = read_nsys(altered())
+    full = read(training(), tmp_path)
     for column in ("mangledName", "contextId", "launchType", "deviceId"):  # older versions, or of no use here
-        assert read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN {column}")).kernels == full.kernels
-    by_short = read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN demangledName"))
-    assert {kernel.name for kernel in by_short.kernels} >= {"softmax forward"}
-    assert read_nsys(altered(f"ALTER TABLE {NVTX} DROP COLUMN domainId")).ranges == full.ranges
+        assert lacking(KERNELS, column).kernels == full.kernels
+    assert {kernel.name for kernel in lacking(KERNELS, "demangledName").kernels} >= {"softmax forward"}
+    assert lacking(NVTX, "domainId").ranges == full.ranges
     with pytest.raises(ValueError, match=f"table {KERNELS} lacks streamId; it has start, end, deviceId"):
-        read_nsys(altered(f"ALTER TABLE {KERNELS} DROP COLUMN streamId"))
-    names = ("demangledName", "shortName", "mangledName")
+        lacking(KERNELS, "streamId")
     with pytest.raises(ValueError, match=f"table {KERNELS} lacks demangledName"):
-        read_nsys(altered(*(f"ALTER TABLE {KERNELS} DROP COLUMN {name}" for name in names)))
+        lacking(KERNELS, "demangledName", "shortName", "mangledName")
     with pytest.raises(ValueError, match=f"table {NVTX} lacks eventType"):
-        read_nsys(altered(f"ALTER TABLE {NVTX} DROP COLUMN eventType"))
+        lacking(NVTX, "eventType")
 
 
 @pytest.mark.parametrize(
@@ -485,11 +440,8 @@ def test_columns_that_are_not_there(tmp_path):
     ],
 )
 def test_impossible_values_are_refused(tmp_path, statement, why):
-    path = training().write(tmp_path / "t.sqlite")
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute(statement)
     with pytest.raises(ValueError, match=why):
-        read_nsys(path)
+        read(training(), tmp_path, statement)
 
 
 def test_ranges_of_all_kinds(tmp_path):
@@ -499,26 +451,16 @@ def test_ranges_of_all_kinds(tmp_path):
     export.range("NCCL", 0, None, event=75, domain=3)
     export.range("ncclAllReduce", 10, 20, domain=3, registered=True)
     export.range("forward", 30, None)  # still open
+    export.range("backward", 32, 0)  # so too, as older versions write it
     export.range("", 35, 40)
     export.kernel(GEMM, 200, 300, 15)
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
-    assert {(r.name, r.start_ns, r.end_ns) for r in trace.ranges} == {
-        ("start/end", 0, 100), ("NCCL:ncclAllReduce", 10, 20), ("forward", 30, 300), ("(no name)", 35, 40),
+    trace = read(export, tmp_path)
+    assert dict(zip(trace.paths, [(found.start_ns, found.end_ns) for found in trace.ranges], strict=True)) == {
+        "start/end": (0, 100), "start/end/NCCL:ncclAllReduce": (10, 20), "forward": (30, 300),
+        "forward/backward": (32, 300), "forward/backward/(no name)": (35, 40),
     }  # fmt: skip
-    assert trace.notes == ("1 ranges were open when the capture ended, and end with its last event",)
+    assert trace.notes == ("2 ranges were open when the capture ended, and end with its last event",)
     assert trace.kernel_paths == ("start/end/NCCL:ncclAllReduce",)
-
-
-def test_ranges_that_do_not_end(tmp_path):
-    export = Export()
-    export.range("step", 10, 0)  # as older versions write it
-    export.range("forward", 20, None)
-    export.range("softmax", 30, 40)
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
-    assert {(found.name, found.end_ns) for found in trace.ranges} == {
-        ("step", 40), ("forward", 40), ("softmax", 40),
-    }  # fmt: skip
-    assert trace.paths == ("step", "step/forward", "step/forward/softmax")
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
@@ -530,7 +472,7 @@ def test_the_outer_of_two_nested_calls_launches(tmp_path, outer_first):
         export.call(start)
         export.calls = 0
     export.kernel(GEMM, 50, 60, call=1)
-    trace = read_nsys(export.write(tmp_path / "t.sqlite"))
+    trace = read(export, tmp_path)
     assert trace.kernels[0].launched_ns == 10 and trace.kernel_paths == ("forward",)
 
 
@@ -551,39 +493,32 @@ def test_files_that_are_no_exports_are_refused(tmp_path):
     path = tmp_path / "t.sqlite"
     with pytest.raises(FileNotFoundError):
         read_nsys(path)
+    whole = training().write(path).read_bytes()
     for contents, why in [
         (b"", "is empty"),
-        (b"PK\x03\x04" * 100, "no SQLite"),
+        (b"PK" * 100, "no SQLite"),
         (b"SQLite format 3\0", "trunc"),
+        *((whole[:n], f"truncated: {n:,} of {len(whole):,} bytes") for n in (150, 4096, len(whole) - 1)),
     ]:
         path.write_bytes(contents)
         with pytest.raises(ValueError, match=why):
             read_nsys(path)
-    report = tmp_path / "t.nsys-rep"
+    report = path.rename(tmp_path / "t.nsys-rep")
     report.write_bytes(b"NSys" * 50)
     with pytest.raises(ValueError, match="no SQLite database; `nsys export --type=sqlite` makes one"):
         read_nsys(report)
-    whole = training().write(path).read_bytes()
-    for size in [150, 4096, len(whole) // 2, len(whole) - 1]:
-        path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=f"truncated: {size:,} of {len(whole):,} bytes"):
+    for table, tables in [("songs (id INTEGER)", "songs"), ("StringIds (id, value)", "StringIds, songs")]:
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute(f"CREATE TABLE {table}")
+        with pytest.raises(ValueError, match=f"no export of Nsight Systems: its tables are {tables}"):
             read_nsys(path)
-    path.unlink()
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("CREATE TABLE songs (id INTEGER)")
-    with pytest.raises(ValueError, match="no export of Nsight Systems: its tables are songs"):
-        read_nsys(path)
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-    with pytest.raises(ValueError, match="no export of Nsight Systems: its tables are StringIds, songs"):
-        read_nsys(path)
 
 
 def test_damaged_exports_raise_nothing_but_value_errors(tmp_path):
     path = training().write(tmp_path / "t.sqlite")
     whole, rng = path.read_bytes(), random.Random(5)
     refused = 0
-    for _ in range(400):
+    for _ in range(150):
         data = bytearray(whole)
         for _ in range(rng.choice([1, 3, 30])):
             data[rng.randrange(len(data))] = rng.randrange(256)
@@ -597,7 +532,7 @@ def test_damaged_exports_raise_nothing_but_value_errors(tmp_path):
         except ValueError as error:
             assert str(path) in str(error)
             refused += 1
-    assert refused > 40
+    assert refused > 15
 
 
 # ------------------------------------------------------------------------------------------------ torch's profiler
@@ -655,20 +590,19 @@ def test_launches_without_kernels_are_noted():
     assert len(read_torch([event for event in events if "cuda" not in event.get("cat", "")]).notes) == 1
 
 
-def operator(name, ts, dur, tid=1):
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur}
-
-
 def test_operators_have_the_time_of_their_own():
     events = [
-        operator("aten::copy_", 20, 5),  # in no particular order
-        operator("aten::addmm", 10, 80),
-        operator("aten::linear", 0, 100),
-        operator("aten::relu", 100, 50),
-        operator("aten::mm", 0, 70, tid=2),
-        operator("aten::t", 60, 10.002, tid=2),  # ends after its caller, as rounding does it
-        {"ph": "X", "cat": "user_annotation", "name": "f", "pid": 9, "tid": 1, "ts": 0, "dur": 160},
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": thread, "ts": start, "dur": duration}
+        for name, start, duration, thread in [
+            ("aten::copy_", 20, 5, 1),  # in no particular order
+            ("aten::addmm", 10, 80, 1),
+            ("aten::linear", 0, 100, 1),
+            ("aten::relu", 100, 50, 1),
+            ("aten::mm", 0, 70, 2),
+            ("aten::t", 60, 10.002, 2),  # ends after its caller, as rounding does it
+        ]
     ]
+    events.append({"ph": "X", "cat": "user_annotation", "name": "f", "pid": 9, "tid": 1, "ts": 0, "dur": 160})
     trace = read_torch(events)
     assert trace.source == "torch-cpu" and "operators of the CPU" in trace.notes[0]
     own = {kernel.name: kernel.work_ns for kernel in trace.kernels}
@@ -681,14 +615,25 @@ def test_operators_have_the_time_of_their_own():
     assert use.product_ms == pytest.approx(0.02 + 0.075 + 0.06)
     step = condense(trace, "f")
     assert [stream.label for stream in step.streams] == ["CPU thread 0", "CPU thread 1"]
-    first = step.streams[0]
-    pieces = list(
-        zip(first.starts_ns, first.lengths_ns, [CLASSES[kind] for kind in first.kinds], strict=True)
+    kinds = (
+        "matrix product",
+        "matrix product",
+        "copy/cast",
+        "matrix product",
+        "matrix product",
+        "elementwise",
     )
-    assert pieces == [  # the innermost operator has the time
-        (0, 10_000, "matrix product"), (10_000, 10_000, "matrix product"), (20_000, 5_000, "copy/cast"),
-        (25_000, 65_000, "matrix product"), (90_000, 10_000, "matrix product"), (100_000, 50_000, "elementwise"),
+    assert list(pieces_of(step.streams[0])) == [  # the innermost operator has the time
+        (start, length, CLASSES.index(kind)) for (start, length), kind in zip(
+            [(0, 10_000), (10_000, 10_000), (20_000, 5_000), (25_000, 65_000), (90_000, 10_000), (100_000, 50_000)],
+            kinds, strict=True,
+        )
     ]  # fmt: skip
+
+
+def pieces_of(stream):
+    """(start, length, class) of what ran on a stream."""
+    return zip(stream.starts_ns, stream.lengths_ns, stream.kinds, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -737,19 +682,18 @@ def test_damaged_torch_traces_raise_nothing_but_value_errors(tmp_path, packed):
     path, rng = tmp_path / "t.json", random.Random(6)
     whole = json.dumps({"traceEvents": torch_events()}).encode()
     whole = gzip.compress(whole) if packed else whole
+    letters = b"\7" if packed else b'0123456789"{}[],:-.eEnt\xff\x00'
     refused = 0
-    for _ in range(300):
+    for _ in range(100):
         data = bytearray(whole)
         for _ in range(rng.choice([1, 5])):
-            data[rng.randrange(len(data))] = (
-                rng.choice(b'0123456789"{}[],:-.eEnt\xff\x00') if not packed else 7
-            )
+            data[rng.randrange(len(data))] = rng.choice(letters)
         path.write_bytes(data)
         try:
             read_torch(path)
         except ValueError:
             refused += 1
-    assert refused > 100
+    assert refused > 30
 
 
 def test_recording_with_torch_for_real(tmp_path):
@@ -797,13 +741,9 @@ def test_recording_with_torch_for_real(tmp_path):
 # models like this project's on A100, H100 and H200; long arguments that decide nothing are cut.
 NAMES = [
     ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN", "matrix product", "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN"),  # noqa: E501
-    ("nvjet_tss_512x16_64x3_1x2_h_bz_splitK_TNT", "matrix product", "nvjet_tss_512x16_64x3_1x2_h_bz_splitK_TNT"),
     (GEMM, "matrix product", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8"),
-    ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x256x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas", "matrix product", "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n 64x256x64"),  # noqa: E501
     ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_tn_align1>(T1::Params)", "matrix product", "cutlass_80_simt_sgemm_128x256_8x4_tn_align1"),  # noqa: E501
-    ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4::Params)", "matrix product", "cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4"),  # noqa: E501
     ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn", "matrix product", "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn"),  # noqa: E501
-    ("ampere_sgemm_32x32_sliced1x4_tn", "matrix product", "ampere_sgemm_32x32_sliced1x4_tn"),
     ("void gemmSN_TN_kernel<float, (int)128, (int)16, cublasGemvTensorStridedBatched<const float>>(T13)", "matrix product", "gemmSN_TN_kernel"),  # noqa: E501
     ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, int, float, float, float, float, (bool)0>(T13)", "matrix product", "gemvx"),  # noqa: E501
     ("void cublasLt::splitKreduce_kernel<(int)32, (int)16, int, float, float, float, float, (bool)1>(cublasLt::cublasSplitKParams<T6>)", "matrix product", "splitKreduce_kernel"),  # noqa: E501
@@ -818,12 +758,10 @@ NAMES = [
     ("forward_kernel", "attention", "forward_kernel"),
     (SOFT, "softmax", "softmax forward"),
     ("void at::native::(anonymous namespace)::cunn_SoftMaxBackward<8, c10::Half, float, c10::Half, at::native::(anonymous namespace)::LogSoftMaxBackwardEpilogue>(c10::Half*, c10::Half const*, c10::Half const*, long)", "softmax", "log-softmax backward"),  # noqa: E501
-    ("void at::native::(anonymous namespace)::cunn_SoftMaxForwardReg<float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue, long, 1>(float*, float const*, long)", "softmax", "softmax forward"),  # noqa: E501
     ("void <unnamed>::softmax_warp_forward<float, float, float, (int)9, (bool)0, (bool)0>(T2 *, const T1 *, int)", "softmax", "softmax forward"),  # noqa: E501
     (MUL, "elementwise", "elementwise: mul"),
     ("void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::DivFunctor<float>>>(at::TensorIteratorBase &, const T1 &)::[lambda(int) (instance 1)]>(int, T3)", "elementwise", "elementwise: div"),  # noqa: E501
     ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::AUnaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)2>>(int, T2, T3)", "elementwise", "elementwise: mul by a number"),  # noqa: E501
-    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)", "elementwise", "elementwise: add"),  # noqa: E501
     ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctorOnSelf_add<float>, std::array<char*, 2ul> >(int, at::native::CUDAFunctorOnSelf_add<float>, std::array<char*, 2ul>)", "elementwise", "elementwise: add a number"),  # noqa: E501
     ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>, std::array<char *, (unsigned long)1>>(int, T2, T3)", "elementwise", "elementwise: fill"),  # noqa: E501
     ("void at::native::vectorized_elementwise_kernel<(int)4, at::native::rsqrt_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 2)]::operator ()() const::[lambda(float) (instance 1)], std::array<char *, (unsigned long)2>>(int, T2, T3)", "elementwise", "elementwise: rsqrt"),  # noqa: E501
@@ -839,21 +777,17 @@ NAMES = [
     ("void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]::operator ()() const::[lambda(float) (instance 1)]>(at::TensorIteratorBase &, const T1 &)::[lambda(int) (instance 1)]>(int, T3)", "copy/cast", "copy"),  # noqa: E501
     ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}, std::array<char*, 2ul> >(int)", "copy/cast", "copy: bfloat16"),  # noqa: E501
     ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<4u>, unsigned int, 1, 128, 1>(at::native::(anonymous namespace)::OpaqueType<4u>*)", "copy/cast", "CatArrayBatchedCopy_contig"),  # noqa: E501
-    ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "Triton, fused", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0"),  # noqa: E501
-    ("triton_per_fused__softmax_masked_fill_2", "Triton, fused", "triton_per_fused__softmax_masked_fill_2"),
     ("triton_poi_fused__unsafe_view_mm_silu_4", "Triton, fused", "triton_poi_fused__unsafe_view_mm_silu_4"),
     ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::TensorListMetadata<(int)2>, at::native::<unnamed>::BinaryOpListAlphaFunctor<float, (int)2, (int)2, (int)0>, std::plus<float>, float>(T1, T2, T3...)", "optimizer", "foreach add"),  # noqa: E501
     ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<3>, at::native::(anonymous namespace)::PointwiseOpScalarFunctor<float, 3, 3, 0>, std::multiplies<float>, float>(float)", "optimizer", "foreach addcmul"),  # noqa: E501
     ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::TensorListMetadata<(int)1>, at::native::<unnamed>::UnaryOpFunctor<float, (int)1, (int)1, (int)0>, at::native::Sqrt<float>>(T1, T2, T3...)", "optimizer", "foreach sqrt"),  # noqa: E501
     ("void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::FusedOptimizerTensorListMetadata<(int)4>, at::native::<unnamed>::FusedAdamMathFunctor<float, (int)4, (at::native::<unnamed>::ADAM_MODE)1, (bool)0>, const float *, double>(T1, T2, T3...)", "optimizer", "fused Adam"),  # noqa: E501
     ("void at::native::vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)", "embedding/index", "vectorized_gather_kernel"),  # noqa: E501
-    ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float, unsigned int>)", "embedding/index", "indexSelectLargeIndex"),  # noqa: E501
     ("void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*)", "embedding/index", "embedding_backward_feature_kernel"),  # noqa: E501
     ("void at::native::index_elementwise_kernel<(int)128, (int)4, void at::native::gpu_index_kernel<void at::native::index_put_kernel_impl<at::native::OpaqueType<(int)4>>(at::TensorIterator &)>>(long, T3)", "embedding/index", "index_put"),  # noqa: E501
     ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long>>(long)", "embedding/index", "DeviceRadixSortOnesweepKernel"),  # noqa: E501
     ("[CUDA memcpy Host-to-Device]", "memcpy/memset", "memcpy HtoD"),
     ("Memcpy HtoD (Pageable -> Device)", "memcpy/memset", "memcpy HtoD"),
-    ("Memcpy DtoD", "memcpy/memset", "memcpy DtoD"),
     ("[CUDA memset]", "memcpy/memset", "memset"),
     ("Memset (Device)", "memcpy/memset", "memset"),
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)", "communication", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),  # noqa: E501
@@ -874,25 +808,16 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind", "short"), NAMES, ids=[short for *_, short in NAMES])
-def test_class_and_short_name(name, kind, short):
-    assert class_of(name) == kind
-    assert short_name(name) == short
+def test_class_and_short_name():
+    assert [(name, class_of(name), short_name(name)) for name, *_ in NAMES] == NAMES
 
 
 def test_the_table_of_classes_is_whole():
-    assert (
-        set(CLASSES)
-        == {kind for kind, _ in kernels.RULES} | {kernels.OTHER}
-        == {kind for _, kind, _ in NAMES}
-    )
+    seen = {kind for _, kind, _ in NAMES}
+    assert set(CLASSES) == {kind for kind, _ in kernels.RULES} | {kernels.OTHER} == seen
     assert len(set(CLASSES)) == len(CLASSES)
-    used = {
-        next(row for row in kernels.RULES if re.search(row[1], name))
-        for name, kind, _ in NAMES
-        if kind != "other"
-    }
-    assert len(used) > 0.8 * len(kernels.RULES)
+    found = [next((row for row in kernels.RULES if re.search(row[1], name)), None) for name, *_ in NAMES]
+    assert len(set(found) - {None}) > 0.8 * len(kernels.RULES)
 
 
 def test_our_own_kernels_are_attention():
@@ -902,11 +827,9 @@ def test_our_own_kernels_are_attention():
     assert len(launched) >= 3 and {class_of(name) for name in launched} == {"attention"}
 
 
-@pytest.mark.parametrize(
-    "name", ["", "void", "<", "(", "a<b", "void ()", ">>", "operator()", "x::", "[CUDA mem", " "]
-)
-def test_any_text_has_a_class_and_a_name(name):
-    assert class_of(name) in CLASSES and isinstance(short_name(name), str)
+def test_any_text_has_a_class_and_a_name():
+    for name in ("", "void", "<", "(", "a<b", "void ()", ">>", "operator()", "x::", "[CUDA mem", " "):
+        assert class_of(name) in CLASSES and isinstance(short_name(name), str)
 
 
 # ----------------------------------------------------------------------------------------------------- condensing
@@ -933,15 +856,8 @@ def long_trace(steps=3, layers=60, seed=0):
     return Trace("nsys", tuple(operations), tuple(ranges), ("a note",))
 
 
-def sums(pieces):
-    out = Counter()
-    for kind, length in pieces:
-        out[kind] += length
-    return out
-
-
 def test_a_small_step_is_kept_as_it_is(tmp_path):
-    trace = read_nsys(training(steps=3).write(tmp_path / "t.sqlite"))
+    trace = read(training(steps=3), tmp_path)
     step = condense(trace, "step", occurrence=1)
     assert (step.source, step.path, step.occurrence, step.occurrences) == ("nsys", "step", 1, 3)
     assert step.length_ns == 1000 and step.slot_ns == 0 and step.usage == usage(trace, "step")[1]
@@ -987,18 +903,18 @@ def test_ranges_of_other_threads_have_rows_of_their_own():
     assert [(r.name, r.thread, r.level) for r in step.ranges] == [("step", 0, 0), ("a", 1, 0), ("b", 1, 1)]
 
 
-@pytest.mark.parametrize("most", [100, 700, 2000])
+@pytest.mark.parametrize("most", [100, 500])
 def test_pooling_keeps_the_time_of_each_class(most):
     trace = long_trace()
     full, pooled = condense(trace, "step", max_kernels=10**6), condense(trace, "step", max_kernels=most)
     assert full.slot_ns == 0 and sum(len(s.starts_ns) for s in full.streams) == 2520
-    assert sum(len(stream.starts_ns) for stream in pooled.streams) <= most and pooled.slot_ns > 0
-    assert sum(len(stream.starts_ns) for stream in pooled.streams) > most / 4  # no wider than needed
+    # no wider than needed
+    assert most / 4 < sum(len(stream.starts_ns) for stream in pooled.streams) <= most and pooled.slot_ns > 0
     for before, after in zip(full.streams, pooled.streams, strict=True):
         assert (before.label, before.kernels, before.busy_ms) == (after.label, after.kernels, after.busy_ms)
-        old = list(zip(before.starts_ns, before.lengths_ns, before.kinds, strict=True))
-        new = list(zip(after.starts_ns, after.lengths_ns, after.kinds, strict=True))
-        assert sums((kind, n) for _, n, kind in old) == sums((kind, n) for _, n, kind in new)
+        old, new = list(pieces_of(before)), list(pieces_of(after))
+        for kind in range(len(CLASSES)):
+            assert sum(n for _, n, k in old if k == kind) == sum(n for _, n, k in new if k == kind)
         assert all(start + n <= follower[0] for (start, n, _), follower in itertools.pairwise(new))
         assert {piece for piece in old if piece[1] >= pooled.slot_ns} <= set(new)  # long ones stay
         ends = [max(start + n for start, n, _ in pieces) for pieces in (old, new)]
@@ -1019,33 +935,20 @@ def test_the_innermost_ranges_are_left_out_first():
         condense(trace, "step", max_kernels=99)
 
 
-def test_the_file_of_a_large_step_is_small(tmp_path):
-    trace = long_trace(steps=1, layers=600)
+def test_a_step_is_read_back_from_a_small_file(tmp_path):
+    trace, path = long_trace(steps=1, layers=400), tmp_path / "s.json"
     step = condense(trace, "step")
-    assert len(trace.kernels) == 25_200 and sum(len(s.starts_ns) for s in step.streams) > 2500
-    step.to_json(tmp_path / "s.json")
-    assert (tmp_path / "s.json").stat().st_size < 300_000
-    assert Step.from_json(tmp_path / "s.json") == step
-
-
-def test_step_json_round_trip(tmp_path):
-    trace = read_nsys(training().write(tmp_path / "t.sqlite"))
-    step = condense(trace, "step")
-    step.to_json(tmp_path / "s.json")
-    assert Step.from_json(tmp_path / "s.json") == step
-    text = (tmp_path / "s.json").read_text()
-    assert json.loads(text)["classes"] == list(CLASSES) and '\n {"label":"stream 7"' in text
-
-
-def test_classes_in_another_order_are_understood(tmp_path):
-    step = condense(read_nsys(training().write(tmp_path / "t.sqlite")), "step")
-    step.to_json(tmp_path / "s.json")
-    parts = json.loads((tmp_path / "s.json").read_text())
-    parts["classes"].reverse()
+    assert len(trace.kernels) == 16_800 and sum(len(s.starts_ns) for s in step.streams) > 2500
+    step.to_json(path)
+    assert path.stat().st_size < 300_000 and '\n {"label":"stream 7"' in path.read_text()
+    assert Step.from_json(path) == step
+    parts = json.loads(path.read_text())
+    assert parts["classes"] == list(CLASSES)
+    parts["classes"].reverse()  # as code with another order would have written it
     for stream in parts["streams"]:
         stream["kinds"] = [len(CLASSES) - 1 - kind for kind in stream["kinds"]]
-    (tmp_path / "s.json").write_text(json.dumps(parts))
-    assert Step.from_json(tmp_path / "s.json") == step
+    path.write_text(json.dumps(parts))
+    assert Step.from_json(path) == step
 
 
 @pytest.mark.parametrize(
@@ -1079,27 +982,29 @@ def test_classes_in_another_order_are_understood(tmp_path):
 )
 def test_invalid_step_json_is_refused(tmp_path, change, why):
     path = tmp_path / "s.json"
-    condense(read_nsys(training().write(tmp_path / "t.sqlite")), "step").to_json(path)
+    condense(read(training(), tmp_path), "step").to_json(path)
     parts = json.loads(path.read_text())
     change(parts)
     path.write_text(json.dumps(parts))
     with pytest.raises(ValueError, match=why):
         Step.from_json(path)
-    for contents, reason in [
-        (b"\xff\xfe x", "no JSON"),
-        (b"[1]", "no trace of a step"),
-        (b"[" * 10**5, "no JSON"),
-    ]:
-        path.write_bytes(contents)
-        with pytest.raises(ValueError, match=reason):
-            Step.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("contents", "why"),
+    [(b"\xff\xfe x", "no JSON"), (b"[1]", "no trace of a step"), (b"[" * 10**5, "no JSON")],
+)
+def test_files_that_are_no_step_are_refused(tmp_path, contents, why):
+    (tmp_path / "s.json").write_bytes(contents)
+    with pytest.raises(ValueError, match=why):
+        Step.from_json(tmp_path / "s.json")
 
 
 # ----------------------------------------------------------------------------------------- nsys on the command line
 FAKE_NSYS = """#!{python}
 import pathlib, shutil, subprocess, sys
-log = pathlib.Path({log!r})
-log.write_text(log.read_text() + repr(sys.argv[1:]) + "\\n" if log.exists() else repr(sys.argv[1:]) + "\\n")
+with open({log!r}, "a") as log:
+    print(sys.argv[1:], file=log)
 output = [a.split("=", 1)[1] for a in sys.argv if a.startswith("--output=")]
 if sys.argv[1] == "--version":
     print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
@@ -1172,9 +1077,6 @@ def test_what_fails_under_nsys_says_why(tmp_path, fake_nsys):
     fake_nsys(export="print('done')")
     with pytest.raises(nsys.NsysError, match=r"has not written .*: done"):
         nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60)
-    fake_nsys(export="pathlib.Path(output[0]).write_bytes(b'SQLite format 3' + bytes(10))")
-    with pytest.raises(ValueError, match="is truncated"):
-        nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60)
 
 
 def test_nsys_that_does_not_start_or_end(tmp_path, fake_nsys):
@@ -1235,12 +1137,11 @@ def test_span_names_both_kinds_of_ranges(monkeypatch):
 # ----------------------------------------------------------------------------------------------------- the figure
 @pytest.fixture
 def drawn():
-    matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from cs336_systems.report import trace_figure
 
-    yield __import__("cs336_systems.report.trace_figure", fromlist=["x"])
-    pyplot.close("all")
+    yield trace_figure
+    matplotlib.pyplot.close("all")
 
 
 def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
@@ -1253,50 +1154,38 @@ def test_the_figure_of_thousands_of_kernels(tmp_path, drawn):
     assert above.get_xlim() == below.get_xlim() == (0, step.length_ns / 1e6)
     groups = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "GEMMs" in groups and set(groups) <= set(drawn.GROUPS)
-    assert figure.get_size_inches()[0] == 7
-    for suffix in ("png", "svg", "pdf"):
-        figure.savefig(tmp_path / f"f.{suffix}")
-    assert (tmp_path / "f.png").stat().st_size > 10_000
+    figure.savefig(tmp_path / "f.svg")
     assert (tmp_path / "f.svg").stat().st_size < 600_000
+
+
+def areas(drawn, step):
+    """ms of device that each group's outlines cover in the figure: their area over the height of a busy device."""
+    [axes] = drawn.steps_figure({"": step}).axes
+    found = {}
+    for collection in axes.collections:
+        for path in collection.get_paths():
+            x, y = path.vertices.T
+            area = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2
+            color = matplotlib.colors.to_hex(collection.get_facecolor()[0])
+            found[color] = found.get(color, 0) + area / (drawn._DEVICE[1] - drawn._DEVICE[0])
+    return {name: found[color.lower()] for name, (color, _) in drawn.GROUPS.items() if color.lower() in found}
 
 
 def test_areas_are_time(drawn):
     step = condense(long_trace(steps=1), "step")
-    edges = np.linspace(0, step.length_ns / 1e6, 101)
     for stream in step.streams:
-        alone = dataclasses.replace(step, streams=(stream,))
-        pieces = list(zip(stream.starts_ns, stream.lengths_ns, stream.kinds, strict=True))
-        filled = drawn._fill(alone, edges) * (edges[1] - edges[0])
-        assert filled.shape == (len(drawn.GROUPS), 100)
-        for place, (_, classes) in enumerate(drawn.GROUPS.values()):
-            ns = sum(length for _, length, kind in pieces if CLASSES[kind] in classes)
-            assert filled[place].sum() == pytest.approx(ns / 1e6, abs=1e-9), classes
-        for column in (0, 37, 99):
-            low, high = edges[column] * 1e6, edges[column + 1] * 1e6
-            inside = sum(max(0, min(high, s + n) - max(low, s)) for s, n, _ in pieces)
-            assert filled[:, column].sum() == pytest.approx(inside / 1e6)
-
-
-def test_overlapping_kernels_fill_a_column_once(drawn):
+        found = areas(drawn, dataclasses.replace(step, streams=(stream,)))
+        for name, (_, classes) in drawn.GROUPS.items():
+            ns = sum(length for _, length, kind in pieces_of(stream) if CLASSES[kind] in classes)
+            assert found.get(name, 0) == pytest.approx(ns / 1e6, rel=2e-3), name
+    # two kernels at once share the height; columns that are alike are one outline
     streams = [condensed.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
-    step = dataclasses.replace(condense(long_trace(steps=1), "step"), streams=tuple(streams))
-    filled = drawn._fill(step, np.array([0.0, 0.5, 1.0, 2.0]))
-    assert filled[0] == pytest.approx([0.5, 0.5, 0]) and filled.sum(axis=0) == pytest.approx([1, 1, 0])
-
-
-def test_outlines_hold_the_area_of_their_columns(drawn):
-    rng = np.random.default_rng(2)
-    edges = np.linspace(0, 3, 51)
-    for _ in range(50):
-        height = np.round(rng.choice([0, 0, 0.2, 0.5, 1], 50), 4)
-        lower = np.round(rng.choice([1, 2.5], 50), 4)
-        area = 0.0
-        for outline in drawn._outlines(edges, lower, lower - height):
-            x, y = outline.T
-            area += abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2
-        assert area == pytest.approx(float(np.sum(height * np.diff(edges))))
-    [one] = drawn._outlines(edges, np.ones(50), np.zeros(50))
-    assert len(one) == 4  # columns that are alike are one
+    both = dataclasses.replace(step, length_ns=2 * 10**6, streams=tuple(streams))
+    assert areas(drawn, both) == pytest.approx(
+        {"GEMMs": 0.5, "elementwise, softmax, reductions": 0.5}, rel=2e-3
+    )
+    [axes] = drawn.steps_figure({"": both}).axes
+    assert [len(outline.vertices) - 1 for c in axes.collections[-2:] for outline in c.get_paths()] == [4, 4]
 
 
 def test_figures_of_odd_steps(tmp_path, drawn):
@@ -1307,7 +1196,5 @@ def test_figures_of_odd_steps(tmp_path, drawn):
 
 
 def test_every_class_is_of_one_group(drawn):
-    grouped = [name for _, classes in drawn.GROUPS.values() for name in classes]
-    assert sorted(grouped) == sorted(CLASSES) and len({color for color, _ in drawn.GROUPS.values()}) == len(
-        drawn.GROUPS
-    )
+    assert sorted(name for _, classes in drawn.GROUPS.values() for name in classes) == sorted(CLASSES)
+    assert len({color for color, _ in drawn.GROUPS.values()}) == len(drawn.GROUPS)
