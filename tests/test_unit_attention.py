@@ -17,16 +17,8 @@ triton_on_cpu = pytest.mark.skipif(
 OURS = [pytest.param("flash_triton", marks=triton_on_cpu), "flash_torch"]
 
 # (n_queries, n_keys, d): below, at and above the tiles of 32 × 16, and everything ragged
-SHAPES = [
-    (64, 64, 16),
-    (45, 70, 20),
-    (70, 33, 80),
-    (33, 47, 16),
-    (16, 128, 64),
-    (100, 16, 24),
-    (1, 50, 16),
-    (50, 1, 24),
-]
+SHAPES = [(64, 64, 16), (45, 70, 20), (70, 33, 80), (33, 47, 16), (16, 128, 64), (100, 16, 24), (1, 50, 16),
+          (50, 1, 24)]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -44,15 +36,17 @@ def test_any_leading_axes(impl, leading):
     check(impl, q, k, v, True)
 
 
-@pytest.mark.parametrize("impl", OURS)
-def test_half_precision(impl):
-    q, k, v = (fresh(2, 40, 32, dtype=torch.float16) for _ in range(3))
-    check(impl, q, k, v, True)
-
-
-def test_flash_torch_in_bf16():  # triton's interpreter has no bf16 products; the kernels meet bf16 on a GPU
-    q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
-    check("flash_torch", q, k, v, True)
+# triton's interpreter has no bf16 products; the kernels meet bf16 on a GPU
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        ("flash_torch", torch.float16),
+        ("flash_torch", torch.bfloat16),
+        pytest.param("flash_triton", torch.float16, marks=triton_on_cpu),
+    ],
+)
+def test_half_precision(impl, dtype):
+    check(impl, *(fresh(2, 40, 32, dtype=dtype) for _ in range(3)), True)
 
 
 @triton_on_cpu
@@ -66,25 +60,23 @@ def test_bf16_in_the_interpreter_is_refused():
 
 @pytest.mark.parametrize("impl", OURS)
 def test_strided_and_expanded_inputs(impl):
-    q = fresh(2, 40, 3, 32).transpose(
-        1, 2
-    )  # as a model has it: (batch, n, heads, d) seen as (batch, heads, n, d)
+    q = fresh(2, 40, 3, 32).transpose(1, 2)  # as a model has it: (batch, n, heads, d)
     k = fresh(2, 1, 40, 64)[..., ::2].expand(2, 3, 40, 32)  # every second column; one head for all
-    v = fresh(2, 3, 32, 40).transpose(2, 3)
-    outputs = check(impl, q, k, v, True)
-    assert outputs[0].shape == q.shape
+    check(impl, q, k, fresh(2, 3, 32, 40).transpose(2, 3), True)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 16), (37, 21, 24)], ids=["even", "ragged"])
 @pytest.mark.parametrize("impl", OURS)
 def test_expanded_gradients(impl, shape):
     num_queries, num_keys, d = shape
-    q, k, v = fresh(2, num_queries, d), fresh(2, num_keys, d), fresh(2, num_keys, d)
-    number = torch.tensor(0.7).expand(q.shape)
-    column = fresh(2, num_queries, 1, requires_grad=False).expand(q.shape)
-    head = fresh(2, 1, 1, requires_grad=False).expand(q.shape)
-    row = fresh(2, 1, d, requires_grad=False).expand(q.shape)
-    for grad_o in (number, column, head, row):
+    q, k, v = (fresh(2, n, d) for n in (num_queries, num_keys, num_keys))
+    for axes in (
+        (1, 1, 1),
+        (2, num_queries, 1),
+        (2, 1, 1),
+        (2, 1, d),
+    ):  # a number, a column, one a head, a row
+        grad_o = fresh(*axes, requires_grad=False).expand(q.shape)
         assert 0 in grad_o.stride()
         check(impl, q, k, v, True, grad_o)
 
@@ -103,15 +95,16 @@ def test_saves_one_logsumexp(impl):
     o = attention(q, k, v, True, impl)
     saved = [t for t in o.grad_fn.saved_tensors if t.shape == (3, 40)]
     assert len(saved) == 1
-    scores = (q @ k.transpose(1, 2) / 4).masked_fill(
-        ~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf")
-    )
+    seen = torch.ones(40, 40, dtype=torch.bool).tril()
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(~seen, float("-inf"))
     torch.testing.assert_close(saved[0], torch.logsumexp(scores, -1))
 
 
-def test_compiled_backward_function():
-    q, k, v = (fresh(2, 32, 16) for _ in range(3))
-    check("flash_compiled_backward", q, k, v, True)
+@pytest.mark.parametrize(
+    ("impl", "is_causal"), [("flash_compiled_backward", True), ("sdpa", True), ("sdpa", False)]
+)
+def test_peers_are_the_same_operation(impl, is_causal):
+    check(impl, *(fresh(2, 3, n, 16) for n in (20, 30, 30)), is_causal)
 
 
 def test_gradcheck():
@@ -138,22 +131,13 @@ def test_second_order_gradients_are_refused(impl):
         torch.autograd.grad(attention(q, k, v, impl=impl).sum(), q, create_graph=True)
 
 
-def test_sdpa_is_the_same_operation():
-    q, k, v = fresh(2, 3, 20, 16), fresh(2, 3, 30, 16), fresh(2, 3, 30, 16)
-    for is_causal in (False, True):
-        check("sdpa", q, k, v, is_causal)
-
-
 # ------------------------------------------------------------------------------------------------ operators
 @triton_on_cpu
 def test_operators_pass_opcheck():
     import cs336_systems.attention.flash_triton  # noqa: F401
 
     q = fresh(1, 2, 33, 16, requires_grad=False)
-    k, v = (
-        fresh(1, 2, 21, 16, requires_grad=False).transpose(1, 2).contiguous().transpose(1, 2)
-        for _ in range(2)
-    )
+    k, v = (fresh(1, 21, 2, 16, requires_grad=False).transpose(1, 2) for _ in range(2))
     tests = ("test_schema", "test_faketensor")
     o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, True)
     torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, True), test_utils=tests)
@@ -181,27 +165,15 @@ def test_autocast():
 
 
 @triton_on_cpu
-def test_whether_triton_can_run_is_not_traced(monkeypatch):
-    """On a GPU the question is one that the compiler cannot trace, and the first call may be a compiled one."""
-    monkeypatch.setattr(
-        registry, "availability", torch._dynamo.disable(lambda: dict.fromkeys(IMPLEMENTATIONS))
-    )
+def test_torch_compile_takes_it_whole(monkeypatch):
+    # on a GPU whether triton can run is a question that is not traced, and the first call may be a compiled one
+    untraced = torch._dynamo.disable(lambda: dict.fromkeys(IMPLEMENTATIONS))
+    monkeypatch.setattr(registry, "availability", untraced)
     monkeypatch.setattr(registry, "_usable", {})
-    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16) for _ in range(3))
-    compiled = torch.compile(
-        lambda *x: attention(*x, True, "flash_triton"), fullgraph=True, backend="aot_eager"
-    )
-    assert compiled(q, k, v).shape == q.shape
-
-
-@triton_on_cpu
-def test_torch_compile_takes_it_whole():
     q, k, v = (fresh(2, 32, 16) for _ in range(3))
     grad_o = torch.randn_like(q)
-    compiled = torch.compile(
-        lambda *x: attention(*x, True, "flash_triton") * 2, fullgraph=True, backend="aot_eager"
-    )
-    o = compiled(q, k, v)
+    twice = lambda *x: attention(*x, True, "flash_triton") * 2
+    o = torch.compile(twice, fullgraph=True, backend="aot_eager")(q, k, v)
     expected = run("flash_triton", q, k, v, 2 * grad_o, True)
     torch.testing.assert_close(o, 2 * expected[0])
     for x, y in zip(torch.autograd.grad(o, (q, k, v), grad_o), expected[1:], strict=True):
@@ -209,9 +181,7 @@ def test_torch_compile_takes_it_whole():
 
 
 # ------------------------------------------------------------------------------------------------ errors
-@pytest.mark.parametrize(
-    "impl", ["flash_torch", "reference", "sdpa", pytest.param("flash_triton", marks=triton_on_cpu)]
-)
+@pytest.mark.parametrize("impl", [*OURS, "reference", "sdpa"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -296,23 +266,6 @@ def test_kernels_refuse_the_cpu_without_the_interpreter():
         "try: attention(x, x, x, impl='flash_triton')\n"
         "except (RuntimeError, ValueError) as e: print(e)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=_without_interpreter()
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "cpu" in out.stdout.lower() or "triton is not installed" in out.stdout, out.stdout + out.stderr
-
-
-def _without_interpreter():
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
-def test_importing_needs_no_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.modules['triton'] = None\n"
-        "import importlib.util; find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda n, *a: None if n in ('torch', 'triton') else find(n, *a)\n"
-        "from cs336_systems.attention import availability; print(availability()['reference'])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.strip() == "torch is not installed", out.stderr
-    assert set(availability()) == set(IMPLEMENTATIONS)

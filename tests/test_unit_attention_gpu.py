@@ -15,17 +15,8 @@ from cs336_systems.attention.reference import exact_attention
 pytestmark = pytest.mark.gpu
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HEAD_DIMS = [16, 17, 24, 32, 48, 64, 80, 96, 120, 128, 160, 192, 256]
-LENGTHS = [
-    (1, 1),
-    (1, 300),
-    (300, 1),
-    (127, 129),
-    (128, 128),
-    (129, 127),
-    (200, 1000),
-    (1000, 200),
-    (1024, 1024),
-]
+LENGTHS = [(1, 1), (1, 300), (300, 1), (127, 129), (128, 128), (129, 127), (200, 1000), (1000, 200),
+           (1024, 1024)]  # fmt: skip
 # Turing: the path of compute capability 7.5 with its tiles, which any GPU runs
 TURING = [("Turing", FP16)]
 OWN = [*(("flash_triton", dtype) for dtype in (FP32, FP16, BF16)), ("flash_cuda", FP16), ("flash_cuda", BF16)]

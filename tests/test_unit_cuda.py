@@ -62,18 +62,7 @@ def test_tiles_fit_shared_memory(capability):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("capability", "head_dim"),
-    [
-        (75, 64),
-        (75, 128),
-        (80, 64),
-        (80, 128),
-        (86, 64),
-        (86, 128),
-        (89, 64),
-        (90, 64),
-        (90, 128),
-        (100, 128),
-    ],
+    [(75, 64), (75, 128), (80, 64), (80, 128), (86, 64), (86, 128), (90, 64), (90, 128), (100, 128)],
 )
 def test_kernels_fit_each_generation(file, capability, head_dim):
     dtype = torch.float16 if capability < 80 or head_dim == 128 else torch.bfloat16
@@ -143,28 +132,32 @@ def test_a_damaged_file_is_compiled_again(compiler, left):
     assert len(compiler) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_done_without(compiler, tmp_path):
-    nvrtc.folder().write_text("a file")
-    assert nvrtc.cubin("forward.cu", 80, {}) == b"code"
+def without_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
 
-
-def test_a_user_without_a_home_compiles_each_time(compiler, monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(nvrtc.Path, "home", home)
-    assert [nvrtc.cubin("forward.cu", 80, {}) for _ in range(2)] == [b"code"] * 2 and len(compiler) == 2
 
 
-def test_a_full_disk_leaves_nothing_behind(compiler, monkeypatch):
+def with_a_full_disk(monkeypatch):
     def write_bytes(path, content):
         path.touch()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(nvrtc.Path, "write_bytes", write_bytes)
-    assert nvrtc.cubin("forward.cu", 80, {}) == b"code"
-    assert list(nvrtc.folder().iterdir()) == []
+
+
+def with_a_file_in_its_place(monkeypatch):
+    nvrtc.folder().write_text("a file")
+
+
+@pytest.mark.parametrize("hindered", [without_home, with_a_full_disk, with_a_file_in_its_place])
+def test_where_nothing_is_kept_each_call_compiles(compiler, hindered, monkeypatch, tmp_path):
+    hindered(monkeypatch)
+    assert [nvrtc.cubin("forward.cu", 80, {}) for _ in range(2)] == [b"code"] * 2 and len(compiler) == 2
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() != b"a file"]
 
 
 # ---------------------------------------------------------------------------------------------- what it is given

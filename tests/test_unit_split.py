@@ -33,13 +33,12 @@ SPILLS = {  # bytes, at most
 
 
 @pytest.fixture(autouse=True)
-def nothing_decided_before():
+def nothing_decided_before(monkeypatch):
     """What a test changes decides, and only there."""
-    for clear in (launch._served.cache_clear, portable._remembered.clear):
-        clear()
+    launch._served.cache_clear()
+    monkeypatch.setattr(portable, "_remembered", {})
     yield
-    for clear in (launch._served.cache_clear, portable._remembered.clear):
-        clear()
+    launch._served.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -53,6 +52,7 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
     q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
     own = launch.room(q.shape, k.shape, gradient=False)
     pieces = torch.full_like(own.empty(q.device), float("nan"))
+    assert own.addresses(pieces.data_ptr()) == tuple(x.data_ptr() for x in pieces.split(own.rows))
     launch._split(q, k, v, pieces)
     for x, part in zip((q, k, v), pieces.split(own.rows), strict=True):
         n = x.shape[2]
@@ -64,16 +64,8 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
         assert three[1:].any()  # one piece would not do
 
 
-def test_pieces_lie_where_launches_look_for_them():
-    q, k = torch.zeros(1, 2, 70, 24), torch.zeros(1, 2, 130, 24)
-    own = launch.room(q.shape, k.shape, gradient=True)
-    pieces = own.empty(q.device)
-    assert own.addresses(pieces.data_ptr()) == tuple(x.data_ptr() for x in pieces.split(own.rows))
-
-
-@pytest.mark.parametrize(("n", "rows"), [(1, 128), (128, 128), (129, 256)])
-def test_rows_are_padded_to_whole_tiles_of_every_kernel(n, rows):
-    assert launch.padded_rows(n) == rows
+def test_rows_are_padded_to_whole_tiles_of_every_kernel():
+    assert [launch.padded_rows(n) for n in (1, 128, 129)] == [128, 128, 256]
     for _, shipped, _ in SHIPPED:
         for tiles in (shipped,) if isinstance(shipped, Tiles) else shipped:
             assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
@@ -142,59 +134,56 @@ def both_passes(q, k, v, do, is_causal, tiles=SMALL):
     return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, backward)], logsumexp
 
 
+SHAPES = [(70, 70, 16), (33, 65, 24), (65, 33, 40)]  # queries, keys, head dimension
+MULTIPROCESSORS = {"whole": 1, "columns": 132, "one number": 1}  # by gradient; with 132 the programs are few
+
+
 @needs_interpreter
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("num_queries", "num_keys", "d"), [(70, 70, 16), (33, 65, 24), (65, 33, 40)])
 @pytest.mark.parametrize(
-    ("gradient", "multiprocessors"), [("whole", 1), ("columns", 132), ("one number", 1)]
-)  # few programs are those of less than the multiprocessors
-def test_interpreted(num_queries, num_keys, d, is_causal, gradient, multiprocessors, monkeypatch):
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: multiprocessors)
+    ("shape", "kind", "is_causal"),
+    [(s, g, (i + j) % 2 == 0) for i, s in enumerate(SHAPES) for j, g in enumerate(MULTIPROCESSORS)],
+)
+def test_interpreted(shape, kind, is_causal, monkeypatch):
+    """Each two of shape, gradient and mask meet."""
+    num_queries, num_keys, d = shape
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: MULTIPROCESSORS[kind])
     q = fresh(1, num_queries, 2, d, requires_grad=False).transpose(1, 2)
     k = fresh(1, 2, num_keys, d, requires_grad=False)
     v = fresh(1, 2, d, num_keys, requires_grad=False).transpose(2, 3)
-    do = {"whole": (1, 2, num_queries, d), "columns": (1, 2, num_queries, 1), "one number": (1, 1, 1, 1)}[
-        gradient
-    ]
+    do = {"whole": q.shape, "columns": (1, 2, num_queries, 1), "one number": (1, 1, 1, 1)}[kind]
     do = fresh(*do, requires_grad=False).expand(1, 2, num_queries, d)
     found, _ = both_passes(q, k, v, do, is_causal)
     exact = exact_attention(q, k, v, do, is_causal)
     size = max(x.norm().item() for x in exact)
-    for name, x, y in zip(("O", "dQ", "dK", "dV"), found, exact, strict=True):
+    for name, x, y, like in zip(("O", "dQ", "dK", "dV"), found, exact, (q, q, k, v), strict=True):
         assert relative(x, y, size) < FLOOR[torch.float32], name
-        assert x.stride() == torch.empty_like({"O": q, "dQ": q, "dK": k, "dV": v}[name]).stride()
+        assert x.stride() == torch.empty_like(like).stride()
 
 
 # ------------------------------------------------------------------------------------------------ ahead of time
 @pytest.mark.table
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": False, "even": False}, {"is_causal": True}],
-    ids=["full, ragged", "causal, even"],
-)
+@pytest.mark.parametrize("options", [{"is_causal": False, "even": False}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize(("d", "tiles", "in_turns"), SHIPPED)
 def test_every_configuration_compiles(d, tiles, in_turns, options):
     if not isinstance(tiles, Tiles):
         options = options | {"in_turns": in_turns}
-    found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
-    assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
-    assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
-    assert not found.serialized and not found.wrong_descriptors
-    assert found.spill_bytes <= SPILLS.get((d, tiles), 0)
+    check_compiled(d, tiles, SPILLS.get((d, tiles), 0), **options)
 
 
 @pytest.mark.versions
 def test_one_configuration_compiles():
-    found = compiler().submit(aot.compile_split_kernel, 64, launch.FORWARD[64]).result()
-    assert "wgmma.mma_async" in found.ptx and found.spill_bytes == 0
+    check_compiled(64, launch.FORWARD[64], 0)
+
+
+def check_compiled(d, tiles, spills, **options):
+    found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
+    assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
+    assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
+    assert not found.serialized and not found.wrong_descriptors
+    assert found.spill_bytes <= spills
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
-def _need_hopper():
-    if reason := hopper_reason():
-        pytest.skip(reason)
-
-
 def gpu(*shape, **kwargs):
     return fresh(*shape, device="cuda", **kwargs)
 
@@ -202,7 +191,8 @@ def gpu(*shape, **kwargs):
 @pytest.fixture
 def always(monkeypatch):
     """Short sequences and few programs are served as well."""
-    _need_hopper()
+    if reason := hopper_reason():
+        pytest.skip(reason)
     monkeypatch.setattr(launch, "MIN_LENGTH", 1)
     monkeypatch.setattr(launch, "PORTABLE_FORWARD", 0)
 
@@ -222,15 +212,9 @@ def test_lengths_and_head_dimensions(d, lengths, is_causal, few, always, monkeyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gradient", ["whole", "rows", "columns", "one number"])
-def test_gradients_of_every_layout(gradient, always):
-    shape = {
-        "whole": (2, 3, 333, 64),
-        "rows": (1, 3, 1, 64),
-        "columns": (2, 1, 333, 1),
-        "one number": (1, 1, 1, 1),
-    }
-    do = gpu(*shape[gradient], requires_grad=False).expand(2, 3, 333, 64)
+@pytest.mark.parametrize("axes", [(2, 3, 333, 64), (1, 3, 1, 64), (2, 1, 333, 1), (1, 1, 1, 1)])
+def test_gradients_of_every_layout(axes, always):
+    do = gpu(*axes, requires_grad=False).expand(2, 3, 333, 64)
     q, k, v = (gpu(2, 333, 3, 64).transpose(1, 2), gpu(2, 3, 333, 64), gpu(2, 3, 64, 333).transpose(2, 3))
     check("flash_triton", q, k, v, True, do)
 
