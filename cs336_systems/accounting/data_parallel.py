@@ -7,8 +7,6 @@ second; o seconds of overhead for each call of a collective; n buckets. Nothing 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.accounting.memory import memory_moments
@@ -47,30 +45,6 @@ def bucket_bytes(config: ModelConfig, max_bytes: float) -> list[int]:
     return buckets
 
 
-def sent_bytes(num_bytes: float, num_ranks: int) -> float:
-    """Bytes that each rank sends, and receives, in an all-reduce of `num_bytes`: 2·(N - 1)/N of them.
-
-    A reduce-scatter and an all-gather, each of which passes (N - 1)/N through every rank; no algorithm sends less.
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
-    """
-    check_sizes(num_ranks=num_ranks)
-    return 2 * (num_ranks - 1) / num_ranks * num_bytes
-
-
-def all_reduce_ms(
-    messages: Sequence[float], num_ranks: int, bytes_per_s: float, overhead_s: float = 0.0
-) -> float:
-    """The time of all-reduces one after the other, in ms: overhead, and `sent_bytes` at `bytes_per_s`, for each.
-
-    messages: bytes of each. bytes_per_s: in one direction, what tests of NCCL call bus bandwidth. ValueError for a
-    rate that is not positive or a negative overhead.
-    """
-    check_sizes(bytes_per_s=bytes_per_s)
-    if overhead_s < 0:
-        raise ValueError(f"overhead_s={overhead_s}; it must not be negative")
-    return 1e3 * sum(overhead_s + sent_bytes(m, num_ranks) / bytes_per_s for m in messages)
-
-
 # ------------------------------------------------------------------------------------------------- the bucket model
 @dataclass(frozen=True)
 class Buckets:
@@ -98,21 +72,6 @@ class Buckets:
         """overhead(n); ValueError unless n is positive."""
         check_sizes(num_buckets=num_buckets)
         return self.total_bytes / (num_buckets * self.bytes_per_s) + num_buckets * self.call_s
-
-    @property
-    def best_num_buckets(self) -> float:
-        """n at which the derivative -s / (n²·w) + o vanishes; not rounded."""
-        return math.sqrt(self.total_bytes / (self.bytes_per_s * self.call_s))
-
-    @property
-    def best_bucket_bytes(self) -> float:
-        """s / n at the best n."""
-        return math.sqrt(self.total_bytes * self.call_s * self.bytes_per_s)
-
-    @property
-    def least_overhead_s(self) -> float:
-        """The overhead at the best n."""
-        return 2 * math.sqrt(self.total_bytes * self.call_s / self.bytes_per_s)
 
 
 def peak_bytes(

@@ -345,27 +345,3 @@ def union_ns(starts: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarra
     starts, reach = starts[order], np.maximum.accumulate(ends[order])
     covered = np.concatenate([starts[:1], np.maximum(starts[1:], reach[:-1])])
     return int(np.maximum(reach - covered, 0).sum())
-
-
-@dataclass(frozen=True)
-class RangeUse:
-    """All occurrences of the ranges of one path; times are means of one occurrence, in ms."""
-
-    path: str
-    occurrences: int
-    host_ms: float
-    kernels: float
-    kernel_ms: float
-    busy_ms: float
-
-
-def range_table(trace: Trace) -> list[RangeUse]:
-    """The ranges by their paths, in the order in which each path is first seen."""
-    groups: dict[str, list[Usage]] = {}
-    for index, path in enumerate(trace.paths):
-        groups.setdefault(path, []).append(usage_of(trace, index))
-    fields = ("host_ms", "kernels", "kernel_ms", "busy_ms")
-    return [
-        RangeUse(path, len(uses), **{f: float(np.mean([getattr(use, f) for use in uses])) for f in fields})
-        for path, uses in groups.items()
-    ]
