@@ -2,13 +2,16 @@
 
 import json
 import logging
+import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import wrong_values
 
+import cs336_systems
 from cs336_systems import cli, doctor, experiments, notebooks
 from cs336_systems.store import machine, rows
 
@@ -58,32 +61,9 @@ def root(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------ doctor
 def test_doctor_says_why():
     done = call("doctor")
-    assert done.exit_code == 0
-    assert done.stdout.startswith("machine: ")
-    for name in (
-        "python",
-        "torch",
-        "triton",
-        "NVRTC",
-        "flash_triton",
-        "flash_cuda",
-        "sdpa",
-        "nsys",
-        "xelatex",
-        "jupyter-book",
-        "nccl",
-    ):
-        assert name in done.stdout
-
-
-def test_the_version():
-    from cs336_systems import __version__
-
-    done = call("--version")
-    assert (done.exit_code, done.stdout) == (0, f"cs336_systems {__version__}\n")
-
-
-def test_doctor_as_json():
+    assert done.exit_code == 0 and done.stdout.startswith("machine: ")
+    names = "python torch triton NVRTC flash_triton flash_cuda sdpa nsys xelatex jupyter-book nccl"
+    assert all(name in done.stdout for name in names.split())
     told = json.loads(call("doctor", "--json").stdout)
     assert set(told) == {"machine", "checks", "kernels"}
     assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
@@ -119,33 +99,26 @@ def test_doctor_names_no_tool_that_is_not_there(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ bench
+ONE = ("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1")
+
+
 def test_bench_measures_once_and_shows_a_table(root):
-    one = ("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1")
-    first, second = call(*one), call(*one)
+    first, second = call(*ONE), call(*ONE)
     assert first.exit_code == second.exit_code == 0
     assert "1 of 1 groups to measure" in first.stderr and "all 1 groups are measured" in second.stderr
     head, line = first.stdout.splitlines()
     assert head.split() == [
-        "kind",
-        "dtype",
-        "size",
-        "repeat",
-        "ms_p20",
-        "ms_p50",
-        "ms_p80",
-        "us_per_launch",
-        "status",
-    ]
+        "kind", "dtype", "size", "repeat", "ms_p20", "ms_p50", "ms_p80", "us_per_launch", "status",
+    ]  # fmt: skip
     assert line.split()[0] == "launch" and line.split()[-1] == "ok"
     assert first.stdout == second.stdout
     assert len(list(root.glob("*/hardware.csv"))) == 1
 
 
 def test_bench_as_json(root, tmp_path):
-    one = ("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1", "--no-save", "--json")
-    [row] = json.loads(call(*one, "-").stdout)
+    [row] = json.loads(call(*ONE, "--no-save", "--json", "-").stdout)
     assert (row["kind"], row["size"], row["status"], row["tflops"]) == ("launch", 1, "ok", None)
-    call(*one, str(tmp_path / "rows.json"))
+    call(*ONE, "--no-save", "--json", str(tmp_path / "rows.json"))
     [row] = json.loads((tmp_path / "rows.json").read_text())
     assert row["us_per_launch"] > 0
     assert not root.exists()
@@ -156,7 +129,7 @@ def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, mo
         raise KeyError("broken")
 
     monkeypatch.setattr(experiments.load("hardware"), "run_group", broken)
-    done = call("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--size", "1")
+    done = call(*ONE)
     assert done.exit_code == 1
     assert "error: KeyError" in done.stdout and "1 cases of hardware ended in an error" in done.stderr
 
@@ -173,26 +146,19 @@ def test_cases_beyond_the_grid():
     assert {(c.impl, c.repeat) for c in on_grid} == {("sdpa", 0), ("reference", 0), ("reference", 1)}
     every_field = experiments.cases_beyond(flash, "smoke", **given, heads="1", repeat="1")
     assert len(every_field) == 4 and {c.repeat for c in every_field} == {1}
-    hardware = experiments.load("hardware")  # has no cases beyond its grid
-    assert experiments.cases_beyond(hardware, "smoke", kind="launch") == experiments.cases(
-        hardware, "smoke", kind="launch"
-    )
+    hardware, some = experiments.load("hardware"), {"kind": "launch"}  # has no cases beyond its grid
+    assert experiments.cases_beyond(hardware, "smoke", **some) == experiments.cases(hardware, "smoke", **some)
     with pytest.raises(ValueError, match="size=300 is not in the smoke preset; allowed: all, 256"):
         experiments.cases_beyond(hardware, "smoke", size="300")
+    kernels = experiments.load("leaderboard_kernels")
+    with pytest.raises(ValueError, match="the full preset has no case with impl=fa4, dtype=fp32"):
+        experiments.cases(kernels, "full", impl="fa4", dtype="fp32")
 
 
 def test_head_dimensions_are_those_of_attention():
     inputs = pytest.importorskip("cs336_systems.attention.inputs")
     head_dims = experiments.load("flash_bench").CHOICES["head_dim"]
     assert (head_dims[0], head_dims[-1]) == (inputs.MIN_HEAD_DIM, inputs.MAX_HEAD_DIM)
-
-
-def test_filters_choose_among_all_tables_of_a_chapter():
-    kernels, ladder = (experiments.load(f"leaderboard_{name}") for name in ("kernels", "ladder"))
-    assert experiments.cases(kernels, "full", impl="fa4")
-    assert experiments.cases(ladder, "full", impl="fa4") == []  # the other tables have some
-    with pytest.raises(ValueError, match="the full preset has no case with impl=fa4, dtype=fp32"):
-        experiments.cases(kernels, "full", impl="fa4", dtype="fp32")
 
 
 def test_flash_off_the_grid(root):
@@ -206,9 +172,8 @@ def test_tune_without_a_gpu_says_so():
     pytest.importorskip("triton")
     if pytest.importorskip("torch").cuda.is_available():
         pytest.skip("there is a GPU to tune on")
-    done = call(
-        "bench", "flash", "--tune", "--dtype", "fp32", "--seq-len", "256", "--head-dim", "64", "--heads", "1"
-    )
+    shape = ("--dtype", "fp32", "--seq-len", "256", "--head-dim", "64", "--heads", "1")
+    done = call("bench", "flash", "--tune", *shape)
     assert done.exit_code == 1 and "Error: tuning needs a CUDA device" in done.stderr
     assert "Traceback" not in done.output
 
@@ -294,14 +259,11 @@ def test_run_goes_on_after_a_failure_with_this_interpreter(checkout, monkeypatch
     # a kernel of the same name in the user's folder, which must not be taken
     kernel = checkout / "home" / "kernels" / "python3" / "kernel.json"
     kernel.parent.mkdir(parents=True)
-    kernel.write_text(
-        json.dumps({"argv": ["/no/such/python"], "display_name": "other", "language": "python"})
-    )
+    kernel.write_text('{"argv": ["/no/such/python"], "display_name": "other", "language": "python"}')
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(checkout / "home"))
     monkeypatch.delenv("JUPYTER_PATH", raising=False)
-    done = call(
-        "run", "--preset", "smoke", "-p", "count=4", "-p", "share=1e-3", "-p", "deep=true", "-p", "plain=8"
-    )
+    given = [word for value in ("count=4", "share=1e-3", "deep=true", "plain=8") for word in ("-p", value)]
+    done = call("run", "--preset", "smoke", *given)
     assert done.exit_code == 1
     assert "sour grapes" in done.stderr and "1 of 2 chapters failed: sour" in done.stderr
     seen = (checkout / "seen.txt").read_text()
@@ -309,20 +271,17 @@ def test_run_goes_on_after_a_failure_with_this_interpreter(checkout, monkeypatch
     names = sorted(p.name for p in (checkout / "_build" / "notebooks").iterdir())
     assert names == ["sour.ipynb", "sweet.ipynb"]  # both keep their outputs, the traceback among them
     assert "sour grapes" in (checkout / "_build" / "notebooks" / "sour.ipynb").read_text()
-    assert "JUPYTER_PATH" not in __import__("os").environ
+    assert "JUPYTER_PATH" not in os.environ
 
 
 def test_run_refuses_before_anything_runs(checkout):
-    refused("run", "bitter", saying="unknown chapter 'bitter'; allowed: sour, sweet")
-    refused(
-        "run",
-        "sweet",
-        "-p",
-        "colour=red",
-        saying="sweet has no parameter colour; its parameters are measure, preset",
-    )
-    refused("run", "sweet", "-p", "count=few", saying="count=few: expected an int")
-    refused("run", "sweet", "-p", "deep=perhaps", saying="deep=perhaps: expected one of true")
+    for arguments, saying in (
+        (["bitter"], "unknown chapter 'bitter'; allowed: sour, sweet"),
+        (["sweet", "-p", "colour=red"], "sweet has no parameter colour; its parameters are measure, preset"),
+        (["sweet", "-p", "count=few"], "count=few: expected an int"),
+        (["sweet", "-p", "deep=perhaps"], "deep=perhaps: expected one of true"),
+    ):
+        refused("run", *arguments, saying=saying)
     (checkout / "book" / "sour.ipynb").unlink()
     refused("run", saying="sour.ipynb")
     assert not (checkout / "_build").exists()
@@ -341,23 +300,14 @@ def test_convert_by_annotation_and_else_by_default(kind, text, value):
 
 # ------------------------------------------------------------------------------------ the surface
 def test_help_of_every_command():
-    for command in (
-        [],
-        ["run"],
-        ["book"],
-        ["submit"],
-        ["doctor"],
-        ["bench"],
-        ["bench", "hardware"],
-        ["bench", "flash"],
-    ):
-        done = call(*command, "--help")
+    for command in ("", "run", "book", "submit", "doctor", "bench", "bench hardware", "bench flash"):
+        done = call(*command.split(), "--help")
         assert done.exit_code == 0 and "Usage" in done.stdout
+    done = call("--version")
+    assert (done.exit_code, done.stdout) == (0, f"cs336_systems {cs336_systems.__version__}\n")
 
 
 def test_module_is_the_command_and_helps_without_torch():
-    import subprocess
-
     command = [sys.executable, "-X", "importtime", "-m", "cs336_systems", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Usage: cs336 " in done.stdout
