@@ -17,7 +17,7 @@ from cs336_systems.experiments import (
     leaderboard_kernels,
     leaderboard_ladder,
     leaderboard_shapes,
-)
+)  # fmt: skip
 from cs336_systems.experiments.leaderboard import OFFICIAL_MS
 from cs336_systems.experiments.shared import attention_peers as peers
 from cs336_systems.experiments.shared import leaderboard_turns
@@ -80,6 +80,18 @@ def test_the_work_is_the_leaderboards():
     others = [c for c in cases if c not in official]
     assert {c.impl for c in others} == {*leaderboard.OURS, *leaderboard.PEERS}
     assert all(leaderboard.turns(c) == 5 for c in others)
+    steps_measured = [c for c in leaderboard_ladder.grid("full") if not c.repeat]
+    assert [(c.impl, c.part) for c in steps_measured] == [(s.name, s.part) for s in steps.STEPS.values()]
+    neighbors = leaderboard_kernels.grid("full")
+    shapes = {(c.head_dim, c.is_causal, c.dtype) for c in neighbors}
+    beside_fa4 = {(c.head_dim, c.is_causal, c.dtype) for c in neighbors if c.impl == "fa4"}
+    alone = {(80, True, "bf16"), (64, True, "fp32"), (128, True, "fp32")}
+    assert shapes - beside_fa4 == alone and (64, True, "bf16") in beside_fa4 and len(beside_fa4) == 4
+    others = leaderboard_shapes.grid("full")
+    assert {leaderboard_shapes.kind_of(c) for c in others} == set(leaderboard_shapes.KINDS)
+    assert not any(
+        c.is_causal for c in others if c.num_queries != c.num_keys
+    )  # whose last query would see what?
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -92,23 +104,6 @@ def test_cases_follow_ever_others(count):
     assert all(times <= 1 + count % 2 for times in follows.values())
 
 
-def test_kernels_are_measured_at_the_neighboring_shapes():
-    cases = leaderboard_kernels.grid("full")
-    shapes = {(c.head_dim, c.is_causal, c.dtype) for c in cases}
-    assert shapes == {
-        (64, True, "bf16"), (128, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (80, True, "bf16"),
-        (64, True, "fp32"), (128, True, "fp32"),
-    }  # fmt: skip
-    beside_fa4 = {(c.head_dim, c.is_causal, c.dtype) for c in cases if c.impl == "fa4"}
-    assert shapes - beside_fa4 == {(80, True, "bf16"), (64, True, "fp32"), (128, True, "fp32")}
-
-
-def test_every_step_of_the_ladder_has_its_row():
-    ladder = [c for c in leaderboard_ladder.grid("full") if not c.repeat]
-    assert [c.impl for c in ladder] == list(steps.STEPS)
-    assert all(c.part == steps.STEPS[c.impl].part for c in ladder)
-
-
 def test_filters_choose_among_all_tables():
     def chosen(table, **filters):
         return experiments.cases(table, "full", **filters)
@@ -116,30 +111,22 @@ def test_filters_choose_among_all_tables():
     assert {c.impl for c in chosen(leaderboard, impl="fa4,f_hopper")} == {"fa4"}
     assert [c.impl for c in chosen(leaderboard_ladder, impl="fa4,f_hopper")] == ["f_hopper"]
     assert chosen(leaderboard_kernels, leaves="separate") == leaderboard_kernels.grid("full")
-    with pytest.raises(
-        ValueError, match=r"impl=warp is not in the full preset; allowed: all, flash_triton.*f_hopper"
-    ):
+    with pytest.raises(ValueError, match=r"impl=warp is not in the full preset; .*flash_triton.*f_hopper"):
         chosen(leaderboard_counters, impl="warp")
-    with pytest.raises(
-        ValueError, match=r"unknown parameter 'kind'; the cases have impl, heads.*leaves.*part"
-    ):
+    with pytest.raises(ValueError, match=r"unknown parameter 'kind'; the cases have impl.*leaves.*part"):
         chosen(leaderboard, kind="ladder")
 
 
 @pytest.fixture
 def measures_nothing(monkeypatch):
     for table in TABLES:
-        monkeypatch.setattr(table, "run_group", lambda cases: [{"kernels": "a"} for _ in cases])
-        if table is leaderboard_kernels:
-            monkeypatch.setattr(
-                table, "run_group", lambda cases: [{"status": "error: bad luck"} for _ in cases]
-            )
+        found = {"status": "error: bad luck"} if table is leaderboard_kernels else {"kernels": "a"}
+        monkeypatch.setattr(table, "run_group", lambda cases, found=found: [found for _ in cases])
 
 
 def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
-    chapter = Chapter(
-        "leaderboard", measure="yes", machine="this", preset="smoke", impl="flash_triton,f_production"
-    )
+    given = {"machine": "this", "preset": "smoke", "impl": "flash_triton,f_production"}
+    chapter = Chapter("leaderboard", measure="yes", **given)
     with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
     counts = {table.name: len(table.measured()) for table in chapter.tables}
@@ -150,9 +137,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     assert "1 cases" in chapter.provenance() and "4 cases" in chapter.table("counters").provenance()
     assert "7 cases" in chapter.provenance(chapter.table("counters"), chapter.table("ladder"))
     assert chapter.problems() == [] and "ended in an error" in chapter.table("kernels").problems()[0]
-    with pytest.raises(
-        ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, shapes, ladder, counters"
-    ):
+    with pytest.raises(ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, shapes"):
         chapter.table("stairs")
 
 
@@ -166,16 +151,6 @@ def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
     assert [text.split(":")[0] for text in found] == list(experiments.tables("leaderboard"))
 
 
-def test_shapes_are_of_every_kind_masked_and_not():
-    cases = leaderboard_shapes.grid("full")
-    assert {leaderboard_shapes.kind_of(c) for c in cases} == set(leaderboard_shapes.KINDS)
-    assert {c.is_causal for c in cases} == {True, False} and {c.dtype for c in cases} == {"bf16", "fp16"}
-    assert {c.head_dim for c in cases} == {64, 80, 96, 128}
-    assert not any(
-        c.is_causal for c in cases if c.num_queries != c.num_keys
-    )  # whose last query would see what?
-
-
 # ------------------------------------------------------------------------------------------------ measuring, on a CPU
 @without_gpu
 @pytest.mark.parametrize("part", leaderboard_shapes.PARTS)
@@ -183,10 +158,8 @@ def test_shapes_on_the_same_tensors(part, monkeypatch):
     for name in ("WARMUP_MS", "REP_MS"):
         monkeypatch.setattr(leaderboard_shapes, name, 1)
     given = (part, 2, 3, 17, 40, 16, False, "fp32")
-    cases = [
-        leaderboard_shapes.Case(i, *given) for i in ("reference", "flash_torch", "sdpa_flash", "flash_triton")
-    ]
-    *found, ours = leaderboard_shapes.run_group(cases)
+    impls = ("reference", "flash_torch", "sdpa_flash", "flash_triton")
+    *found, ours = leaderboard_shapes.run_group([leaderboard_shapes.Case(impl, *given) for impl in impls])
     flops = {"forward": 2, "backward": 5}[part] * 2 * 6 * 17 * 40 * 16
     for metrics in found:
         assert set(metrics) == set(leaderboard_shapes.METRICS)
@@ -249,36 +222,6 @@ def test_the_harness_is_the_handouts(leaves):
         assert (x.grad.double() - y).norm() < 2e-2 * y.norm()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_compiled_functions_get_the_gradient_of_a_sum_as_a_matrix(compiled):
-    """A number with strides of zero, unless torch.compile has traced the
-    function."""
-    strides = []
-
-    @torch.library.custom_op(f"leaderboard_test::doubled_{compiled}", mutates_args=())
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        strides.append(x.stride())
-        return 2 * x
-
-    @doubled.register_fake
-    def _(x):
-        return torch.empty_like(x)
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return doubled(grad)
-
-    x = torch.randn(4, 8, requires_grad=True)
-    apply = torch.compile(Doubled.apply, backend="aot_eager") if compiled else Doubled.apply
-    apply(x).sum().backward()
-    assert strides == [(8, 1) if compiled else (0, 0)]
-
-
 @without_gpu
 def test_what_a_cpu_cannot_run_says_what_it_needs():
     gpu_only = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled", "fa4")
@@ -323,15 +266,12 @@ def test_first_calls_in_processes_of_their_own(monkeypatch):
     assert len(set(calls)) == 3
 
 
-@without_gpu
-def test_counters_need_the_tool(monkeypatch):
-    monkeypatch.setattr(ncu, "find", lambda: None)
-    [metrics] = measured(leaderboard_counters, "flash_torch")
-    assert metrics == {"status": "skipped: needs Nsight Compute: no `ncu` in PATH"}
-
-
 def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
     """The program says which case has no call; the kernels after the marks belong to the others."""
+    monkeypatch.setattr(ncu, "find", lambda: None)
+    if not torch.cuda.is_available():
+        [metrics] = measured(leaderboard_counters, "flash_torch")
+        assert metrics == {"status": "skipped: needs Nsight Compute: no `ncu` in PATH"}
     kernel = dict.fromkeys(ncu.COUNTERS, 1.0) | {"ns": 10.0, "cycles": 100.0}
     twice = [kernel | {"kernel": "a(int)"}, kernel | {"kernel": "b", "ns": 30.0, "tensor_pct": 5.0}]
 

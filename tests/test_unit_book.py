@@ -27,7 +27,10 @@ def parameters(path):
     return "".join(tagged[0]["source"])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+
+
+@each_notebook
 def test_sources_carry_no_outputs(path):
     for cell in cells(path):
         assert cell["outputs"] == []
@@ -35,7 +38,7 @@ def test_sources_carry_no_outputs(path):
     assert "papermill" not in json.loads(path.read_text())["metadata"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_notebook
 def test_parameters_are_annotated_and_explained(path):
     source = parameters(path)
     assert source.startswith("# Parameters")  # how the chapter tells a parameters cell from others
@@ -82,54 +85,46 @@ TYPED = re.compile(rf"\d[\d,.]*[ \u00a0]?{UNITS}(?!\w)")
 SHOWS = {"say", "claim", "answer", "brief"}
 
 
-def literals(source):
-    """The texts that a code cell types: strings, and of f-strings the parts between values."""
-    nodes = list(ast.walk(ast.parse(source)))
+def literals(tree):
+    """The texts that code types: strings, and of f-strings the parts between values."""
+    nodes = list(ast.walk(tree))
     specs = [node.format_spec for node in nodes if isinstance(node, ast.FormattedValue) and node.format_spec]
     formats = {id(part) for spec in specs for part in ast.walk(spec)}
     texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in formats]
     return [node.value for node in texts if isinstance(node.value, str)]
 
 
-def of_prose(cell):
-    return "remove-input" in cell["metadata"].get("tags", []) and cell["metadata"].get("jupyter", {}).get(
-        "source_hidden"
-    )
+def of_prose(path):
+    """The trees of the cells of prose."""
+    for cell in cells(path):
+        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
+        if hidden and "remove-input" in cell["metadata"].get("tags", []):
+            yield ast.parse("".join(cell["source"]))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_notebook
 def test_no_measured_number_is_typed(path):
     """A number with a unit is a value; constants of the handout or a data sheet stand in cells tagged so."""
     for cell in json.loads(path.read_text())["cells"]:
         if "constants" in cell["metadata"].get("tags", []):
             continue
         source = "".join(cell["source"])
-        texts = [source] if cell["cell_type"] == "markdown" else literals(source)
+        texts = [source] if cell["cell_type"] == "markdown" else literals(ast.parse(source))
         assert [m[0] for text in texts for m in TYPED.finditer(text)] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_notebook
 def test_prose_cells_only_assign_and_show(path):
-    for cell in filter(of_prose, cells(path)):
-        for statement in ast.parse("".join(cell["source"])).body:
+    """No measured value stands in math, and no line begins with a percent sign, which does not reach the page."""
+    for tree in of_prose(path):
+        for statement in tree.body:
             shown = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
             assert isinstance(statement, ast.Assign) or (shown and ast.unparse(statement.value.func) in SHOWS)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_no_measured_value_stands_in_math(path):
-    for cell in filter(of_prose, cells(path)):
-        for node in ast.walk(ast.parse("".join(cell["source"]))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 text = "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
                 assert not any("\0" in part for part in text.split("$")[1::2]), ast.unparse(node)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_no_line_of_prose_is_a_comment_of_myst(path):
-    """A line that begins with a percent sign does not reach the page."""
-    for cell in filter(of_prose, cells(path)):
-        assert not any(re.search(r"\n\s*%", text) for text in literals("".join(cell["source"])))
+        assert not any(re.search(r"\n\s*%", text) for text in literals(tree))
 
 
 def test_what_counts_as_typed():

@@ -54,11 +54,14 @@ def test_what_a_cell_raises_names_the_notebook_and_the_cell(book):
 
 
 def test_parameters_replace_the_notebooks_own(tmp_path):
-    notebook(tmp_path / "n.ipynb", "size = 1", tags=["parameters"])
-    cells = json.loads((tmp_path / "n.ipynb").read_text())["cells"]
-    more = {"cell_type": "code", "metadata": {}, "source": f"{START}\nclaim(f'{{size}}', True)"}
-    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [*cells, more]}))
-    assert [s.text for s in claims.execute(tmp_path / "n.ipynb", size=7)[0]] == ["7"]
+    path = tmp_path / "n.ipynb"
+    notebook(path, "size = 1", tags=["parameters"])
+    parts = json.loads(path.read_text())
+    parts["cells"].append(
+        {"cell_type": "code", "metadata": {}, "source": f"{START}\nclaim(f'{{size}}', True)"}
+    )
+    path.write_text(json.dumps(parts))
+    assert [s.text for s in claims.execute(path, size=7)[0]] == ["7"]
 
 
 @pytest.fixture
@@ -82,11 +85,8 @@ def test_rows_that_contradict_a_sentence_fail_and_missing_ones_do_not(results, p
     rows.assign(ms_p50=rows["ms_p50"].where(~peer, rows["ms_p50"] * 0.8)).to_csv(path, index=False)
     assert False in outcomes(project_root, "leaderboard")
     rows[~peer].to_csv(path, index=False)
-    assert None in (found := outcomes(project_root, "leaderboard")) and False not in found
-    rows.assign(status=rows["status"].where(~peer, "oom"), ms_p50=rows["ms_p50"].where(~peer)).to_csv(
-        path, index=False
-    )
-    assert None in (found := outcomes(project_root, "leaderboard")) and False not in found
+    found = outcomes(project_root, "leaderboard")
+    assert None in found and False not in found
 
 
 def test_the_command_fails_on_a_sentence_and_names_it(monkeypatch):

@@ -200,35 +200,30 @@ def test_what_changes_a_number_changes_the_digest(pack, name, old, new):
     assert pack.digest() != before
 
 
-def test_a_local_name_is_no_definition(pack):
-    pack.write(
-        "chapter", "def size(): return 1\ndef run_group(cases, size): return [size for size in size]\n"
-    )
+@pytest.mark.parametrize(
+    ("files", "name", "old", "new", "counts"),
+    [
+        # a local name is no definition, though one has it
+        ({"chapter": "def size(): return 1\ndef run_group(cases, size): return [size for size in size]\n"},
+         "chapter", "return 1", "return 2", False),
+        ({"chapter": "def size(): return 1\ndef run_group(cases): return [size for size in size]\n"},
+         "chapter", "return 1", "return 2", True),
+        # which of two is called
+        ({"chapter": "def run_group(cases): return a() - b()\ndef a(): return 1\ndef b(): return 2\n"},
+         "chapter", "a() - b()", "b() - a()", True),
+        # an operator counts with its module
+        ({"ops": "import torch\n@torch.library.register_fake('a::b')\ndef _fake(x): return x\n"
+                 "def call(x): return torch.ops.a.b(x)\n",
+          "chapter": "from pack.ops import call\ndef run_group(cases): return call(1)\n"},
+         "ops", "return x\n", "return -x\n", True),
+    ],
+)  # fmt: skip
+def test_what_of_other_sources_counts(pack, files, name, old, new, counts):
+    for file, text in files.items():
+        pack.write(file, text)
     before = pack.digest()
-    pack.edit("chapter", "return 1", "return 2")
-    assert pack.digest() == before
-    pack.edit("chapter", "(cases, size)", "(cases)")
-    assert pack.digest() != before
-
-
-def test_which_of_two_is_called_counts(pack):
-    text = "def run_group(cases): return {}\ndef a(): return 1\ndef b(): return 2\n"
-    pack.write("chapter", text.format("a() - b()"))
-    before = pack.digest()
-    pack.write("chapter", text.format("b() - a()"))
-    assert pack.digest() != before
-
-
-def test_an_operator_counts_with_its_module(pack):
-    pack.write(
-        "ops",
-        "import torch\n@torch.library.register_fake('a::b')\ndef _fake(x): return x\n"
-        "def call(x): return torch.ops.a.b(x)\n",
-    )
-    pack.write("chapter", "from pack.ops import call\ndef run_group(cases): return call(1)\n")
-    before = pack.digest()
-    pack.edit("ops", "return x\n", "return -x\n")
-    assert pack.digest() != before
+    pack.edit(name, old, new)
+    assert (pack.digest() != before) == counts
 
 
 def test_a_case_depends_on_its_own_implementation(pack):
@@ -259,24 +254,20 @@ def test_a_case_depends_on_its_own_implementation(pack):
         digests()
 
 
-def test_a_cuda_source_beside_its_module_counts_without_comments(pack, tmp_path):
-    files = {}
-    for name in ("kernel.cu", "tile.cuh", "unread.cu"):
-        files[name] = tmp_path / "pack" / name
-        files[name].write_text("int x = 1;  // one\n/* two\n lines */ int y;\n")
+def test_a_cuda_source_beside_its_module_counts_without_comments(pack):
+    kernel, tile, unread = (pack.folder / name for name in ("kernel.cu", "tile.cuh", "unread.cu"))
+    for path in (kernel, tile, unread):
+        path.write_text("int x = 1;  // one\n/* two\n lines */ int y;\n")
     pack.write("cpp", 'HEADERS = ("tile.cuh",)\ndef load(file): return open(file), HEADERS\n')
     pack.write(
         "chapter", "from pack.cpp import load\ndef run_group(cases): return load('kernel.cu'), 'none.cu'\n"
     )
     before = pack.digest()
-    for name, text in (
-        ("unread.cu", "int z;"),
-        ("kernel.cu", "// three\nint x = 1;\n    int y; // lines"),
-    ):
-        files[name].write_text(text)
+    unread.write_text("int z;")
+    kernel.write_text("// three\nint x = 1;\n    int y; // lines")
     assert pack.digest() == before
-    for name in ("kernel.cu", "tile.cuh"):
-        files[name].write_text("int x = 2; int y;")
+    for path in (kernel, tile):
+        path.write_text("int x = 2; int y;")
         assert pack.digest() != before
         before = pack.digest()
 

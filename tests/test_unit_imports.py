@@ -31,39 +31,17 @@ MAY = {
 }
 # A folder of a room → the others in this room that it may import.
 WITHIN = {
-    "attention.triton": set(),
-    "attention.hopper": {"triton"},
-    "attention.checks": {"triton", "hopper"},
-    "measure.clocks": set(),
-    "measure.memory": set(),
-    "measure.trace": set(),
-    "measure.counters": {"trace"},
+    "attention.triton": set(), "attention.hopper": {"triton"}, "attention.checks": {"triton", "hopper"},
+    "measure.clocks": set(), "measure.memory": set(), "measure.trace": set(), "measure.counters": {"trace"},
     "experiments.shared": set(),
-}
-EVERYTHING = {
-    "bench",
-    "bench_folders",
-    "cli",
-    "doctor",
-    "notebooks",
-    "terminal",
-    "__main__",
-}  # what stands at the door uses all rooms
+}  # fmt: skip
+# what stands at the door uses all rooms
+EVERYTHING = {"bench", "bench_folders", "cli", "doctor", "notebooks", "terminal", "__main__"}
 
 NO_TORCH = (
-    "accounting",
-    "sizes",
-    "report",
-    "experiments",
-    "bench",
-    "bench_folders",
-    "cli",
-    "doctor",
-    "notebooks",
-    "measure",
-    "store",
-    "submit",
-)
+    "accounting", "sizes", "report", "experiments", "bench", "bench_folders", "cli", "doctor", "notebooks", "measure",
+    "store", "submit",
+)  # fmt: skip
 
 
 def sources():
@@ -102,17 +80,21 @@ def imported(tree, lazily=True):
 
 def turned_round(source, name):
     """The imports of one source that its room may not make."""
-    rooms = {"__version__"} | MAY.get(name, set()) | {name}
-    own = [
+    own = {
         dotted.split(".")[1] for dotted in imported(ast.parse(source)) if dotted.startswith("cs336_systems.")
-    ]
-    return [] if name in EVERYTHING or name == "__init__" else sorted(set(own) - rooms)
+    }
+    allowed = (
+        own if name in EVERYTHING or name == "__init__" else {"__version__", name} | MAY.get(name, set())
+    )
+    return sorted(own - allowed)
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    assert room(path) in MAY.keys() | EVERYTHING | {"__init__"}, "a new room needs its place in this test"
-    assert turned_round(path.read_text(encoding="utf-8"), room(path)) == []
+def test_imports_run_one_way():
+    for path in sources():
+        assert room(path) in MAY.keys() | EVERYTHING | {"__init__"}, (
+            f"{path}: a new room needs its place here"
+        )
+        assert turned_round(path.read_text(encoding="utf-8"), room(path)) == [], path
 
 
 @pytest.mark.parametrize("folder", WITHIN)
@@ -126,35 +108,37 @@ def test_folders_of_a_room_build_on_each_other(folder):
 
 
 def test_an_arrow_that_turns_round_is_seen():
-    assert turned_round("def f():\n    from cs336_systems.experiments import hardware", "measure") == [
-        "experiments"
-    ]
-    assert turned_round("from cs336_systems import report", "experiments") == ["report"]
-    assert turned_round("import cs336_systems.cli as c", "report") == ["cli"]
-    assert turned_round("from cs336_systems.store import rows", "attention") == ["store"]
-    assert turned_round("from cs336_systems.measure.clocks import timing", "store") == ["measure"]
-    assert turned_round("from cs336_systems import experiments", "cli") == []
+    for source, of, seen in (
+        ("def f():\n    from cs336_systems.experiments import hardware", "measure", ["experiments"]),
+        ("import cs336_systems.cli as c", "report", ["cli"]),
+        ("from cs336_systems.store import rows", "attention", ["store"]),
+        ("from cs336_systems import experiments", "cli", []),
+    ):
+        assert turned_round(source, of) == seen
 
 
-@pytest.mark.parametrize("name", NO_TORCH)
-def test_rooms_that_do_not_import_torch(name):
+def test_rooms_that_do_not_import_torch():
     for path in sources():
-        if room(path) == name:
-            now = {
-                dotted.split(".")[0] for dotted in imported(ast.parse(path.read_text("utf-8")), lazily=False)
-            }
-            assert not now & {"torch", "triton", "pynvml", "papermill"}, path
+        if room(path) in NO_TORCH:
+            names = imported(ast.parse(path.read_text("utf-8")), lazily=False)
+            assert not {name.split(".")[0] for name in names} & {"torch", "triton", "pynvml", "papermill"}, (
+                path
+            )
+
+
+def run(script):
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
 
 
 def test_everything_imports_without_torch_and_triton():
     """In a process where neither can be imported: all rooms but those whose modules are made of torch."""
-    modules = [
-        module_name(p) for p in sources() if room(p) in NO_TORCH and p.stem not in ("__main__", "sphinx_ext")
-    ]
-    script = (
+    chosen = [p for p in sources() if room(p) in NO_TORCH and p.stem not in ("__main__", "sphinx_ext")]
+    run(
         "import sys, importlib\n"
         "sys.modules |= {'torch': None, 'triton': None, 'pynvml': None}\n"
-        f"for name in {['cs336_systems', 'cs336_systems.attention', *modules]}:\n"
+        f"for name in {['cs336_systems', 'cs336_systems.attention', *map(module_name, chosen)]}:\n"
         "    importlib.import_module(name)\n"
         "from cs336_systems import attention, doctor, experiments\n"
         "from cs336_systems.store import code, machine\n"
@@ -165,20 +149,13 @@ def test_everything_imports_without_torch_and_triton():
         "    experiment = experiments.load(table)\n"
         "    assert all(map(code.code_digests(experiment), experiments.cases(experiment, 'full')))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("blocked", ["torch", "triton"])
 def test_the_rest_does_not_hang_on_the_other(blocked):
     """`doctor` tells what is missing when only one of the two is there."""
-    script = f"import sys\nsys.modules[{blocked!r}] = None\nfrom cs336_systems import doctor\n" + (
+    run(
+        f"import sys\nsys.modules[{blocked!r}] = None\nfrom cs336_systems import doctor\n"
         f"[check] = [c for c in doctor.checks() if c.name == {blocked!r}]\n"
         "assert not check.available and 'not installed' in check.detail, check\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
-    )
-    assert done.returncode == 0, done.stderr

@@ -33,13 +33,10 @@ def test_latex_log():
     assert build.latex_complaints("Underfull \\hbox (badness 10000)\n") == []
 
 
-def test_missing_latex_is_named(monkeypatch):
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda program: None)
     with pytest.raises(build.BookError, match=r"xelatex and latexmk.*apt-get install .*texlive-xetex"):
         build.missing_latex()
-
-
-def test_outside_a_checkout_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="inside a checkout"):
         find_root()
@@ -83,24 +80,18 @@ def test_a_failed_notebook_ends_the_build():
 
 
 def test_failed_cells_are_told_without_the_tracebacks_around_them():
-    log = "reading sources...\n" + "".join(
-        f"\x1b[91m/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n  File ...\n"
-        f"nbclient.exceptions.CellExecutionError: An error occurred\nValueError: bad {name}\n\n [mystnb.exec]\x1b[39m\n"
-        for name in "ab"
-    )
+    def log(said):
+        return "reading sources...\n" + "".join(
+            f"\x1b[91m/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n  File ...\n"
+            f"nbclient.exceptions.CellExecutionError: An error occurred{said.format(name)}\n\n [mystnb.exec]\x1b[39m\n"
+            for name in "ab"
+        )  # fmt: skip
+
     cells = [f"/x/{n}.ipynb: CellExecutionError: An error occurred\nValueError: bad {n}" for n in "ab"]
-    assert build._tail(log + "Traceback of Sphinx\n") == "\n\n".join(cells)
-
-
-def test_what_several_notebooks_say_is_told_once_without_their_cells():
-    dashes = "-" * 18
-    log = "".join(
-        f"/x/{name}.ipynb: WARNING: Executing notebook failed: CellExecutionError\nTraceback\n"
-        "nbclient.exceptions.CellExecutionError: An error occurred while executing the following cell:\n"
-        f"{dashes}\nrows = read()\n{dashes}\n\n\nStoreError: a.csv, line 3\n\n [mystnb.exec]\n"
-        for name in "ab"
-    )
-    assert build._tail(log) == "/x/a.ipynb, /x/b.ipynb: StoreError: a.csv, line 3"
+    assert build._tail(log("\nValueError: bad {}") + "Traceback of Sphinx\n") == "\n\n".join(cells)
+    dashes = "-" * 18  # what several say is told once, without their cells
+    cell = f" while executing the following cell:\n{dashes}\nrows = read()\n{dashes}\n\n\nStoreError: a.csv, line 3"
+    assert build._tail(log(cell)) == "/x/a.ipynb, /x/b.ipynb: StoreError: a.csv, line 3"
 
 
 class Made:
@@ -155,18 +146,15 @@ def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(tmp_p
     assert page.read_text() == "before" and not calls
 
 
-def test_a_place_where_nothing_can_be_built_is_named(tmp_path, built, monkeypatch):
-    (tmp_path / "_build" / "html.log").mkdir()
-    with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
-        build.build(root=tmp_path)
-    assert built[0].read_text() == "before"
-
-
 @pytest.mark.parametrize(("said", "free"), [("OSError: [Errno 28] No space left on device", 2**30), ("", 0)])
 def test_a_full_disk_is_told_in_a_line(tmp_path, built, monkeypatch, said, free):
     monkeypatch.setattr(Made, "fails_saying", said)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     with pytest.raises(build.BookError, match=f"no space left in {tmp_path / '_build'}$"):
+        build.build(root=tmp_path)
+    (tmp_path / "_build" / "html.log").unlink()
+    (tmp_path / "_build" / "html.log").mkdir()
+    with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
         build.build(root=tmp_path)
     assert built[0].read_text() == "before"
 
@@ -245,9 +233,9 @@ def write_headline(root, faster=1.0):
         return {"ms_p50": ms, "ms_mean": ms}
 
     def step(case):
-        return {"step_ms_p50": 100.0 + case.bucket_mb / 10} | (
-            {} if case.wrapper != "alone" else {"status": "oom"}
-        )
+        return {"step_ms_p50": 100.0 + case.bucket_mb / 10} | {
+            "status": "ok" if case.wrapper != "alone" else "oom"
+        }
 
     step_rows.write(leaderboard, leaderboard.grid("full"), root, "x", attention)
     step_rows.write(ddp, ddp.grid("full"), root, "x", step)
@@ -257,9 +245,7 @@ def write_headline(root, faster=1.0):
 def test_the_headlines_frames(results_root):
     write_headline(results_root)
     attention = headline.attention().set_index(["impl", "repeat"])
-    assert (
-        attention.loc[("flash_triton", 0), "over_ours"] == 1 and attention.loc[("fa4", 0), "over_ours"] == 2
-    )
+    assert [attention.loc[(impl, 0), "over_ours"] for impl in ("flash_triton", "fa4")] == [1, 2]
     assert attention.loc[("sdpa_cudnn", 0), "status"] == "oom" and "reference" not in attention.index
     overlap = headline.overlap().set_index("label")
     exposed = overlap["exposed_ms"]
@@ -278,9 +264,7 @@ def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, resul
     readme.draw(tmp_path)
     path = tmp_path / readme.FIGURE
     assert readme.figure_is_current(tmp_path)
-    path.write_text(
-        path.read_text().replace("<path", "<path ")
-    )  # what another version of matplotlib might do
+    path.write_text(path.read_text().replace("<path", "<path "))  # as another version of matplotlib might do
     assert readme.figure_is_current(tmp_path)
     write_headline(results_root, faster=1.1)
     assert not readme.figure_is_current(tmp_path)
@@ -293,21 +277,13 @@ def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, resul
 def test_what_the_gpu_tests_said(results_root):
     assert gpu_tests.totals("x").empty
     experiment = experiments.load("gpu_tests")
-    now = {"status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e"}
-    now["code"] = code_digest(experiment)
-    first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0} | now
-    second = (
-        {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "seconds": 1.0}
-        | now
-        | {"code": "00000000"}
-    )
-    store.write(experiment, "x", [first, second], results_root)
+    now = {
+        "status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e",
+        "code": code_digest(experiment),
+    }  # fmt: skip
+    first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0}
+    second = {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "seconds": 1.0, "code": "00000000"}
+    store.write(experiment, "x", [now | first, now | second], results_root)
     (found,) = gpu_tests.totals("x").to_dict("records")
-    assert found == {
-        "machine": "x",
-        "passed": 84,
-        "failed": 1,
-        "skipped": 2,
-        "day": "2025-03-04",
-        "earlier": 1,
-    }
+    expected = {"machine": "x", "passed": 84, "failed": 1, "skipped": 2, "day": "2025-03-04", "earlier": 1}
+    assert found == expected

@@ -90,15 +90,27 @@ def names(folder):
 
 def row(fake, **changes):
     base = {
-        "size": 1,
-        "impl": "a",
-        "causal": True,
-        "rate": 0.1,
-        "ms_p50": 1.0,
-        "source": "clock",
+        "size": 1, "impl": "a", "causal": True, "rate": 0.1, "ms_p50": 1.0, "source": "clock",
         "status": "ok",
-    }
+    }  # fmt: skip
     return base | {"run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "e", "code": "c"} | changes
+
+
+EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
+
+
+@pytest.fixture
+def write(fake, root):
+    """Writes rows, by what is different in them, to the table of a machine; returns the file."""
+    return lambda *changes, m="m", to=root: rows.write(
+        fake, m, [row(fake, **change) for change in changes], to
+    )
+
+
+@pytest.fixture
+def read(fake, root):
+    """A column of a machine's table."""
+    return lambda column, m="m": list(rows.read(fake, m, root)[column])
 
 
 # ------------------------------------------------------------------------------------ where rows live
@@ -121,93 +133,52 @@ def test_root_is_found_from_below(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ reading and writing
-def test_a_row_comes_back_in_its_types(fake, root):
-    rows.write(
-        fake, "m", [row(fake, ms_p50=1 / 3, rate=1 / 3), row(fake, impl="b", causal=False, ms_p50=None)], root
+def test_a_row_comes_back_in_its_types(fake, root, write):
+    path = write(
+        {"ms_p50": 1 / 3, "rate": 1 / 3}, {"impl": "b", "causal": False, "ms_p50": None, "source": ""}
     )
     frame = rows.read(fake, "m", root)
-    assert list(frame.columns) == rows.columns(fake)
+    assert list(frame.columns) == path.read_text().splitlines()[0].split(",") == rows.columns(fake)
     first, second = frame.to_dict("records")
     assert (first["size"], first["impl"], first["causal"], first["rate"]) == (1, "a", True, 0.333333)
     assert first["ms_p50"] == 0.333333  # six digits
-    assert second["causal"] is False and pd.isna(second["ms_p50"])
+    assert second["causal"] is False and pd.isna(second["ms_p50"]) and second["source"] == ""
     assert frame["size"].dtype.kind == "i" and frame["causal"].dtype.kind == "b"
+    nothing = rows.read(fake, "nowhere", root)
+    assert nothing.empty and list(nothing.columns) == rows.columns(fake)
 
 
-def test_reading_what_is_not_there_gives_the_columns(fake, root):
-    frame = rows.read(fake, "nowhere", root)
-    assert frame.empty and list(frame.columns) == rows.columns(fake)
-
-
-def test_a_metric_of_words_stays_words(fake, root):
-    rows.write(fake, "m", [row(fake), row(fake, impl="b", source="")], root)
-    assert list(rows.read(fake, "m", root)["source"]) == ["clock", ""]
-
-
-def test_sorted_by_case_as_numbers(fake, root):
-    path = rows.write(fake, "m", [row(fake, size=30), row(fake, size=4), row(fake, size=100)], root)
-    assert list(rows.read(fake, "m", root)["size"]) == [4, 30, 100]
-    assert path.read_text().splitlines()[0] == ",".join(rows.columns(fake))
-    assert names(path.parent) == ["fake_chapter.csv"]  # nothing temporary
-
-
-def test_what_was_just_measured_wins_whatever_the_times_say(fake, root):
-    for number, time in enumerate(
-        ("2099-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "27:61", "2026-01-02T00:00:00Z")
-    ):
-        rows.write(fake, "m", [row(fake, ms_p50=number, time_utc=time)], root)
-        assert list(rows.read(fake, "m", root)["ms_p50"]) == [number]
-
-
-HINDERED = ["skipped: needs a package", "oom: other processes held 7 GiB"]
-
-
-@pytest.mark.parametrize("status", ["ok", "oom"])
-@pytest.mark.parametrize("hindered", HINDERED)
-def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(fake, root, status, hindered):
-    measured = row(fake, status=status)
-    later = row(fake, status=hindered, time_utc="2026-01-02T00:00:00Z")
-    for order in ([measured, later], [later, measured]):
-        rows.csv_path("fake_chapter", "m", root).unlink(missing_ok=True)
-        for one in order:
-            rows.write(fake, "m", [one], root)
-        assert list(rows.read(fake, "m", root)["status"]) == [status]
-
-
-def test_the_last_one_of_an_error_and_a_skipped_case_wins(fake, root):
-    for status in ("error: KeyError", "skipped: x", "error: KeyError"):
-        rows.write(fake, "m", [row(fake, status=status)], root)
-        assert list(rows.read(fake, "m", root)["status"]) == [status]
-
-
-def test_odd_texts_come_back_and_leave_the_other_rows_alone(fake, root):
-    odd = 'a "quoted", text\nof\rlines \udcff'
-    rows.write(fake, "m", [row(fake, source=odd), row(fake, impl="b")], root)
-    rows.write(fake, "m", [row(fake, size=2)], root)
-    found = list(rows.read(fake, "m", root)["source"])
-    assert found == ['a "quoted", text\nof lines \\udcff', "clock", "clock"]
-
-
-def test_a_float_case_is_the_same_case_after_reading(fake, root):
+def test_a_case_stands_once_and_sorted_by_numbers(write, read):
     for _ in range(2):
-        rows.write(fake, "m", [row(fake, rate=1 / 3)], root)
-    assert len(rows.read(fake, "m", root)) == 1
+        path = write(*({"size": size, "rate": 1 / 3} for size in (30, 4, 100)))
+    assert read("size") == [4, 30, 100] and names(path.parent) == ["fake_chapter.csv"]  # nothing temporary
 
 
-def test_a_csv_without_a_case_field_is_refused(fake, root):
-    path = rows.write(fake, "m", [row(fake)], root)
-    pd.read_csv(path).drop(columns="impl").to_csv(path, index=False)
-    with pytest.raises(ValueError, match=r"fake_chapter.csv lacks the columns impl"):
-        rows.read(fake, "m", root)
+def test_what_was_just_measured_wins_whatever_the_times_say(write, read):
+    for number, time in enumerate(("2099-01-01T00:00:00Z", EARLY, "27:61", LATE)):
+        write({"ms_p50": number, "time_utc": time})
+        assert read("ms_p50") == [number]
+    for status in ("error: KeyError", "skipped: x", "error: KeyError"):
+        write({"impl": "b", "status": status})
+        assert read("status") == ["ok", status]
+
+
+def test_odd_texts_come_back_and_leave_the_other_rows_alone(write, read):
+    write({"source": 'a "quoted", text\nof\rlines \udcff'}, {"impl": "b"})
+    write({"size": 2})
+    assert read("source") == ['a "quoted", text\nof lines \\udcff', "clock", "clock"]
+    cells = ["1.5", "1.5;2.5", "3 nan", "inf", ""]  # lists are left as they are
+    write(*({"size": size, "source": cell} for size, cell in enumerate(cells)), m="lists")
+    assert read("source", "lists") == cells
 
 
 GOOD = "1,a,True,0.1,1,clock,ok,r,2026-01-01T00:00:00Z,e,c"
 
 
 @pytest.fixture
-def csv(fake, root):
+def csv(write):
     """The file of one row, to be damaged."""
-    path = rows.write(fake, "m", [row(fake)], root)
+    path = write({})
     assert path.read_text().splitlines()[1] == GOOD
     return path
 
@@ -230,6 +201,7 @@ def csv(fake, root):
         (["{}", GOOD, "\0\0"], "line 3: a byte of value 0"),
         (["{},tflops", GOOD + ",1"], "columns that this version does not know: tflops"),
         (["{},source", GOOD + ",1"], "columns twice: source"),
+        (["size,causal", "1,True"], "lacks the columns impl"),
         ([], "is empty"),
     ],
 )
@@ -242,25 +214,16 @@ def test_a_damaged_file_is_named_with_the_place(fake, root, csv, lines, named):
 
 
 def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
-    csv.write_bytes(csv.read_bytes() + b"\xff\xfe")
+    before, text = rows.read(fake, "m", root), csv.read_bytes()
+    csv.write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n")  # as some editors save it
+    pd.testing.assert_frame_equal(rows.read(fake, "m", root), before)
+    csv.write_bytes(text + b"\xff\xfe")
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
         rows.read(fake, "m", root)
     csv.unlink()
     csv.mkdir()
     with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: "):
         rows.read(fake, "m", root)
-
-
-def test_a_file_that_an_editor_saved_in_its_way_is_read(fake, root, csv):
-    before = rows.read(fake, "m", root)
-    csv.write_bytes(b"\xef\xbb\xbf" + csv.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    pd.testing.assert_frame_equal(rows.read(fake, "m", root), before)
-
-
-def test_words_and_lists_are_left_as_they_are(fake, root):
-    cells = ["1.5", "1.5;2.5", "3 nan", "inf", ""]
-    rows.write(fake, "m", [row(fake, size=i, source=cell) for i, cell in enumerate(cells)], root)
-    assert list(rows.read(fake, "m", root)["source"]) == cells
 
 
 @pytest.mark.parametrize(
@@ -275,95 +238,82 @@ def test_a_damaged_machine_json_is_named(root, text, named):
     assert (root / "m" / "machine.json").read_text() == text
 
 
-def test_a_link_stays_a_link(fake, root, csv, tmp_path):
-    csv.rename(tmp_path / "elsewhere.csv")
-    csv.symlink_to(tmp_path / "elsewhere.csv")
-    rows.write(fake, "m", [row(fake, size=2)], root)
+def test_a_link_stays_a_link(write, csv, tmp_path):
+    csv.symlink_to(csv.rename(tmp_path / "elsewhere.csv"))
+    write({"size": 2})
     assert csv.is_symlink() and len((tmp_path / "elsewhere.csv").read_text().splitlines()) == 3
 
 
 # ------------------------------------------------------------------------------------ places that fail
-def test_a_full_disk_leaves_what_is_there_and_is_told_in_a_line(fake, root, csv, monkeypatch):
+def failing_fsync(monkeypatch, error, at):
+    """Lets the `at`-th file that is written fail."""
+    real, calls = os.fsync, []
+
+    def fsync(file):
+        calls.append(file)
+        if len(calls) == at:
+            raise OSError(error, os.strerror(error))
+        real(file)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+
+
+def test_places_that_fail_are_told_in_a_line_and_keep_what_is_there(write, csv, tmp_path, monkeypatch):
     before = csv.read_bytes()
-
-    def full(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full)
+    failing_fsync(monkeypatch, errno.ENOSPC, 1)
     with pytest.raises(files.StoreError, match=rf"^cannot write into {csv.parent}: No space left on device$"):
-        rows.write(fake, "m", [row(fake, size=2)], root)
+        write({"size": 2})
     assert csv.read_bytes() == before and names(csv.parent) == ["fake_chapter.csv"]
-
-
-def test_a_place_that_is_no_folder_is_told_in_a_line(fake, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(files.StoreError, match=r"^cannot open .*file/m/.*: Not a directory$"):
-        rows.write(fake, "m", [row(fake)], tmp_path / "file")
+        write({}, to=tmp_path / "file")
 
 
 def test_several_files_are_replaced_all_or_none(tmp_path, monkeypatch):
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.write_text("old")
-    real, calls = os.fsync, []
-
-    def second_fails(file):
-        calls.append(file)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        real(file)
-
-    monkeypatch.setattr(files.os, "fsync", second_fails)
+    failing_fsync(monkeypatch, errno.EIO, 2)
     with pytest.raises(files.StoreError, match="Input/output error"):
         files.replace(dict.fromkeys(paths, "new"))
     assert [path.read_text() for path in paths] == ["old", "old"] and names(tmp_path) == ["a", "b"]
-    monkeypatch.setattr(files.os, "fsync", real)
     files.replace(dict.fromkeys(paths, "new"))
     assert [path.read_text() for path in paths] == ["new", "new"]
 
 
-def test_what_a_killed_writer_left_is_swept(fake, root, csv):
-    (csv.parent / "fake_chapter").mkdir()
-    for leftover in (
-        csv.with_name(".fake_chapter.csv.77.tmp"),
-        csv.parent / "fake_chapter" / ".a.json.77.tmp",
-    ):
+def test_what_a_killed_writer_left_is_swept(write, csv):
+    beside = csv.parent / "fake_chapter"
+    beside.mkdir()
+    for leftover in (csv.with_name(".fake_chapter.csv.77.tmp"), beside / ".a.json.77.tmp"):
         leftover.write_text("half")
-    rows.write(fake, "m", [row(fake)], root)
-    assert (
-        names(csv.parent) == ["fake_chapter", "fake_chapter.csv"] and names(csv.parent / "fake_chapter") == []
-    )
+    write({})
+    assert names(csv.parent) == ["fake_chapter", "fake_chapter.csv"] and names(beside) == []
 
 
 # ------------------------------------------------------------------------------------ measuring
-def test_second_run_measures_nothing(fake, root):
+def test_second_run_measures_nothing(fake, root, monkeypatch):
     count, log = measure(fake, root)
     assert count == 3 and len(fake.CALLS) == 6
     assert "3 of 3 groups" in log[0] and log[1].startswith("  [1/3] size=1: ok in")
-    count, log = measure(fake, root)
-    assert count == 0 and len(fake.CALLS) == 6
-    assert log == ["fake_chapter on cpu-test: all 3 groups are measured"]
     frame = rows.read(fake, "cpu-test", root)
     assert set(frame["status"]) == {"ok"} and frame.groupby("size")["run"].nunique().eq(1).all()
     assert frame["run"].nunique() == 3
     assert json.loads((root / "cpu-test" / "machine.json").read_text()) == {"env00001": {"cores": 2}}
-
-
-def test_where_all_is_measured_nothing_is_written(fake, root, monkeypatch):
-    measure(fake, root)
 
     def read_only(*anything, **more):
         raise PermissionError
 
     for name in ("lock", "write", "write_environment"):
         monkeypatch.setattr(measuring, name, read_only)
-    assert measure(fake, root)[0] == 0
+    count, log = measure(fake, root)
+    assert count == 0 and len(fake.CALLS) == 6
+    assert log == ["fake_chapter on cpu-test: all 3 groups are measured"]
 
 
 def test_only_the_groups_with_missing_rows_are_measured(fake, root):
-    measuring.measure(
-        fake, [fake.Case(1, "a", True), fake.Case(2, "a", True), fake.Case(2, "b", True)], root=root
-    )
+    some = [fake.Case(2, "a", True), fake.Case(1, "a", True), fake.Case(2, "b", True)]
+    measuring.measure(fake, some, root=root)
+    assert fake.CALLS == [(2, "a"), (2, "b"), (1, "a")]  # by groups, in their order
     fake.CALLS.clear()
     assert measure(fake, root)[0] == 2
     assert fake.CALLS == [(1, "a"), (1, "b"), (30, "a"), (30, "b")]
@@ -383,15 +333,14 @@ def test_refresh(fake, root, monkeypatch):
         measure(fake, root, refresh="some")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-    ],
-)
+OOM = [
+    "CUDA out of memory. Tried to allocate 2 GiB",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
+    "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory",
+]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), *map(RuntimeError, OOM)])
 def test_out_of_memory_is_a_row(fake, root, error):
     fake.RAISES[2, "b"] = error
     measure(fake, root)
@@ -436,9 +385,8 @@ def test_columns_of_a_newer_version_are_kept_by_measuring_nothing(fake, root):
     measure(fake, root)
     fake.CALLS.clear()
     path = rows.csv_path("fake_chapter", "cpu-test", root)
-    path.write_text(
-        newer := re.sub("$", ",1", path.read_text().strip(), flags=re.M).replace("code,1", "code,tflops")
-    )
+    newer = re.sub("$", ",1", path.read_text().strip(), flags=re.M).replace("code,1", "code,tflops")
+    path.write_text(newer)
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv.*does not know: tflops"):
         measure(fake, root, refresh="all")
     assert not fake.CALLS and path.read_text() == newer
@@ -462,9 +410,7 @@ def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
 
 def test_an_error_is_a_row_and_the_others_still_run(fake, root, capsys):
     fake.RAISES[1, "b"] = KeyError("what")
-    with pytest.raises(
-        measuring.MeasurementError, match=r"1 cases of fake_chapter ended in an error.*KeyError: 'what'"
-    ):
+    with pytest.raises(measuring.MeasurementError, match=r"1 cases of .* an error.*KeyError: 'what'"):
         measure(fake, root)
     assert status_of(fake, root) == {(1, "b"): "error: KeyError: 'what'"}
     assert len(rows.read(fake, "cpu-test", root)) == 6
@@ -483,10 +429,7 @@ def test_a_lost_context_ends_the_run_and_comes_last_in_the_next(fake, root):
     with pytest.raises(measuring.MeasurementError):
         measure(fake, root)
     assert [size for size, _ in fake.CALLS] == [2, 2, 30, 30, 1]
-
-
-def test_a_context_lost_by_another_process_is_an_error_row(fake, root):
-    """torch adds to each CUDA error how device-side assertions are switched on."""
+    # one lost by another process is an error like others; torch adds to each how its assertions are switched on
     fake.RAISES[1, "a"] = ChildError("Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions")
     with pytest.raises(measuring.MeasurementError, match="ended in an error"):
         measure(fake, root)
@@ -506,11 +449,24 @@ def test_a_metric_without_a_column_is_a_mistake(fake, root, monkeypatch):
         measure(fake, root)
 
 
-def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
+@pytest.fixture
+def script(tmp_path):
+    """Starts a process that runs code with the experiment above, and returns it."""
+    (tmp_path / "fake_chapter.py").write_text(FAKE)
+    path = os.pathsep.join([str(tmp_path), str(Path(rows.__file__).parents[2])])
+    env = os.environ | {"CS336_RESULTS": str(tmp_path / "results"), "PYTHONPATH": path}
+
+    def start(code, *arguments):
+        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_killed_in_the_middle_the_next_run_goes_on(script, tmp_path):
     """Killed in its second group, a run leaves the first one's rows; another one, which has waited, measures the
     others."""
-    (tmp_path / "fake_chapter.py").write_text(FAKE)
-    script = textwrap.dedent("""
+    code = """
         import sys, time
         import fake_chapter
         from cs336_systems.store import measuring
@@ -522,19 +478,13 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
             return quick(cases)
         fake_chapter.run_group = slow
         measuring.measure(fake_chapter, fake_chapter.grid("full"))
-    """)
-    here = str(Path(rows.__file__).parents[2])
-    env = os.environ | {
-        "CS336_RESULTS": str(tmp_path / "results"),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), here]),
-    }
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen([*command, "slow"], env=env, stdout=subprocess.PIPE, text=True) as process:
+    """
+    with script(code, "slow") as process:
         lines = []
         while not lines or "in group 2" not in lines[-1]:
             lines.append(process.stdout.readline())
             assert lines[-1], "the process ended early"
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as second:
+        with script(code) as second:
             assert "another process is measuring it" in second.stdout.readline()
             process.kill()
             again, _ = second.communicate(timeout=60)
@@ -546,10 +496,9 @@ def test_killed_in_the_middle_the_next_run_goes_on(tmp_path):
     assert names(path.parent) == ["fake_chapter.csv", "machine.json"]
 
 
-def test_two_writers_lose_nothing(tmp_path):
+def test_two_writers_lose_nothing(script, tmp_path):
     """Several processes write rows of one chapter at the same time."""
-    (tmp_path / "fake_chapter.py").write_text(FAKE)
-    script = textwrap.dedent("""
+    code = """
         import sys
         import fake_chapter
         from cs336_systems.store import rows
@@ -557,44 +506,40 @@ def test_two_writers_lose_nothing(tmp_path):
         for i in range(10):
             size = 10 * int(sys.argv[1]) + i
             rows.write(fake_chapter, "m", [base | {"size": size, "time_utc": "2026-01-01T00:00:00Z"}])
-    """)
-    env = os.environ | {
-        "CS336_RESULTS": str(tmp_path / "results"),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(rows.__file__).parents[2])]),
-    }
-    writers = [subprocess.Popen([sys.executable, "-c", script, str(i)], env=env) for i in range(2)]
-    assert [w.wait(timeout=60) for w in writers] == [0, 0]
+    """
+    writers = [script(code, str(i)) for i in range(2)]
+    assert [writer.communicate(timeout=60)[0] for writer in writers] == ["", ""]
     assert list(pd.read_csv(tmp_path / "results" / "m" / "fake_chapter.csv")["size"]) == list(range(20))
 
 
 # ------------------------------------------------------------------------------------ merging
-def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path):
+def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, read):
     other = tmp_path / "other"
-    rows.write(fake, "gpu-x1", [row(fake, ms_p50=1.0), row(fake, impl="b", ms_p50=1.0)], root)
-    new = row(fake, ms_p50=2.0, time_utc="2026-02-01T00:00:00Z")
-    old = row(fake, impl="b", ms_p50=2.0, time_utc="2025-01-01T00:00:00Z")
-    rows.write(fake, "gpu-x1", [new, old, row(fake, size=2)], other)
+    write({}, {"impl": "b"}, m="gpu-x1")
+    new = {"ms_p50": 2.0, "time_utc": "2026-02-01T00:00:00Z"}
+    old = {"impl": "b", "ms_p50": 2.0, "time_utc": "2025-01-01T00:00:00Z"}
+    write(new, old, {"size": 2}, m="gpu-x1", to=other)
     rows.write_environment("gpu-x1", root, {"a": {"cores": 1}})
     rows.write_environment("gpu-x1", other, {"b": {"cores": 2}})
     assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 3)]
-    assert list(rows.read(fake, "gpu-x1", root)["ms_p50"]) == [2.0, 1.0, 1.0]
+    assert read("ms_p50", "gpu-x1") == [2.0, 1.0, 1.0]
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
-@pytest.mark.parametrize("hindered", HINDERED)
-def test_merge_takes_the_newer_row_unless_it_could_not_be_run(fake, root, tmp_path, hindered):
-    early, late = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
-    old, new = row(fake, ms_p50=1.0, time_utc=early), row(fake, ms_p50=2.0, time_utc=late)
-    measured, later = row(fake, status="oom", time_utc=early), row(fake, status=hindered, time_utc=late)
-    for number, (here, there, kept) in enumerate(
-        [(old, new, new), (new, old, new), (measured, later, measured), (later, measured, measured)]
-    ):
-        machine = f"m{number}"
-        rows.write(fake, machine, [here], root)
-        rows.write(fake, machine, [there], tmp_path / machine)
+@pytest.mark.parametrize("measured", ["ok", "oom"])
+@pytest.mark.parametrize("hindered", ["skipped: needs a package", "oom: other processes held 7 GiB"])
+def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
+    fake, root, tmp_path, write, read, measured, hindered
+):
+    """Neither where both are written here, nor where they are merged."""
+    pair = {"status": measured, "time_utc": EARLY}, {"status": hindered, "time_utc": LATE}
+    for machine, (first, second) in (("one", pair), ("two", pair[::-1])):
+        write(first, m=machine)
+        write(second, m=machine)
+        write(first, m=f"{machine}-merged")
+        write(second, m=f"{machine}-merged", to=tmp_path / machine)
         rows.merge([fake], tmp_path / machine, root)
-        [found] = rows.read(fake, machine, root).to_dict("records")
-        assert {k: found[k] for k in ("status", "ms_p50", "time_utc")}.items() <= kept.items()
+        assert read("status", machine) == read("status", f"{machine}-merged") == [measured]
 
 
 @pytest.mark.parametrize(
@@ -604,19 +549,20 @@ def test_merge_takes_the_newer_row_unless_it_could_not_be_run(fake, root, tmp_pa
         ("there/b/fake_chapter.csv", lambda text: text.replace("ok", "o,k"), "line 2: 12 cells"),
         ("there/b/fake_chapter.csv", lambda text: text + "=======\n", "line 3: 1 cells"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
+        ("there/b/fake_chapter.csv", lambda text: text.replace("ms_p50", "ms"), "does not know: ms"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         ("there/b/machine.json", lambda text: text[:-3], "line 4"),
         ("here/b/machine.json", lambda text: text[:-3], "line 4"),
         ("here/b/fake_chapter.csv", lambda text: text.replace("a,True", "a,Tru"), "line 2: causal=Tru"),
     ],
 )
-def test_merge_takes_all_or_nothing(fake, tmp_path, file, damage, named):
+def test_merge_takes_all_or_nothing(fake, tmp_path, write, file, damage, named):
     for folder, count in (("here", 1.0), ("there", 2.0)):
         for machine in ("a", "b"):
-            rows.write(fake, machine, [row(fake, ms_p50=count)], tmp_path / folder)
+            path = write({"ms_p50": count}, m=machine, to=tmp_path / folder)
             rows.write_environment(machine, tmp_path / folder, {folder: {"cores": count}})
-            (tmp_path / folder / machine / "fake_chapter").mkdir()
-            (tmp_path / folder / machine / "fake_chapter" / "c.json").write_text(f'{{"from": "{folder}"}}')
+            (path.parent / "fake_chapter").mkdir()
+            (path.parent / "fake_chapter" / "c.json").write_text(f'{{"from": "{folder}"}}')
     path = tmp_path / file
     path.write_text(damage(path.read_text()))
     contents = lambda: {p: p.read_text() for p in (tmp_path / "here").rglob("*") if p.is_file()}
@@ -626,40 +572,26 @@ def test_merge_takes_all_or_nothing(fake, tmp_path, file, damage, named):
     assert contents() == before
 
 
-def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path):
+def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path, write):
     other = tmp_path / "other"
-    here, there, new = ('{"from": "here"}', '{"from": "there"}', '{"from": "new"}')
-    for folder, text in ((root, here), (other, there)):
+    for folder, name in ((root, "a"), (other, "a"), (other, "b")):
         beside = folder / "gpu-x1" / "fake_chapter"
-        beside.mkdir(parents=True)
-        (beside / "a.json").write_text(text)
-    (other / "gpu-x1" / "fake_chapter" / "b.json").write_text(new)
-    rows.write(fake, "gpu-x1", [row(fake, time_utc="2026-02-01T00:00:00Z")], root)
-    rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-01-01T00:00:00Z")], other)
-    rows.merge([fake], other, root)
-    mine = root / "gpu-x1" / "fake_chapter"
-    assert (mine / "a.json").read_text() == here and (mine / "b.json").read_text() == new
-    rows.write(fake, "gpu-x1", [row(fake, size=2, time_utc="2026-03-01T00:00:00Z")], other)
-    rows.merge([fake], other, root)
-    assert (mine / "a.json").read_text() == there
-
-
-def test_merge_refuses_odd_columns_and_takes_nothing(fake, root, tmp_path):
-    other = tmp_path / "other"
-    rows.write(fake, "a-machine", [row(fake)], other)
-    path = rows.write(fake, "b-machine", [row(fake)], other)
-    pd.read_csv(path).rename(columns={"ms_p50": "ms_mean"}).to_csv(path, index=False)
-    with pytest.raises(ValueError, match=r"b-machine.*columns that this version does not know: ms_mean"):
+        beside.mkdir(parents=True, exist_ok=True)
+        (beside / f"{name}.json").write_text(f'{{"from": "{folder.name}"}}')
+    mine, theirs = '{"from": "results"}', '{"from": "other"}'
+    write({"time_utc": "2026-02-01T00:00:00Z"}, m="gpu-x1")
+    for time, kept in (("2026-01-01T00:00:00Z", mine), ("2026-03-01T00:00:00Z", theirs)):
+        write({"size": 2, "time_utc": time}, m="gpu-x1", to=other)
         rows.merge([fake], other, root)
-    assert not root.exists()
+        found = [(root / "gpu-x1" / "fake_chapter" / f"{name}.json").read_text() for name in "ab"]
+        assert found == [kept, theirs]
 
 
-def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path):
-    other = tmp_path / "other"
-    path = rows.write(fake, "a-machine", [row(fake)], other)
+def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path, write, read):
+    path = write({}, to=tmp_path / "other")
     pd.read_csv(path).drop(columns="ms_p50").to_csv(path, index=False)
-    assert rows.merge([fake], other, root) == [("a-machine", "fake_chapter", 1)]
-    assert rows.read(fake, "a-machine", root)["ms_p50"].isna().all()
+    assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1)]
+    assert pd.isna(read("ms_p50")).all()
 
 
 def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
@@ -671,14 +603,6 @@ def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
     (tmp_path / "other" / "m" / "poetry.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"poetry.csv is no table.*fake_chapter"):
         rows.merge([fake], tmp_path / "other", root)
-
-
-def test_groups_keep_their_order(fake):
-    cases = [fake.Case(2, "a", True), fake.Case(1, "a", True), fake.Case(2, "b", True)]
-    assert [[(c.size, c.impl) for c in g] for g in rows.groups(fake, cases)] == [
-        [(2, "a"), (2, "b")],
-        [(1, "a")],
-    ]
 
 
 def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
