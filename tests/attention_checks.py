@@ -26,6 +26,24 @@ def fresh(*shape, dtype=torch.float32, device="cpu", requires_grad=True, scale=1
     )
 
 
+def gpu(*shape, **options):
+    """A new random tensor on the GPU."""
+    return fresh(*shape, **{"device": "cuda"} | options)
+
+
+def captured(call):
+    """A CUDA graph of a call, which runs once before on a stream of its own, and what the call returned in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
 def run(impl, q, k, v, grad_o, is_causal):
     """[O, dQ, dK, dV] of an implementation, with the gradients' memory poisoned beforehand."""
     if q.is_cuda:

@@ -18,7 +18,7 @@ from cs336_systems.accounting import (
     product_shared_bytes,
     unit_ms,
     visited_pairs,
-)
+)  # fmt: skip
 
 H100 = MULTIPROCESSORS[90]
 
@@ -66,19 +66,15 @@ def test_units_agree_with_the_data_sheet():
 def test_shared_bytes_of_a_product():
     assert product_shared_bytes(64, 128, 64) == 2 * (64 * 64 + 128 * 64)
     assert product_shared_bytes(64, 128, 64, a_in_registers=True) == 2 * 128 * 64
-    assert product_shared_bytes(128, 128, 64) == 2 * (
-        128 * 64 + 2 * 128 * 64
-    )  # two groups read the second operand
+    # two groups read the second operand
+    assert product_shared_bytes(128, 128, 64) == 2 * (128 * 64 + 2 * 128 * 64)
 
 
 def test_visited_pairs_against_counting():
     for n, m, k in ((256, 64, 64), (256, 64, 32), (256, 32, 128), (128, 128, 64)):
-        count = 0
-        for i in range(0, n, m):
-            for j in range(0, n, k):
-                if j <= i + m - 1:  # its first key is seen by the last query of the tile
-                    count += m * k
-        assert visited_pairs(n, m, k) == count
+        # a tile's first key is seen by its last query
+        seen = [(i, j) for i in range(0, n, m) for j in range(0, n, k) if j <= i + m - 1]
+        assert visited_pairs(n, m, k) == len(seen) * m * k
         assert visited_pairs(n, m, k, skip=False) == n * n
     assert visited_pairs(16384, 128, 64) / 16384**2 == pytest.approx(0.5, abs=0.01)
 

@@ -6,7 +6,7 @@ pytest -m gpu tests/test_unit_attention_gpu.py --record-gpu-tests
 
 import pytest
 import torch
-from attention_checks import check, fresh, relative, run
+from attention_checks import captured, check, fresh, gpu, relative, run
 
 from cs336_systems.attention import attention, availability
 from cs336_systems.attention.available import hopper_reason
@@ -27,10 +27,6 @@ def name(value):
     if isinstance(value, tuple):
         return "-".join(map(name, value))
     return str(value).removeprefix("torch.")
-
-
-def gpu(*shape, dtype, **kwargs):
-    return fresh(*shape, dtype=dtype, device="cuda", **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -228,14 +224,7 @@ def test_operators_pass_opcheck(impl):
 def test_another_stream_and_a_cuda_graph(impl):
     q, k, v = (gpu(1, 2, 256, 64, dtype=BF16, requires_grad=False) for _ in range(3))
     expected = attention(q, k, v, True, impl)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        attention(q, k, v, True, impl)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = attention(q, k, v, True, impl)
+    graph, o = captured(lambda: attention(q, k, v, True, impl))
     o.zero_()
     graph.replay()
     torch.testing.assert_close(o, expected, rtol=0, atol=0)

@@ -124,33 +124,25 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
         self.asked.append((handle, fields))
-        value = {138: 5, 139: 7}
-        return [
-            types.SimpleNamespace(nvmlReturn=self.code, value=types.SimpleNamespace(ullVal=value[f]))
-            for f, _ in fields
-        ]
+        values = [types.SimpleNamespace(ullVal={138: 5, 139: 7}[field]) for field, _ in fields]
+        return [types.SimpleNamespace(nvmlReturn=self.code, value=value) for value in values]
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(uuid=f"uuid-{i}")
-    )
+    known = lambda index: types.SimpleNamespace(uuid=f"uuid-{index}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", known)
     monkeypatch.setattr(collectives, "has_module", lambda name: True)
     return lambda module: monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
 
 
-def test_bytes_of_a_link(fake_gpu):
+def test_bytes_of_a_link(fake_gpu, monkeypatch):
     nvml = FakeNvml()
     fake_gpu(nvml)
     assert link_bytes(1) == (5 * 1024, 7 * 1024)
     assert nvml.asked == [("GPU-uuid-1", [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)])]  # the sum over all ports
-
-
-def test_a_link_that_tells_nothing(fake_gpu, monkeypatch):
-    fake_gpu(FakeNvml(code=3))  # not supported
-    assert link_bytes(0) is None
-    fake_gpu(FakeNvml(error=FakeNvml.NVMLError("no driver")))
-    assert link_bytes(0) is None
+    for tells_nothing in (FakeNvml(code=3), FakeNvml(error=FakeNvml.NVMLError("no driver"))):
+        fake_gpu(tells_nothing)
+        assert link_bytes(0) is None
     monkeypatch.setattr(collectives, "has_module", lambda name: False)
     assert link_bytes(0) is None

@@ -62,7 +62,7 @@ def test_tiles_fit_shared_memory(capability):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("capability", "head_dim"),
-    [(75, 64), (75, 128), (80, 64), (80, 128), (86, 64), (86, 128), (90, 64), (90, 128), (100, 128)],
+    [(75, 64), (75, 128), (80, 64), (80, 128), (86, 64), (86, 128), (90, 64), (90, 128)],
 )
 def test_kernels_fit_each_generation(file, capability, head_dim):
     dtype = torch.float16 if capability < 80 or head_dim == 128 else torch.bfloat16

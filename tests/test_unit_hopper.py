@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from attention_checks import compiler, fresh, relative
+from attention_checks import captured, compiler, fresh, relative
 
 pytest.importorskip("triton")
 import triton
@@ -159,12 +159,8 @@ def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
 
 def _layout(draw, batch, heads, n, d):
     """A tensor (batch, heads, n, d) that TMA can read, in one of the layouts that tensors come in."""
-    idle = (
-        heads * n * d if batch > 1 else draw.choice([1, 3, 8]),
-        n * d if heads > 1 else draw.choice([0, 5]),
-        d,
-        1,
-    )
+    of_batch = heads * n * d if batch > 1 else draw.choice([1, 3, 8])
+    idle = (of_batch, n * d if heads > 1 else draw.choice([0, 5]), d, 1)
     return draw.choice([
         lambda: zeros(batch, heads, n, d),
         lambda: zeros(batch, n, heads, d).transpose(1, 2),
@@ -501,9 +497,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
         assert 2 * (compiled.shared_bytes / 1024 + 1) <= SHARED_MEMORY_KIB[90] + 1
 
 
-LADDER = [
-    s for s in STEPS.values() if s.launcher.startswith(HOPPER) and s.config is not None
-]  # others: above
+LADDER = [step for step in STEPS.values() if step.launcher.startswith(HOPPER) and step.config is not None]
 
 
 @pytest.mark.versions
@@ -650,14 +644,7 @@ def test_launched_again_with_other_tensors(on_hopper):
 @pytest.mark.parametrize("d", [64, 128])
 def test_both_passes_in_a_graph(on_hopper, d):
     tensors = leaves(1, 4, 1024, d)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both_passes(*tensors)  # compiles
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both_passes(*tensors)
+    graph, found = captured(lambda: both_passes(*tensors))
     for _ in range(2):
         with torch.no_grad():
             for x in tensors:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from attention_checks import FLOOR, relative, run
+from attention_checks import FLOOR, compiler, relative, run
 
 from cs336_systems import accounting
 from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB, Tiles
@@ -23,24 +20,21 @@ BACKWARD = [step for step in OWN if step.part == "backward"]
 DTYPES = [torch.float16, torch.float32]
 
 
-def step_id(step):
-    return step.name
-
-
-def small(tiles):
-    """Tiles for the interpreter, with the same order of sizes, so that a short sequence has several."""
-    return None if tiles is None else Tiles(tiles.block_m // 4, tiles.block_n // 4, 4, tiles.num_stages)
-
-
 def shrunk(step):
-    config = dataclasses.replace(
-        step.config, tiles=small(step.config.tiles), key_tiles=small(step.config.key_tiles)
+    """With tiles for the interpreter, in the same order of sizes, so that a short sequence has several."""
+
+    def small(tiles):
+        return tiles and Tiles(tiles.block_m // 4, tiles.block_n // 4, 4, tiles.num_stages)
+
+    tiles, key_tiles = small(step.config.tiles), small(step.config.key_tiles)
+    return dataclasses.replace(
+        step, config=dataclasses.replace(step.config, tiles=tiles, key_tiles=key_tiles)
     )
-    return dataclasses.replace(step, config=config)
 
 
 def inputs(n, d, dtype, device):
-    return [torch.randn(2, 3, n, d, device=device, dtype=torch.float32).to(dtype) for _ in range(4)]
+    heads = (2, 3) if device == "cuda" else (1, 2)
+    return [torch.randn(*heads, n, d, device=device).to(dtype) for _ in range(4)]
 
 
 def check(step, n, d, dtype, device):
@@ -50,26 +44,19 @@ def check(step, n, d, dtype, device):
 
     q, k, v, do = inputs(n, d, dtype, device)
     exact = exact_attention(q, k, v, do, True)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    plain = run("reference", *leaves, do, True)
+    plain = run("reference", *(x.clone().requires_grad_() for x in (q, k, v)), do, True)
+    scores = (q.double() @ k.double().mT) * d**-0.5
+    expected = scores.masked_fill(torch.ones(n, n, device=device).triu(1).bool(), float("-inf")).logsumexp(-1)
     if step.part == "forward":
         o, logsumexp = launcher(step)(q, k, v, True)
-        found, names = [o], ["O"]
-        exact, plain = exact[:1], plain[:1]
-        scores = (q.double() @ k.double().mT) * d**-0.5
-        scores = scores.masked_fill(torch.ones(n, n, device=device).triu(1).bool(), float("-inf"))
-        torch.testing.assert_close(
-            logsumexp.double(), scores.logsumexp(-1), atol=2e-3 if dtype != torch.float32 else 2e-4, rtol=1e-3
-        )
+        found, names, part = [o], ["O"], slice(1)
+        near = {"atol": 2e-3 if dtype != torch.float32 else 2e-4, "rtol": 1e-3}
+        torch.testing.assert_close(logsumexp.double(), expected, **near)
     else:
-        o = plain[0].detach()
-        scores = (q.double() @ k.double().mT) * d**-0.5
-        scores = scores.masked_fill(torch.ones(n, n, device=device).triu(1).bool(), float("-inf"))
-        logsumexp = scores.logsumexp(-1).float()
-        found, names = launcher(step)(q, k, v, o, logsumexp, do, True), ["dQ", "dK", "dV"]
-        exact, plain = exact[1:], plain[1:]
-    size = max(x.norm().item() for x in exact)
-    for name, x, y, z in zip(names, found, plain, exact, strict=True):
+        found = launcher(step)(q, k, v, plain[0].detach(), expected.float(), do, True)
+        names, part = ["dQ", "dK", "dV"], slice(1, None)
+    size = max(x.norm().item() for x in exact[part])
+    for name, x, y, z in zip(names, found, plain[part], exact[part], strict=True):
         assert x.dtype == dtype and x.shape == z.shape
         error, allowed = relative(x, z, size), 2 * relative(y, z, size) + FLOOR[dtype]
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
@@ -80,11 +67,9 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's 
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("place", "step"), list(enumerate(OWN)), ids=lambda x: "" if isinstance(x, int) else step_id(x)
-)
-def test_every_step_computes_attention(place, step):
-    check(shrunk(step), 64, 16, DTYPES[place % 2], "cpu")
+@pytest.mark.parametrize("place", range(len(OWN)), ids=[step.name for step in OWN])
+def test_every_step_computes_attention(place):
+    check(shrunk(OWN[place]), 64, 16, DTYPES[place % 2], "cpu")
 
 
 @on_cpu
@@ -100,7 +85,7 @@ def test_wide_heads_and_tiles_of_different_shapes(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("step", list(steps.STEPS.values()), ids=step_id)
+@pytest.mark.parametrize("step", list(steps.STEPS.values()), ids=lambda step: step.name)
 def test_every_step_on_a_gpu(step, dtype, d):
     from cs336_systems.ladder.launch import missing
 
@@ -132,14 +117,14 @@ def test_what_a_step_does_not_take_is_named():
 
     x = torch.zeros(1, 1, 128, 16)
     config = steps.Switches(Tiles(64, 64, 4, 1))
-    with pytest.raises(ValueError, match="is_causal=False"):
-        launch_forward(x, x, x, False, config)
-    with pytest.raises(ValueError, match="length 100; it must be a multiple of 64"):
-        launch_forward(*[torch.zeros(1, 1, 100, 16)] * 3, True, config)
-    with pytest.raises(ValueError, match="head dimension 80; allowed: powers of two"):
-        launch_forward(*[torch.zeros(1, 1, 128, 80)] * 3, True, config)
-    with pytest.raises(ValueError, match="expected a contiguous tensor"):
-        launch_forward(*[torch.zeros(1, 128, 1, 16).expand(1, 128, 2, 16).transpose(1, 2)] * 3, True, config)
+    for given, is_causal, said in (
+        (x, False, "is_causal=False"),
+        (torch.zeros(1, 1, 100, 16), True, "length 100; it must be a multiple of 64"),
+        (torch.zeros(1, 1, 128, 80), True, "head dimension 80; allowed: powers of two"),
+        (torch.zeros(1, 128, 2, 16).transpose(1, 2), True, "expected a contiguous tensor"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            launch_forward(given, given, given, is_causal, config)
     with pytest.raises(ValueError, match="key_tiles=None"):
         launch_backward(x, x, x, x, x[..., 0], x, True, config)
 
@@ -174,18 +159,6 @@ def test_two_steps_are_a_differentiable_attention(compiled):
 
 
 # ------------------------------------------------------------------------------------------------ compiled ahead of
-# time
-@pytest.fixture(scope="module")
-def compiler():
-    """A process in which triton compiles instead of interpreting, which is settled when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(os.getpid).result()  # starts it
-    with pool:
-        yield pool
-
-
 def _compile(name, dtype):
     from cs336_systems.ladder.resources import compile_step
 
@@ -194,9 +167,9 @@ def _compile(name, dtype):
 
 @pytest.mark.versions
 @pytest.mark.table
-@pytest.mark.parametrize("step", OWN, ids=step_id)
-def test_every_step_compiles_for_hopper_without_spilling(step, compiler):
-    found = compiler.submit(_compile, step.name, "bf16").result()
+@pytest.mark.parametrize("step", OWN, ids=lambda step: step.name)
+def test_every_step_compiles_for_hopper_without_spilling(step):
+    found = compiler().submit(_compile, step.name, "bf16").result()
     assert found
     for kernel in found:
         assert kernel.spill_bytes == 0 or step.may_spill, f"{kernel.kernel} spills {kernel.spill_bytes} bytes"
@@ -230,15 +203,12 @@ def test_what_has_run_is_found_by_its_function():
     kernels = []
     for handle, registers in ((-11, 128), (-12, 168)):
         kernel = CompiledKernel.__new__(CompiledKernel)
-        kernel.name, kernel.function, kernel.n_regs, kernel.n_spills = (
-            f"kernel_{registers}",
-            handle,
-            registers,
-            2,
-        )
-        kernel.module = None  # nothing to unload
-        kernel.metadata = SimpleNamespace(shared=2048, num_warps=4)
-        kernel.src = SimpleNamespace(fn=SimpleNamespace(__module__="package.kernels"))
+        source = SimpleNamespace(fn=SimpleNamespace(__module__="package.kernels"))
+        metadata = SimpleNamespace(shared=2048, num_warps=4)
+        vars(kernel).update(
+            name=f"kernel_{registers}", function=handle, n_regs=registers, n_spills=2, metadata=metadata, src=source,
+            module=None,  # nothing to unload
+        )  # fmt: skip
         kernels.append(kernel)
     hook = triton.knobs.runtime.launch_enter_hook
 
@@ -255,15 +225,12 @@ def test_what_has_run_is_found_by_its_function():
     assert hook.calls == []
 
 
-def test_only_the_ladders_own_kernels_are_compiled_here():
+# ------------------------------------------------------------------------------------------------ data and predictions
+def test_steps_are_named_once_and_hang_together():
     from cs336_systems.ladder.resources import compile_step
 
     with pytest.raises(ValueError, match="'f_production' runs kernels of"):
         compile_step(steps.STEPS["f_production"])
-
-
-# ------------------------------------------------------------------------------------------------ data and predictions
-def test_steps_are_named_once_and_hang_together():
     for part in steps.PARTS:
         names = [step.name for step in steps.of_part(part)]
         for place, step in enumerate(steps.of_part(part)):
@@ -286,9 +253,8 @@ def test_each_own_step_changes_one_switch(part):
 
 def test_predictions_follow_the_work():
     ms = {name: steps.predicted_ms(step) for name, step in steps.STEPS.items()}
-    assert ms["f_skip"] / ms["f_all_tiles"] == pytest.approx(
-        0.5, abs=0.1
-    )  # half of the pairs, a less even end
+    # half of the pairs, a less even end
+    assert ms["f_skip"] / ms["f_all_tiles"] == pytest.approx(0.5, abs=0.1)
     assert ms["b_skip"] / ms["b_all_tiles"] == pytest.approx(0.5, abs=0.1)
     for part in steps.PARTS:
         floor = accounting.attention_flops(16, 16384, 16384, 64, True, part) / 989.4e9

@@ -1,30 +1,23 @@
 """The machine's name and environment, without depending on what this machine is."""
 
 import json
+import platform
+import sys
+import types
 
 import pytest
 
 from cs336_systems.store import machine
 
 
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-40GB", "a100"),
-        ("NVIDIA A100 80GB PCIe", "a100"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
-        ("GPU", "gpu"),
-    ],
-)
-def test_gpu_slug(name, slug):
-    assert machine.gpu_slug(name) == slug
+def test_gpu_slug():
+    for name, slug in {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100", "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-40GB": "a100", "NVIDIA A100 80GB PCIe": "a100", "Tesla V100-SXM2-16GB": "v100",
+        "Tesla T4": "t4", "NVIDIA GeForce RTX 4090": "rtx-4090", "GPU": "gpu",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx-4090-laptop", "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada",
+    }.items():  # fmt: skip
+        assert machine.gpu_slug(name) == slug
 
 
 @pytest.fixture
@@ -46,8 +39,6 @@ def test_machine_is_named_by_its_hardware(monkeypatch, uncached):
 def test_environment_is_json_and_names_no_host():
     env = machine.environment()
     text = json.dumps(env)
-    import platform
-
     assert {"cpu", "cores", "python", "torch", "triton"} <= set(env)
     assert len(platform.node()) < 3 or platform.node() not in text
 
@@ -59,21 +50,15 @@ def test_digest_follows_the_content_and_not_the_order():
     assert len(a) == 8 and int(a, 16) >= 0
 
 
-def test_what_is_not_installed():
+def test_what_is_not_there(monkeypatch):
     assert machine.package_version("no-such-package-anywhere") is None
-    assert not machine.has_module("no_such_module_anywhere")
-    assert machine.has_module("json")
-
-
-def test_no_driver_is_said_so(monkeypatch):
+    assert not machine.has_module("no_such_module_anywhere") and machine.has_module("json")
     monkeypatch.setenv("PATH", "")
     assert machine._driver_versions() == ["unknown (FileNotFoundError)"]
 
 
 @pytest.mark.parametrize(("there", "said"), [(1, None), (4, 4)])
 def test_gpus_that_the_run_was_not_given_are_told(monkeypatch, there, said):
-    import types
-
     import torch
 
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
@@ -95,9 +80,6 @@ def test_gpus_that_the_run_was_not_given_are_told(monkeypatch, there, said):
 )
 def test_memory_that_other_processes_hold(monkeypatch, used, own, others):
     """GiB of two GPUs; None: NVML cannot tell."""
-    import sys
-    import types
-
     import torch
 
     class NVMLError(Exception):

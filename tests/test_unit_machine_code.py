@@ -11,9 +11,8 @@ from cs336_systems.attention.triton import tiles
 
 pytest.importorskip("triton")
 
-PRODUCT = (
-    "HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR16].tnspB, R88"  # of registers and the tile at UR18, UR19
-)
+# of registers and the tile at UR18, UR19
+PRODUCT = "HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR16].tnspB, R88"
 BOTH = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4].tnspB, RZ, !UPT"  # of the tiles at UR4, UR5 and UR6, UR7
 ADDRESS = "USGXT.U32 UR28, UR12, 0xe"
 LOW = "UIADD3 UR18, UP0, UR28, 0x40, URZ"
@@ -156,24 +155,19 @@ def test_a_cache_that_is_only_read(cache, monkeypatch):
     assert machine_code.faulty(kernel(*BAD)) and not machine_code.faulty(kernel(*GOOD))
 
 
-def test_kernels_without_wgmma_are_not_read(cache, monkeypatch):
-    monkeypatch.setattr(machine_code, "disassemble", None)
-    assert not machine_code.faulty(kernel(*BAD, ptx="mma.sync"))
-
-
-def test_a_kernel_without_its_ptx_is_read(cache):
+def test_which_kernels_are_read(cache, monkeypatch):
     bad = kernel(*BAD)
     del bad.asm["ptx"]
-    assert machine_code.faulty(bad)
+    assert machine_code.faulty(bad)  # whatever it is
+    monkeypatch.setattr(machine_code, "disassemble", None)
+    assert not machine_code.faulty(kernel(*BAD, *BAD, ptx="mma.sync"))  # without wgmma
 
-
-def test_where_code_cannot_be_read_that_is_said(cache, monkeypatch):
     def disassemble(cubin):
         raise RuntimeError("Cannot find nvdisasm")
 
     monkeypatch.setattr(machine_code, "disassemble", disassemble)
     with pytest.warns(UserWarning, match="not searched for a known fault.*Cannot find nvdisasm"):
-        assert not machine_code.faulty(kernel(*BAD))
+        assert not machine_code.faulty(kernel(*BAD, *BAD))
 
 
 # ------------------------------------------------------------------------------------------------ what then
@@ -261,16 +255,12 @@ def _compile(*args, **options):
 
 
 def check_without_wgmma(kernel, head_dim, dtype, **options):
-    precision = {"bf16": "half"}.get(dtype, dtype)
-    chosen = tiles.tiles_without_wgmma(head_dim, precision)
-    compiled = (
-        compiler().submit(_compile, kernel, 90, head_dim, dtype, chosen, plain=False, **options).result()
-    )
+    chosen = tiles.tiles_without_wgmma(head_dim, {"bf16": "half"}.get(dtype, dtype))
+    given = (kernel, 90, head_dim, dtype, chosen)
+    compiled = compiler().submit(_compile, *given, plain=False, **options).result()
     assert "wgmma" not in compiled.ptx and "mma.sync" in compiled.ptx
     assert compiled.shared_bytes <= tiles.SHARED_MEMORY_KIB[90] * 1024
-    assert compiled.spill_bytes <= (2048 if head_dim == 256 and dtype != "bf16" else 256), (
-        compiled.spill_bytes
-    )
+    assert compiled.spill_bytes <= (2048 if head_dim == 256 and dtype != "bf16" else 256)
 
 
 @pytest.mark.versions

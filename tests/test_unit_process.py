@@ -20,8 +20,8 @@ def child(tmp_path, monkeypatch):
     """A module of functions that a child can import."""
     (tmp_path / "child_functions.py").write_text(
         "import os, signal, subprocess, threading, time\n"
-        "def add(a, b): return {'sum': a + b, 'pid': os.getpid(), 'word': os.environ.get('WORD')}\n"
-        "def variable(name): return os.environ.get(name)\n"
+        "def add(a, b): return {'sum': a + b, 'pid': os.getpid(), 'word': os.environ.get('WORD'),\n"
+        f"  'team': os.environ.get({TEAM_VARIABLE!r})}}\n"
         "def fail(): raise ValueError('size=7 is odd\\nmore')\n"
         "def die(): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def leave(): os._exit(3)\n"
@@ -37,26 +37,23 @@ def child(tmp_path, monkeypatch):
     return "child_functions"
 
 
-def test_result_from_another_process(child):
-    found = call(f"{child}:add", {"a": 1, "b": 2}, timeout_s=60, environment={"WORD": "x"})
-    assert found["sum"] == 3 and found["word"] == "x" and found["pid"] != os.getpid()
-
-
-def test_a_child_leads_no_team(child, monkeypatch):
-    """Ranks that torchrun started are the parent's: those that a child launches are its own."""
-    monkeypatch.setenv(TEAM_VARIABLE, "2")
-    assert call(f"{child}:variable", {"name": TEAM_VARIABLE}, timeout_s=60) is None
-
-
-def test_runs_under_a_command(child, tmp_path):
+def test_result_from_another_process(child, tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        TEAM_VARIABLE, "2"
+    )  # ranks that torchrun started are the parent's: a child leads no team
     log = tmp_path / "log"
     script = (
         "import subprocess, sys; open(sys.argv[1], 'w').write('ran'); sys.exit(subprocess.call(sys.argv[2:]))"
     )
-    found = call(
-        f"{child}:add", {"a": 1, "b": 2}, timeout_s=60, prefix=[sys.executable, "-c", script, str(log)]
-    )
-    assert found["sum"] == 3 and log.read_text() == "ran"
+    for prefix in ([], [sys.executable, "-c", script, str(log)]):
+        found = call(f"{child}:add", {"a": 1, "b": 2}, timeout_s=60, environment={"WORD": "x"}, prefix=prefix)
+        assert (
+            found["sum"] == 3
+            and found["word"] == "x"
+            and found["pid"] != os.getpid()
+            and found["team"] is None
+        )
+    assert log.read_text() == "ran"
 
 
 def test_an_error_of_the_child_says_what_it_was(child, capfd):
@@ -66,16 +63,12 @@ def test_an_error_of_the_child_says_what_it_was(child, capfd):
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [("die", "SIGKILL.*for want of memory"), ("leave", "exit code 3")]
+    ("function", "words"),
+    [("die", "SIGKILL.*for want of memory"), ("leave", "exit code 3"), ("no_json", "^TypeError: .*set")],
 )
 def test_an_ending_without_result(child, function, words):
     with pytest.raises(ChildError, match=words):
         call(f"{child}:{function}", {}, timeout_s=60)
-
-
-def test_a_result_that_is_not_json(child):
-    with pytest.raises(ChildError, match=r"^TypeError: .*set"):
-        call(f"{child}:no_json", {}, timeout_s=60)
 
 
 def test_nobody_waits_for_a_thread_that_the_function_has_left(child):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_checks import FLOOR, check, compiler, fresh, relative
+from attention_checks import FLOOR, captured, check, compiler, fresh, gpu, relative
 
 from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.reference import exact_attention
@@ -184,10 +184,6 @@ def check_compiled(d, tiles, spills, **options):
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
-def gpu(*shape, **kwargs):
-    return fresh(*shape, device="cuda", **kwargs)
-
-
 @pytest.fixture
 def always(monkeypatch):
     """Short sequences and few programs are served as well."""
@@ -281,11 +277,7 @@ def test_long_sums_do_not_lean_to_one_side(always):
 @pytest.mark.gpu
 def test_in_a_cuda_graph(always):
     q, k, v, do = (gpu(1, 2, 1200, 64, requires_grad=False) for _ in range(4))
-    both_passes(q, k, v, do, True, (None, None))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found, _ = both_passes(q, k, v, do, True, (None, None))
+    graph, (found, _) = captured(lambda: both_passes(q, k, v, do, True, (None, None)))
     for x in (q, k, v, do):
         x.normal_()
     graph.replay()

@@ -12,9 +12,8 @@ pytest.importorskip("triton")
 PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}
 
 MAX_REGISTERS = 255  # a thread's
-SPILL_BYTES = (
-    256  # of all threads' stores and loads together: some registers, once, outside of the inner loop
-)
+# of all threads' stores and loads together: some registers, once, outside of the inner loop
+SPILL_BYTES = 256
 SPILL_BYTES_D256 = (
     2048  # fp32 with d = 256 (and d = 256 on Turing): the smallest tiles there are spill this much
 )
@@ -33,37 +32,24 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
     where = f"{kernel} sm_{capability} d={head_dim} {dtype} {chosen} {variant}"
     limit = tiles.SHARED_MEMORY_KIB[capability] * 1024
     allowed = SPILL_BYTES_D256 if head_dim == 256 and (dtype == "fp32" or capability == 75) else SPILL_BYTES
-    assert compiled.spill_bytes <= allowed, f"{where} spills {compiled.spill_bytes} bytes"
-    assert compiled.shared_bytes <= limit, (
-        f"{where} takes {compiled.shared_bytes} bytes of shared memory, {limit} allowed"
-    )
-    assert not compiled.wrong_descriptors, f"{where}: {compiled.wrong_descriptors}"
-    assert compiled.registers <= MAX_REGISTERS
-    assert compiled.registers * compiled.num_threads <= 65536, (
-        f"{where}: no block fits a multiprocessor's registers"
-    )
+    assert compiled.spill_bytes <= allowed, where
+    assert compiled.shared_bytes <= limit, where
+    assert not compiled.wrong_descriptors, where
+    # a block fits a multiprocessor's registers
+    assert compiled.registers <= MAX_REGISTERS and compiled.registers * compiled.num_threads <= 65536, where
     return compiled
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype", "even"),
+    [(80, 128, "bf16", True), (90, 80, "bf16", False), (90, 64, "fp32", True), (100, 128, "bf16", True)],
+)
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_kernels_compile_for_their_targets(kernel, capability):
-    compiled = check(kernel, capability, 128, "bf16")
-    if capability == 90:
+def test_kernels_compile_for_their_targets(kernel, capability, head_dim, dtype, even):
+    compiled = check(kernel, capability, head_dim, dtype, even=even)
+    if (capability, dtype) == (90, "bf16"):
         assert "wgmma.mma_async" in compiled.ptx, "on Hopper the products should be warp-group instructions"
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_fp32_kernels_compile_on_hopper(kernel):
-    check(kernel, 90, 64, "fp32")
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_ragged_and_padded_kernels_fit_too(kernel):
-    check(kernel, 90, 80, "bf16", even=False)
 
 
 @pytest.mark.table
@@ -72,10 +58,8 @@ def test_ragged_and_padded_kernels_fit_too(kernel):
 @pytest.mark.parametrize("capability", sorted(tiles.TABLE))
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
 def test_whole_table(kernel, capability, head_dim, dtype):
-    if capability == 75:
-        dtype = {"bf16": "fp16", "tf32": "fp32"}.get(
-            dtype, dtype
-        )  # Turing has neither bf16 nor TF32 tensor cores
+    if capability == 75:  # Turing has neither bf16 nor TF32 tensor cores
+        dtype = {"bf16": "fp16", "tf32": "fp32"}.get(dtype, dtype)
         if dtype == "fp32" and head_dim == 256:
             with pytest.raises(ValueError, match=r"head dimension 256 in fp32 does not fit.*up to 128"):
                 tiles.tiles("backward_keys", capability, head_dim, dtype)
@@ -113,17 +97,13 @@ def test_few_programs_are_made_more(monkeypatch):
         rows, enough = tiles.rows_of(kernel, many), int(132 * few.below)
         assert tiles.rows_of(kernel, few) < rows and enough in (33, 66, 132)
         for heads, length, expected in (
-            (1, (enough - 1) * rows, few),
-            (enough - 1, rows, few),
-            (enough, 1, many),
-            (1, enough * rows, many),
-        ):
+            (1, (enough - 1) * rows, few), (enough - 1, rows, few), (enough, 1, many), (1, enough * rows, many),
+        ):  # fmt: skip
             lengths = (7, length) if kernel == "backward_keys" else (length, 7)
             assert chosen(kernel, heads, *lengths, precision, head_dim) == expected
         # what the launchers for Hopper leave to these kernels is reckoned in programs of so many rows
-        if ((precision, kernel) == ("fp32", "forward") and head_dim > 16) or (
-            precision == "half" and head_dim > 32
-        ):
+        least = {("fp32", "forward"): 16}.get((precision, kernel), 32 if precision == "half" else math.inf)
+        if head_dim > least:
             assert tiles.rows_of(kernel, few) == tiles.FEW_ROWS
     assert chosen("forward", 1, 7, 7, "half", 256) == tiles.tiles("forward", 90, 256, "half")
 

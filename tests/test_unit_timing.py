@@ -14,19 +14,16 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 
 
 def test_quantiles_interpolate():
+    with pytest.raises(ValueError, match="at least one sample"):
+        Timing(())
+    with pytest.raises(ValueError, match="not between 0 and 1"):
+        Timing((1.0,)).quantile(20)
     t = Timing((4.0, 1.0, 3.0, 2.0, 5.0, 6.0))
     assert (t.p20, t.p50, t.p80) == (2.0, 3.5, 5.0)
     assert t.quantile(0) == 1.0 and t.quantile(1) == 6.0
     assert Timing((7.0,)).p80 == 7.0
     assert t.metrics("forward") == {"forward_ms_p20": 2.0, "forward_ms_p50": 3.5, "forward_ms_p80": 5.0}
     assert list(t.metrics()) == ["ms_p20", "ms_p50", "ms_p80"]
-
-
-def test_a_timing_has_samples():
-    with pytest.raises(ValueError, match="at least one sample"):
-        Timing(())
-    with pytest.raises(ValueError, match="not between 0 and 1"):
-        Timing((1.0,)).quantile(20)
 
 
 def test_functions_take_turns_and_the_order_rotates():
@@ -44,23 +41,17 @@ def test_calls_have_a_limit():
 
 
 def test_slow_functions_are_called_seldom(monkeypatch):
+    assert [timing._turns(ms, 5) for ms in (1, 100, 400, 700, 10_000)] == [5, 5, 5, 2, 2]
+    assert timing._turns(700, 1) == 1
     monkeypatch.setattr(timing, "SLOW_MS", 1.0)
     monkeypatch.setattr(timing, "SLOW_BUDGET_MS", 1.0)
     calls = []
-    functions = {
-        "slow": lambda: (calls.append("slow"), time.sleep(0.01)),
-        "fast": lambda: calls.append("fast"),
-    }
+    slow, fast = lambda: (calls.append("slow"), time.sleep(0.01)), lambda: calls.append("fast")
+    functions = {"slow": slow, "fast": fast}
     out = interleaved(functions, device="cpu", rounds=5, warmup_ms=0, rep_ms=0)
     assert len(out["slow"].samples_ms) == 2 * timing.SLOW_SAMPLES  # two rounds
     assert calls.count("slow") == 2 + 2 * (1 + timing.SLOW_SAMPLES)
     assert len(out["fast"].samples_ms) == 5
-
-
-@pytest.mark.parametrize(("estimate", "turns"), [(1, 5), (100, 5), (400, 5), (700, 2), (10_000, 2)])
-def test_rounds_of_slow_functions(estimate, turns):
-    assert timing._turns(estimate, 5) == turns
-    assert timing._turns(estimate, 1) == 1
 
 
 def test_gradients_are_dropped_before_each_call():
@@ -76,18 +67,16 @@ def test_gradients_are_dropped_before_each_call():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="rounds=0"):
-        interleaved({"a": int}, device="cpu", rounds=0)
-    with pytest.raises(ValueError, match=r"no function is named b; there are a"):
-        interleaved({"a": int}, device="cpu", grad_to_none={"b": []})
-    with pytest.raises(ValueError, match=r"'tpu'; allowed: cpu, cuda"):
-        interleaved({"a": int}, device="tpu")
+    for said, given in (
+        ("rounds=0", {"rounds": 0}),
+        ("no function is named b; there are a", {"grad_to_none": {"b": []}}),
+        ("'tpu'; allowed: cpu, cuda", {"device": "tpu"}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            interleaved({"a": int}, **{"device": "cpu"} | given)
     with pytest.raises(ValueError, match="calls=0"):
         captured(int, calls=0)
-
-
-def test_what_a_function_raises_comes_through():
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # what a function raises comes through
         interleaved({"a": lambda: 1 / 0}, device="cpu")
 
 
@@ -141,21 +130,13 @@ def fake_watch(monkeypatch, nvml):
 @pytest.mark.parametrize(("instant", "power"), [(True, 400.0), (False, 300.0)])
 def test_watch_reads_clock_and_power(monkeypatch, instant, power):
     watch = fake_watch(monkeypatch, FakeNvml(instant))
-    out = interleaved(
-        {"a": int, "b": int}, device="cpu", rounds=2, rep_ms=0, warmup_ms=0, watches={"a": watch}
-    )
-    assert set(out) == {"a", "b"}
+    interleaved({"a": int, "b": int}, device="cpu", rounds=2, rep_ms=0, warmup_ms=0, watches={"a": watch})
     assert watch.metrics() == {"sm_mhz": 1500.0, "power_w": power}
     assert len(watch._samples) >= 4  # at entry and exit of two turns
     assert watch._thread is None
-
-
-def test_watch_says_when_readings_stop(monkeypatch):
-    watch = fake_watch(monkeypatch, FakeNvml(fail_after=1))
-    with watch:
+    with fake_watch(monkeypatch, FakeNvml(instant, fail_after=1)) as watch:
         time.sleep(0.02)
-    assert watch.why == "NVML: lost"
-    assert watch.sm_mhz == 1500.0
+    assert watch.why == "NVML: lost" and watch.sm_mhz == 1500.0
 
 
 @pytest.mark.gpu

@@ -58,10 +58,7 @@ def test_nothing_sent_overlaps_nothing():
 
 
 def test_gloo_speaks_for_itself_on_a_cpu():
-    sent = [
-        Range("gloo:all_reduce", 14 * MS, 30 * MS, 1, 5),
-        Range("gloo:all_reduce", 14 * MS, 30 * MS, 2, 5),
-    ]
+    sent = [Range("gloo:all_reduce", 14 * MS, 30 * MS, process, 5) for process in (1, 2)]
     asked = Kernel("c10d::allreduce_", 13 * MS, 14 * MS, 0, 0, 13 * MS, 1, 1, 1 * MS)
     work = Kernel("aten::mm", 15 * MS, 20 * MS, 0, 0, 15 * MS, 1, 1, 5 * MS)
     [step] = overlap(Trace("torch-cpu", (asked, work), (*ranges(), *sent)), "step", PHASES)
