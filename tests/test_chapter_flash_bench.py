@@ -303,7 +303,7 @@ def test_the_notebook_on_a_laptops_rows(results_root, project_root):
     notebook = project_root / "book" / "flash_bench.ipynb"
     _, displayed = execute(notebook, preset="smoke", machine="laptop")
     tables = [d["text/plain"] for d in displayed if isinstance(d, dict) and "F+B plain" in d["text/plain"]]
-    assert len(tables) == 3 and all("skipped" in text for text in tables)
+    assert len(tables) == 2 and all("skipped" in text for text in tables)
 
 
 def test_the_notebook_without_rows(results_root, project_root):

@@ -295,13 +295,6 @@ def test_softmax_stands_against_both_gemms():
     assert math.isnan(xl["time_ratio"])
 
 
-def test_adamw_moves_28_bytes_a_parameter():
-    from cs336_systems import accounting
-    from cs336_systems.sizes import size
-
-    assert page.adamw_tb_s(28.0, "small") == pytest.approx(accounting.num_parameters(size("small")) / 1e9)
-
-
 # --------------------------------------------------------------------------------------------- notebook
 @pytest.fixture
 def published(monkeypatch, project_root):

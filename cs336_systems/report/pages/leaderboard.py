@@ -159,6 +159,37 @@ def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:
     return drawn
 
 
+def schedule_figure() -> Figure:
+    """Warp specialization: a producer warp and two groups of a forward program, time to the right. While one group
+    computes a softmax, the other one multiplies. A drawing: no numbers."""
+    colors = {"load": "#b9c4cc", "matmuls": "#0072B2", "softmax": "#E69F00"}
+    drawn, axes = figures.panels(height=1.25)
+    ax = axes[0, 0]
+    loads = [(0, "$Q, K_0$"), (0.6, "$K_1, V_0$"), (2.15, "$K_2, V_1$"), (4.15, "$K_3, V_2$")]
+    bars = [(0, "load", start, 0.55, text) for start, text in loads]
+    for lane in (1, 2):
+        first = 0.6 + lane - 1
+        bars.append((lane, "matmuls", first, 0.5, "$S_0$"))
+        for tile in range(3):
+            start = first + 0.5 + 2 * tile
+            bars.append((lane, "softmax", start, 1, f"$P_{tile}$"))
+            bars.append((lane, "matmuls", start + 1, 1, f"$P_{tile}V_{tile},\\ S_{tile + 1}$"))
+    for lane, kind, start, length, text in bars:
+        ax.barh(lane, length, 0.86, start, color=colors[kind], edgecolor="white", zorder=3)
+        color = "white" if kind == "matmuls" else "#222222"
+        ax.text(start + length / 2, lane, text, color=color, ha="center", va="center", fontsize=8, zorder=4)
+    ax.set_yticks(range(3), ["producer warp", "group 1", "group 2"])
+    ax.set(xlim=(-0.05, 8.2), ylim=(2.6, -0.6), xticks=[])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel("time →", loc="right")
+    legend = [ax.barh(0, 0, color=color) for color in colors.values()]
+    names = ["load (TMA)", "matmuls (tensor cores)", "softmax (SFUs and fp32 units)"]
+    drawn.legend(legend, names, loc="outside lower center", ncols=3)
+    return drawn
+
+
 # ------------------------------------------------------------------------------------------------ kernels
 def kernels_table(rows: pd.DataFrame, impls: tuple[str, ...], fp32: bool = False) -> pd.DataFrame:
     """Kernel time by pass and shape, a column for each implementation: 16-bit shapes, or those in fp32."""

@@ -146,12 +146,6 @@ def share_table(rows: pd.DataFrame) -> pd.DataFrame:
     return _headed(pivot(pd.concat(parts), SHAPE, "part", "share")) if parts else _headed(rows[SHAPE][:0])
 
 
-def adamw_tb_s(row_ms: float, name: str) -> float:
-    """TB/s of AdamW's least traffic, 28 bytes per parameter: weight, gradient and two moments read, all but the
-    gradient written."""
-    return 28 * accounting.num_parameters(SIZES[name]) * 1e-9 / row_ms
-
-
 # ------------------------------------------------------------------------------------------------ attention
 def attention(rows: pd.DataFrame) -> pd.DataFrame:
     """Attention in the forward pass, all blocks: kernel time of its two GEMMs, its softmax, and the rest; softmax over
