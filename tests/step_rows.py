@@ -1,7 +1,10 @@
-"""Rows of steps made up from the closed forms, for tests of pages: no machine has measured them."""
+"""Rows that no machine has measured, for tests of pages: steps made up from the closed forms, and frames by hand."""
 
 import dataclasses
+import math
 import random
+
+import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.experiments.shared import steps
@@ -58,3 +61,12 @@ def write(experiment, cases, root, machine="h100-x1", make=metrics):
             experiment, machine,
             [dataclasses.asdict(case) | provenance | {"code": code(case)} | make(case) for case in group], root,
         )  # fmt: skip
+
+
+def frame(experiment, *given, **common):
+    """Rows of one run of machine `x`: what all have in common, what each is given, and no other number."""
+    lacking = dict.fromkeys(experiment.METRICS, math.nan)
+    lacking |= {"machine": "x", "run": "r", "status": "ok", "repeat": 0}
+    found = pd.DataFrame([lacking | common | row for row in given])
+    first = [column for column in ("machine", *rows.case_fields(experiment)) if column in found]
+    return found[[*first, *found.columns.difference(first, sort=False)]]

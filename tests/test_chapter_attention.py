@@ -3,25 +3,23 @@ rows there are."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import itertools
-import json
 import math
 import types
+from contextlib import nullcontext
 
-import pandas as pd
 import pytest
+import step_rows
 
-from cs336_systems import accounting, experiments
+from cs336_systems import accounting
 from cs336_systems.experiments import attention as experiment
 from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import attention as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
-from cs336_systems.store import rows as store
+from cs336_systems.store.status import Skip
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -30,16 +28,6 @@ GIB = 2**30
 
 
 # --------------------------------------------------------------------------------- grids
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_every_case_is_there_once_and_every_group_has_one_pair(preset):
-    cases = experiment.grid(preset)
-    assert len(set(cases)) == len(cases)
-    assert {c.dtype for c in cases} <= set(experiment.DTYPES)
-    assert {c.impl for c in cases} == set(experiment.IMPLEMENTATIONS)
-    for group in store.groups(experiment, cases):
-        [again] = [c for c in group if c.repeat == 1]
-        assert dataclasses.replace(again, repeat=0) in group
-        assert 0 < experiment.estimate_s(group) < 120
 
 
 def test_full_is_the_grid_of_the_handout_and_its_longest_sequences_under_the_cap():
@@ -128,8 +116,6 @@ def test_recompiling_is_an_error_while_times_are_taken(quick):
 
 
 def test_without_a_compiler_the_row_says_so(quick, monkeypatch):
-    from cs336_systems.store.status import Skip
-
     peers.build.cache_clear()
     monkeypatch.setattr(peers, "cpp_compiler", lambda: None)
     with pytest.raises(Skip, match=r"^needs a C\+\+ compiler$"):
@@ -156,7 +142,7 @@ class FailsIn(torch.autograd.Function):
 
 @without_gpu
 @pytest.mark.parametrize("part", experiment.PARTS)
-def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch, part):
+def test_a_case_that_fails_or_does_not_fit_leaves_the_others_measured(quick, monkeypatch, capsys, part):
     build = peers.build
 
     def failing(impl, *rest):
@@ -164,28 +150,11 @@ def test_one_case_out_of_memory_leaves_the_others_measured(quick, monkeypatch, p
         return fails if impl == "reference" else build(impl, *rest)
 
     monkeypatch.setattr(peers, "build", failing)
-    plain, compiled = experiment.run_group(group(impls=("reference", "reference_compiled")))
-    assert plain["status"] == "oom" and plain["failed_in"] == part
-    assert "forward_ms_p50" not in plain
-    assert "status" not in compiled and compiled["backward_ms_p50"] > 0
-
-
-def test_inputs_that_do_not_fit_are_rows_too(quick, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "randn", full)
-    if torch.cuda.is_available():
-        monkeypatch.setattr(experiment, "_workspace_gib", lambda: 0.0)
-    assert [row["status"] for row in experiment.run_group(group())] == ["oom"] * 3
-
-
-@without_gpu
-def test_another_failure_is_a_row_too(quick, capsys):
-    unknown, fine = experiment.run_group(group(impls=("warp", "reference")))
+    plain, unknown, fine = experiment.run_group(group(impls=("reference", "warp", "reference_compiled")))
+    assert plain["status"] == "oom" and plain["failed_in"] == part and "forward_ms_p50" not in plain
     assert unknown["status"].startswith("error: ValueError: unknown impl 'warp'; allowed: ")
-    assert "status" not in fine
     assert "Traceback" in capsys.readouterr().err
+    assert "status" not in fine and fine["backward_ms_p50"] > 0
 
 
 def candidate(metrics, impl="reference"):
@@ -219,23 +188,6 @@ def test_a_failed_step_keeps_nothing_and_says_where(monkeypatch):
     assert one.output is None
 
 
-def test_precision_is_left_as_it_was(quick):
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        experiment.run_group(group(impls=("reference",)))
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_unknown_values_are_named():
-    with pytest.raises(ValueError, match=r"'fp8'; allowed: fp32, bf16"):
-        experiment.run_group(group("fp8"))
-    with pytest.raises(ValueError, match=r"cap_gib=-1; allowed: 0 \(the whole GPU\)"):
-        experiment.run_group(group(cap_gib=-1))
-
-
 # --------------------------------------------------------------------------------- the cap
 @pytest.fixture
 def eighty_gib(monkeypatch):
@@ -249,27 +201,17 @@ def eighty_gib(monkeypatch):
     return fractions
 
 
-def test_the_cap_is_a_share_of_the_gpu_and_is_lifted(eighty_gib):
-    with experiment.capped(24, "cuda"):
-        assert eighty_gib == [24 / 80]
-    assert eighty_gib == [24 / 80, 1.0]
-
-
-def test_the_cap_is_lifted_after_a_failure(eighty_gib):
-    with pytest.raises(torch.OutOfMemoryError), experiment.capped(24, "cuda"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert eighty_gib[-1] == 1.0
-
-
-def test_no_cap_sets_nothing(eighty_gib):
+def test_the_cap_is_a_share_of_the_gpu_and_is_lifted_also_after_a_failure(eighty_gib):
     with experiment.capped(0, "cuda"):
-        pass
-    assert eighty_gib == []
-
-
-def test_a_gpu_below_the_cap_is_skipped(eighty_gib):
-    from cs336_systems.store.status import Skip
-
+        assert eighty_gib == []
+    for error in (None, torch.OutOfMemoryError("CUDA out of memory")):
+        eighty_gib.clear()
+        with pytest.raises(type(error)) if error else nullcontext(), experiment.capped(24, "cuda"):
+            assert eighty_gib == [24 / 80]
+            if error:
+                raise error
+        assert eighty_gib == [24 / 80, 1.0]
+    eighty_gib.clear()
     with pytest.raises(Skip, match=r"^needs a GPU with more than 80 GiB$"), experiment.capped(80, "cuda"):
         pass
     assert eighty_gib == []
@@ -335,12 +277,17 @@ def test_under_a_cap_plain_attention_runs_out_and_the_next_case_runs(monkeypatch
 ROOFS = {"x": Roofs(tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 600.0}, tb_per_s=4.0)}
 
 
-def rows(*given):
-    common = dict.fromkeys(experiment.METRICS, math.nan) | {
-        "machine": "x", "head_dim": 16, "seq_len": 16384, "dtype": "fp32", "cap_gib": 0, "impl": "reference",
-        "repeat": 0, "status": "ok", "run": "r", "workspace_gib": 0.0625,
-    }  # fmt: skip
-    return pd.DataFrame([common | row for row in given])
+rows = functools.partial(
+    step_rows.frame, experiment, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0, impl="reference",
+    workspace_gib=0.0625,
+)  # fmt: skip
+
+
+def laptop(case):
+    """A made-up result of a case on a CPU, for tests/test_chapters.py."""
+    if case.cap_gib or case.impl == "flash_triton":
+        return {"status": "skipped: needs a CUDA device"}
+    return {"forward_ms_p50": 7.0, "backward_ms_p50": 8.0}
 
 
 def test_times_have_a_line_for_each_pass_and_leave_out_what_is_not_plain():
@@ -417,45 +364,3 @@ def test_ours_stands_beside_plain_attention():
     ), 16384)  # fmt: skip
     assert found["dtype"].tolist() == ["fp32", "bf16"] and found.loc[0, "F, ×"] == 3.0
     assert found.loc[0, "plain B, ms"] == 8.0 and found[["B, ×"]].isna().all(axis=None)
-
-
-# --------------------------------------------------------------------------------- the notebook
-@pytest.fixture
-def published(monkeypatch, project_root):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-
-
-def test_the_notebook_on_the_reference_rows(published, project_root):
-    sentences, _ = execute(project_root / "book" / "attention.ipynb")
-    assert [s for s in sentences if s.outcome is None] == []
-    assert [s.part for s in sentences if s.part] == ["pytorch_attention"]
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"machine": "h100-x1,h200-x1"}, {"dtype": "bf16"}, {"head_dim": "64"}]
-)
-def test_the_notebook_on_other_rows(published, project_root, parameters):
-    assert execute(project_root / "book" / "attention.ipynb", **parameters)[0]
-
-
-def test_the_notebook_on_a_laptops_rows_and_on_none(project_root, results_root):
-    notebook = project_root / "book" / "attention.ipynb"
-    (results_root / "reference.json").write_text("{}")
-    assert {s.outcome for s in execute(notebook)[0]} == {None}
-
-    def row(case):
-        origin = {"run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "0", "code": "0"}
-        if case.cap_gib or case.impl == "flash_triton":
-            return dataclasses.asdict(case) | origin | {"status": "skipped: needs a CUDA device"}
-        return (
-            dataclasses.asdict(case)
-            | origin
-            | {"status": "ok", "forward_ms_p50": 7.0, "backward_ms_p50": 8.0}
-        )
-
-    store.write(experiment, "cpu-2", map(row, experiment.grid("smoke")), results_root)
-    (results_root / "reference.json").write_text(json.dumps({"attention": ["cpu-2"]}))
-    sentences, shown = execute(notebook)
-    assert {s.outcome for s in sentences} == {None}
-    assert any("skipped" in str(thing) and "8.00" not in str(thing) for thing in shown)
-    assert any("7.00" in str(thing) for thing in shown)

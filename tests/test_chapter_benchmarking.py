@@ -9,19 +9,18 @@ import pytest
 import step_rows
 from typer.testing import CliRunner
 
-from cs336_systems import cli, experiments
+from cs336_systems import cli
 from cs336_systems.experiments import benchmarking
 from cs336_systems.experiments.shared import steps
 from cs336_systems.experiments.shared.steps import Case
 from cs336_systems.measure.clocks.phases import each
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import benchmarking as page
 from cs336_systems.report.prose import one
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
-from cs336_systems.store import machine, rows
+from cs336_systems.store import machine
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -33,16 +32,6 @@ def case(**changes):
 
 
 # ------------------------------------------------------------------------------------------------ grid
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_grid_is_a_grid(preset):
-    cases = benchmarking.grid(preset)
-    assert len(set(cases)) == len(cases)
-    assert any(case.repeat for case in cases)
-    for c in cases:
-        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
-        given = dataclasses.asdict(c)
-        assert experiments.named(benchmarking, **given) == {field: [value] for field, value in given.items()}
-    assert all(benchmarking.estimate_s(group) > 0 for group in rows.groups(benchmarking, cases))
 
 
 def test_full_grid_is_the_handouts():
@@ -120,16 +109,6 @@ def test_memory_that_runs_out_only_in_turns_sends_each_alone(monkeypatch):
     assert calls == [1, 1, 2, 1, 1]
 
 
-def test_a_model_that_does_not_fit_is_a_row_for_all(monkeypatch):
-    from cs336_systems.training import step
-
-    def full(*args, **kwargs):
-        raise MemoryError
-
-    monkeypatch.setattr(step, "build", full)
-    assert [f["status"] for f in steps.run_group([case(), case(mode="train_step")])] == ["oom", "oom"]
-
-
 def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
     asked = []
 
@@ -186,6 +165,9 @@ def test_on_a_gpu(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ page
+laptop = step_rows.metrics  # for tests/test_chapters.py
+
+
 @pytest.fixture
 def made_up(results_root):
     """The rows of a chapter that are made up, on `h100-x1`."""
@@ -269,37 +251,6 @@ def test_steps_by_length():
 def test_figures_have_a_line_for_each_size(made_up, figure):
     [ax] = figure(made_up).axes
     assert [line.get_label() for line in ax.get_lines() if line.get_marker() != "None"] == list(HANDOUT_SIZES)
-
-
-# ------------------------------------------------------------------------------------------------ notebook
-def notebook(project_root, monkeypatch, **parameters):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    return execute(project_root / "book" / "benchmarking.ipynb", **parameters)[0]
-
-
-def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
-    sentences = notebook(project_root, monkeypatch)
-    assert [s for s in sentences if s.outcome is None] == []
-    assert {s.part for s in sentences if s.part} == {f"benchmarking_script ({part})" for part in "abc"}
-
-
-@pytest.mark.parametrize("parameters", [{"machine": "h100-x1,h200-x1"}, {"size": "small"}, {"dtype": "tf32"}])
-def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
-    assert notebook(project_root, monkeypatch, **parameters)
-
-
-def test_the_notebook_on_a_laptops_rows(project_root, results_root):
-    step_rows.write(benchmarking, benchmarking.grid("smoke"), results_root, machine="laptop")
-    sentences, shown = execute(project_root / "book" / "benchmarking.ipynb", machine="laptop", preset="smoke")
-    assert not any(s.outcome for s in sentences if s.part != "benchmarking_script (a)")
-    assert any("tiny" in str(thing) for thing in shown)
-
-
-def test_the_notebook_without_rows(project_root, tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
-    (tmp_path / "reference.json").write_text("{}")
-    sentences, _ = execute(project_root / "book" / "benchmarking.ipynb")
-    assert {s.outcome for s in sentences if s.part != "benchmarking_script (a)"} == {None}
 
 
 # ------------------------------------------------------------------------------------------------ command line

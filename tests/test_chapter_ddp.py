@@ -9,16 +9,14 @@ import math
 import pandas as pd
 import pytest
 
-from cs336_systems import experiments
 from cs336_systems.accounting import data_parallel as closed
 from cs336_systems.experiments import ddp, zero
 from cs336_systems.experiments.ddp import Case
+from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import nsys
 from cs336_systems.measure.trace import overlap as trace_overlap
 from cs336_systems.measure.trace.events import Range, Trace
 from cs336_systems.report import Chapter, tables
-from cs336_systems.report.claims import execute
-from cs336_systems.report.coverage import PROBLEMS, parts
 from cs336_systems.report.pages import ddp as page
 from cs336_systems.store import machine, rows
 from cs336_systems.store.process import ChildError
@@ -38,18 +36,6 @@ def case(**changes):
 
 
 # ------------------------------------------------------------------------------------------------ grid
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_grid_is_a_grid(preset):
-    cases = ddp.grid(preset)
-    assert len(set(cases)) == len(cases)
-    assert any(c.repeat for c in cases) and any(c.kind == "trace" for c in cases)
-    for c in cases:
-        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
-        assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
-    for group in rows.groups(ddp, cases):
-        names = [(c.context_length, c.name) for c in group]
-        assert len(set(names)) == len(names), "names tell the cases of a run apart"
-        assert ddp.estimate_s(group) > 0
 
 
 def test_full_grid_is_what_the_problems_ask_for():
@@ -58,6 +44,10 @@ def test_full_grid_is_what_the_problems_ask_for():
         assert Case("xl", 128, wrapper) in cases and Case("xl", 512, wrapper) in cases
     for mb in (1, 10, 100, 1000):
         assert Case("xl", 128, "bucketed", float(mb)) in cases
+    for c in cases:  # beside its run without communication, told apart by its name
+        assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
+    for group in rows.groups(ddp, cases):
+        assert len({(c.context_length, c.name) for c in group}) == len(group)
     two = [c for c in cases if c.world_size <= 2]
     assert sum(ddp.estimate_s(g) for g in rows.groups(ddp, two)) < 400
 
@@ -121,10 +111,16 @@ def test_memory_that_runs_out_together_sends_each_alone(monkeypatch):
 
 
 @without_gpu
-def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capfd):
-    found = list(ddp.run_group([case(wrapper="unknown"), case()]))
-    assert all(row["status"].startswith("error: LaunchError: rank") for row in found)
-    assert "unknown wrapper 'unknown'" in capfd.readouterr().err
+def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capsys):
+    def launched(cases):
+        raise LaunchError("rank 1 of 2: signal SIGKILL\nwhat it said", 1)
+
+    monkeypatch.setattr(ddp, "_launched", launched)
+    assert (
+        list(ddp.run_group([case(), case()]))
+        == [{"status": "error: LaunchError: rank 1 of 2: signal SIGKILL"}] * 2
+    )
+    assert "what it said" in capsys.readouterr().err
 
 
 @without_gpu
@@ -173,13 +169,8 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus(results_root):
     ways = (
-        ("alone", 0.0),
-        ("none", 0.0),
-        ("naive", 0.0),
-        ("bucketed", 1.0),
-        ("in_place", 1.0),
-        ("torch", 0.0),
-    )
+        ("alone", 0.0), ("none", 0.0), ("naive", 0.0), ("bucketed", 1.0), ("in_place", 1.0), ("torch", 0.0),
+    )  # fmt: skip
     group = [case(wrapper=w, bucket_mb=mb, dtype="tf32") for w, mb in ways]
     for row in ddp.run_group(group):
         assert "status" not in row and row["backend"] == "nccl" and row["peak_gib"] > 0
@@ -200,15 +191,15 @@ def timed(wrapper, step, backward=100.0, wait=0.0, **more):
     return fields | lacking | found | more
 
 
+def laptop(case):
+    """A made-up result of a case on a CPU, for tests/test_chapters.py."""
+    return {"step_ms_p50": 10.0, "backward_ms_p50": 8.0, "synchronization_ms_p50": 1.0, "backend": "gloo"}
+
+
 def reduces(*points):
     fixed = {
-        "machine": "x",
-        "backend": "nccl",
-        "how": "all_reduce",
-        "world_size": 2,
-        "repeat": 0,
-        "status": "ok",
-    }
+        "machine": "x", "backend": "nccl", "how": "all_reduce", "world_size": 2, "repeat": 0, "status": "ok",
+    }  # fmt: skip
     return pd.DataFrame([fixed | {"num_bytes": n, "ms_p50": ms} for n, ms in points])
 
 
@@ -263,11 +254,8 @@ def test_the_main_rows_are_of_the_fewest_gpus_and_the_longest_context():
 
 def test_pace_holds_a_step_against_itself_and_against_another_chapter():
     alone = dict.fromkeys(zero.METRICS, math.nan) | {
-        "variant": "alone",
-        "moment": "timed",
-        "repeat": 0,
-        "machine": "x",
-    }
+        "variant": "alone", "moment": "timed", "repeat": 0, "machine": "x",
+    }  # fmt: skip
     other = pd.DataFrame(
         [alone | {"context_length": 1024, "world_size": n, "step_ms_p50": 100.0 * n} for n in (2, 4)]
     )
@@ -343,45 +331,3 @@ def test_figures(results_root):
     assert drawn[1].get_xlim() == (0, 10)
     assert len(drawn[0].collections) == 2 * 3, "two phases and the communication of each rank"
     assert len(page.schematic().axes) == 1
-
-
-# ------------------------------------------------------------------------------------------------ notebook
-@pytest.fixture
-def book(project_root):
-    return project_root / "book" / "ddp.ipynb"
-
-
-def test_the_notebook_on_the_reference_rows(book, project_root, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    sentences, _ = execute(book)
-    assert [s.text for s in sentences if s.outcome is None] == []
-    problems = {p.id for p in PROBLEMS if p.chapter == "ddp"}
-    assert sorted(s.part for s in sentences if s.part) == sorted(
-        p for p in parts() if p.split(" ")[0] in problems
-    )
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"machine": "h100-x1,h200-x1"}, {"machine": "h200-x4,h200-x2"}, {"context_length": "512"}, {"world_size": "1"},
-        {"wrapper": "none,bucketed"}, {"kind": "trace"},
-    ],
-)  # fmt: skip
-def test_the_notebook_on_other_rows(book, project_root, monkeypatch, parameters):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    assert execute(book, **parameters)[0]
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_the_notebook_on_a_laptop(book, results_root, measured):
-    made = [dataclasses.asdict(c) | timed(c.wrapper, 10.0) | dataclasses.asdict(c) for c in ddp.grid("smoke")]
-    if measured:
-        (results_root / "reference.json").write_text(json.dumps({"ddp": ["cpu-2"]}))
-        rows.write(ddp, "cpu-2", made, results_root)
-    sentences, shown = execute(book)
-    derived = {s.part for s in sentences if s.outcome}
-    assert derived == {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed",
-                       "ddp_bucketed_benchmarking (b)"}  # fmt: skip
-    assert all(s.outcome is None for s in sentences if s.part not in derived)
-    assert measured == any("bucketed, 0.1 MB" in str(thing) for thing in shown)

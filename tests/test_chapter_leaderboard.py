@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
-import pandas as pd
 import pytest
+import step_rows
 
 from cs336_systems.experiments import (
     leaderboard,
@@ -15,17 +16,11 @@ from cs336_systems.experiments import (
     leaderboard_shapes,
 )
 from cs336_systems.ladder import steps
-from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import leaderboard as page
 from cs336_systems.report.roofs import Roofs
 
 WORK = dict(zip(("heads", "seq_len", "head_dim"), steps.WORK.values(), strict=True))
-COMMON = {"machine": "x", "is_causal": True, "dtype": "bf16", "repeat": 0, "status": "ok", "run": "r"} | WORK
-
-
-def rows(experiment, *given):
-    lacking = dict.fromkeys(experiment.METRICS, math.nan)
-    return pd.DataFrame([lacking | COMMON | row for row in given])
+rows = functools.partial(step_rows.frame, is_causal=True, dtype="bf16", **WORK)
 
 
 def harness(impl, ms, **more):
@@ -115,11 +110,6 @@ def test_counters_are_of_the_implementations_shown():
     assert found["instructions per pair"][1] == pytest.approx(32e8 / (16 * 16384 * 16385 / 2), rel=1e-2)
 
 
-def test_titles_speak_of_gemms():
-    titles = [page._title(step) for step in steps.STEPS.values()]
-    assert "the production kernel" in titles and not any("product " in t or "products" in t for t in titles)
-
-
 def test_shapes_are_held_against_their_best_peer():
     at = {"part": "forward", "batch": 8, "heads": 12, "num_queries": 1024, "num_keys": 1024, "head_dim": 64}
     ragged, short = at | {"num_queries": 1000, "num_keys": 1000}, at | {"batch": 1}
@@ -144,26 +134,3 @@ def test_shapes_are_held_against_their_best_peer():
     assert drawn[:3] == ["0.667", "1.33", "–"] and len(drawn) == 3 * 6
     nothing = page.shapes_map(found.iloc[:0]).axes[0]
     assert [text.get_text() for text in nothing.texts] == ["not measured"]
-
-
-# --------------------------------------------------------------------------------------------- notebook
-def test_the_notebook_on_the_reference_rows(published, project_root):
-    sentences, _ = execute(project_root / "book" / "leaderboard.ipynb")
-    measured = (project_root / "results" / "h200-x1" / "leaderboard_shapes.csv").exists()
-    assert len([s for s in sentences if s.outcome is None]) == (0 if measured else 1)
-    assert {"leaderboard"} == {s.part for s in sentences if s.part}
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"machine": "h100-x1,h200-x1"}, {"preset": "smoke"}, {"dtype": "fp32"}]
-)
-def test_the_notebook_on_other_rows(published, project_root, parameters):
-    sentences, _ = execute(project_root / "book" / "leaderboard.ipynb", **parameters)
-    assert sentences
-
-
-def test_the_notebook_without_rows(project_root, tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
-    (tmp_path / "reference.json").write_text("{}")
-    sentences, _ = execute(project_root / "book" / "leaderboard.ipynb")
-    assert {s.outcome for s in sentences} == {None}

@@ -36,15 +36,6 @@ BYTES = list(memory.CATEGORY_COLUMNS.values())
 
 
 # --------------------------------------------------------------------------------- grids and places
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_grid_is_a_grid(preset):
-    cases = memory.grid(preset)
-    assert len(set(cases)) == len(cases) == len(store.groups(memory, cases))  # a process for each case
-    assert {c.mode for c in cases} == set(memory.MODES) and {c.dtype for c in cases} == set(memory.DTYPES)
-    assert {c.optimizer for c in cases} == set(memory.OPTIMIZERS)
-    [again] = [c for c in cases if c.repeat]
-    assert dataclasses.replace(again, repeat=0) in cases
-    assert all(memory.estimate_s([case]) > 0 for case in cases)
 
 
 def test_full_covers_the_grid_of_the_handout():
@@ -53,6 +44,7 @@ def test_full_covers_the_grid_of_the_handout():
         assert memory.Case("2.7B", context, mode, dtype) in cases
     assert {c.size for c in cases if c.mode == "train_step"} == set(SIZES) - {"tiny"}
     assert sum(memory.estimate_s([case]) for case in cases) < 900
+    assert len(store.groups(memory, cases)) == len(cases)  # a process for each case
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
@@ -62,18 +54,6 @@ def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
     assert {p.parent for p in paths} == {store.csv_path("memory", MACHINE, tmp_path).with_suffix("")}
     assert tmp_path / MACHINE / "memory" / "2.7B_512_train_step_fp32_fused.json" in paths
     assert memory.snapshot_folder(tmp_path / "results") == tmp_path / "_build" / "memory"  # not among results
-
-
-def test_unknown_values_are_named():
-    for field, value, allowed in (
-        ("mode", "forward_backward", "forward, forward_graph, train_step"),
-        ("dtype", "tf32", "fp32, bf16"),
-        ("optimizer", "sgd", "fused, foreach"),
-        ("size", "huge", "tiny, small, medium, large, xl, 2.7B"),
-    ):
-        case = dataclasses.replace(memory.Case("tiny", 64, "forward"), **{field: value})
-        with pytest.raises(ValueError, match=rf"'{value}'; allowed: {allowed}"):
-            list(memory.run_group([case]))
 
 
 # --------------------------------------------------------------------------------- tensors, on a CPU
@@ -382,15 +362,6 @@ def test_autocast_pays_from_a_batch_of_five_on(batch, pays):
 
 
 # --------------------------------------------------------------------------------- notebook
-def test_the_notebook_on_the_reference_rows(reference, project_root):
-    sentences, _ = execute(project_root / "book" / "memory.ipynb")
-    assert [s for s in sentences if s.outcome is None] == []
-    assert {s.part for s in sentences if s.part} == {f"memory_profiling ({letter})" for letter in "abcde"}
-
-
-@pytest.mark.parametrize("parameters", [{"machine": "h100-x1,h200-x1"}, {"dtype": "bf16"}, {"size": "small"}])
-def test_the_notebook_on_other_rows(reference, project_root, parameters):
-    assert execute(project_root / "book" / "memory.ipynb", **parameters)[0]
 
 
 @without_gpu

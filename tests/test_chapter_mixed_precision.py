@@ -1,6 +1,7 @@
 """Chapter mixed_precision: number formats, its four kinds of rows measured on this machine, and its page."""
 
 import dataclasses
+import functools
 import math
 from fractions import Fraction
 
@@ -24,10 +25,6 @@ torch = pytest.importorskip("torch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SMALL = [case for case in mixed_precision.grid("smoke") if case.kind != "step"]
-PARTS = {
-    "mixed_precision_accumulation",
-    *(f"benchmarking_mixed_precision ({letter})" for letter in "abc"),
-}
 
 
 def measured(**fields):
@@ -234,13 +231,9 @@ def test_on_a_gpu():
 
 
 # ------------------------------------------------------------------------------------------------ frames
-def frame(*given, **common):
-    lacking = {f.name: f.default for f in dataclasses.fields(Case)} | dict.fromkeys(
-        mixed_precision.METRICS, math.nan
-    )
-    return pd.DataFrame(
-        [lacking | {"machine": "x", "run": "r", "status": "ok", "repeat": 0} | common | row for row in given]
-    )
+frame = functools.partial(
+    step_rows.frame, mixed_precision, **{f.name: f.default for f in dataclasses.fields(Case)}
+)
 
 
 def test_errors_of_sums_are_taken_apart():
@@ -311,26 +304,9 @@ def test_kernels_of_both_passes_beside_their_wall_time():
 
 
 # ------------------------------------------------------------------------------------------------ notebook
-@pytest.fixture
-def notebook(project_root, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    return project_root / "book" / "mixed_precision.ipynb"
 
 
-def test_the_notebook_on_the_reference_rows(notebook):
-    sentences, _ = execute(notebook)
-    assert [s for s in sentences if s.outcome is None] == []
-    assert {s.part for s in sentences if s.part} == PARTS
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"machine": "h100-x1,h200-x1"}, {"kind": "dtypes"}, {"mode": "forward"}]
-)
-def test_the_notebook_on_other_rows(notebook, parameters):
-    assert {s.part for s in execute(notebook, **parameters)[0] if s.part} == PARTS
-
-
-def test_a_bf16_that_gains_nothing_does_not_bear_the_answer_out(notebook, tmp_path, monkeypatch):
+def test_a_bf16_that_gains_nothing_does_not_bear_the_answer_out(project_root, tmp_path, monkeypatch):
     (tmp_path / "reference.json").write_text('{"mixed_precision": ["h100-x1"], "profiling": ["h100-x1"]}')
     cases = [case for case in mixed_precision.grid("full") if case.kind == "step"]
     as_fp32 = lambda case: step_rows.metrics(dataclasses.replace(case.step, dtype="fp32"))
@@ -339,12 +315,6 @@ def test_a_bf16_that_gains_nothing_does_not_bear_the_answer_out(notebook, tmp_pa
     kernels = {"kernels": 10, "matrix_product_ms": 2.0, "copy_cast_ms": 1.0, "kernel_ms": 4.0}
     step_rows.write(profiling, profiling.grid("full"), tmp_path, make=lambda case: kernels)
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
-    outcomes = {s.part: s.outcome for s in execute(notebook)[0]}
+    outcomes = {s.part: s.outcome for s in execute(project_root / "book" / "mixed_precision.ipynb")[0]}
     assert outcomes["benchmarking_mixed_precision (c)"] is False
     assert outcomes["benchmarking_mixed_precision (a)"] is None
-
-
-def test_the_notebook_without_rows(notebook, tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
-    (tmp_path / "reference.json").write_text("{}")
-    assert {s.outcome for s in execute(notebook)[0]} == {None}

@@ -32,14 +32,10 @@ COUNTING = Chip(
     1, axis_bytes_per_s=1, memory_bytes_per_s=1, network_bytes_per_s=1
 )  # times are FLOPs and bytes
 LAYOUTS = [
-    HANDOUT,
-    Layout(fsdp=64, tensor=1, fsdp_axes=3),
-    Layout(fsdp=8, tensor=8),
-    Layout(fsdp=32, tensor=16, fsdp_axes=1, tensor_axes=2),
-    Layout(fsdp=16, tensor=4, weight_bytes=1),
-    Layout(fsdp=16, tensor=8, activation_bytes=1),
-    Layout(fsdp=4, tensor=4, stages=4),
-]
+    HANDOUT, Layout(fsdp=64, tensor=1, fsdp_axes=3), Layout(fsdp=8, tensor=8),
+    Layout(fsdp=32, tensor=16, fsdp_axes=1, tensor_axes=2), Layout(fsdp=16, tensor=4, weight_bytes=1),
+    Layout(fsdp=16, tensor=8, activation_bytes=1), Layout(fsdp=4, tensor=4, stages=4),
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ memory
@@ -365,10 +361,6 @@ def test_levers_keep_the_number_of_devices(devices, tensor):
 
 
 # ------------------------------------------------------------------------------------------------ the notebook
-def test_the_notebook_bears_out_its_own_sentences(project_root):
-    sentences, _ = execute(project_root / "book" / "parallelism.ipynb")
-    assert [s for s in sentences if not s.outcome] == []
-    assert [s.part for s in sentences if s.part] == [f"communication_accounting ({x})" for x in "abcd"]
 
 
 @pytest.mark.parametrize(

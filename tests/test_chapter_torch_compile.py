@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import functools
 import math
 
-import pandas as pd
 import pytest
+import step_rows
 
-from cs336_systems import experiments
 from cs336_systems.experiments import attention as attention_experiment
 from cs336_systems.experiments import torch_compile
 from cs336_systems.experiments.torch_compile import Case
-from cs336_systems.report.claims import execute
 from cs336_systems.report.pages import torch_compile as page
 from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
-from cs336_systems.store import rows as store
 from cs336_systems.store.machine import cpp_compiler
 
 torch = pytest.importorskip("torch")
 
 
 # ------------------------------------------------------------------------------------------ the experiment
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_grid_is_a_grid(preset):
-    cases = torch_compile.grid(preset)
-    assert len(set(cases)) == len(cases)
-    for c in cases:
-        assert c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases
-        for field, allowed in torch_compile.CHOICES.items():
-            assert getattr(c, field) in allowed
-    assert all(torch_compile.estimate_s(group) > 0 for group in store.groups(torch_compile, cases))
 
 
 def test_full_grid_has_every_size_and_the_speed_cases():
@@ -79,18 +66,18 @@ def test_on_a_gpu():
 
 
 # ---------------------------------------------------------------------------------------------- the frames
-def attention(*given):
-    common = dict.fromkeys(attention_experiment.METRICS, math.nan) | {
-        "machine": "x", "head_dim": 16, "seq_len": 16384, "dtype": "fp32", "cap_gib": 0, "repeat": 0, "status": "ok",
-        "run": "r",
-    }  # fmt: skip
-    frame = pd.DataFrame([common | row for row in given])
-    keys = ["machine", "head_dim", "seq_len", "dtype", "cap_gib", "impl", "repeat"]
-    return frame[[*keys, *(c for c in frame if c not in keys)]]
+attention = functools.partial(
+    step_rows.frame, attention_experiment, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0
+)
 
 
 def ms(impl, forward, backward=1.0, **more):
     return {"impl": impl, "forward_ms_p50": forward, "backward_ms_p50": backward} | more
+
+
+def laptop(case):
+    """A made-up result of a case on a CPU, for tests/test_chapters.py."""
+    return {"step_ms_p50": 7.0}
 
 
 def test_eager_and_compiled_attention_stand_side_by_side():
@@ -120,12 +107,10 @@ def test_only_what_lies_within_its_runs_noise_stands_in_parentheses():
     assert [t.get_text() for t in page.speedup_figure(rows[:0]).axes[0].texts] == ["not measured"]
 
 
-def steps(*given):
-    common = dict.fromkeys(torch_compile.METRICS, math.nan) | {
-        "machine": "x", "context_length": 512, "mode": "train_step", "dtype": "bf16", "attention": "reference",
-        "compile": "off", "batch": 4, "repeat": 0, "status": "ok", "run": "r",
-    }  # fmt: skip
-    return pd.DataFrame([common | row for row in given])
+steps = functools.partial(
+    step_rows.frame, torch_compile, context_length=512, mode="train_step", dtype="bf16", attention="reference",
+    compile="off", batch=4,
+)  # fmt: skip
 
 
 def test_sizes_are_in_order_and_speedups_are_of_one_run():
@@ -155,35 +140,3 @@ def test_tokens_of_a_step_are_pivoted_and_what_ran_out_says_so():
     ]  # fmt: skip
     assert list(found["small, batch 4"]) == [100, 200, 300]
     assert printed(found)["small, batch 64"].iloc[0] == "OOM"
-
-
-# -------------------------------------------------------------------------------------------- the notebook
-@pytest.fixture
-def published(monkeypatch, project_root):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-
-
-def test_the_notebook_on_the_reference_rows(published, project_root):
-    sentences, _ = execute(project_root / "book" / "torch_compile.ipynb")
-    assert [s for s in sentences if s.outcome is None] == []
-    assert [s.part for s in sentences if s.part] == ["torch_compile (a)", "torch_compile (b)"]
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"machine": "h100-x1,h200-x1"}, {"size": "small"}, {"attention": "sdpa"}]
-)
-def test_the_notebook_on_other_rows(published, project_root, parameters):
-    assert execute(project_root / "book" / "torch_compile.ipynb", **parameters)[0]
-
-
-def test_the_notebook_on_a_laptops_rows_and_on_none(project_root, results_root):
-    notebook = project_root / "book" / "torch_compile.ipynb"
-    (results_root / "reference.json").write_text("{}")
-    assert {s.outcome for s in execute(notebook)[0]} == {None}
-    origin = {"status": "ok", "run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "0", "code": "0"}
-    rows = [dataclasses.asdict(c) | origin | {"step_ms_p50": 7.0} for c in torch_compile.grid("smoke")]
-    store.write(torch_compile, "cpu-2", rows, results_root)
-    (results_root / "reference.json").write_text(json.dumps({"torch_compile": ["cpu-2"]}))
-    sentences, shown = execute(notebook)
-    assert {s.outcome for s in sentences} <= {None, False}  # False: the rows name no graph
-    assert any("tiny" in str(thing) and "7.00" in str(thing) for thing in shown)

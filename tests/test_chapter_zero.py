@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 
-import pandas as pd
 import pytest
+import step_rows
 
 from cs336_systems import experiments
 from cs336_systems.accounting import Peaks
@@ -30,15 +31,8 @@ TINY = {"size": "tiny", "bucket_mb": 0.25}
 
 # --------------------------------------------------------------------------------------------- grids
 @pytest.mark.parametrize("preset", experiments.PRESETS)
-def test_grid_is_a_grid(preset):
-    cases = zero.grid(preset)
-    assert len(set(cases)) == len(cases)
-    for case in cases:
-        assert case.variant in zero.VARIANTS and case.moment in zero.MOMENTS
-        assert case.repeat == 0 or dataclasses.replace(case, repeat=0) in cases
-    for group in rows.groups(zero, cases):
-        assert zero.estimate_s(group) > 0
-        # what has a launch to itself has it for one variant; what takes turns is timed
+def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns_is_timed(preset):
+    for group in rows.groups(zero, zero.grid(preset)):
         assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
         assert len({zero.key_of(c) for c in group}) == len(group)
 
@@ -195,10 +189,9 @@ WHOLE = 4 * sum(tensor_sizes(size("xl")))
 SHEET = Roofs(sheet=Peaks(4.8, 900, {}))
 
 
-def frame(*given):
-    """Rows of XL on two GPUs, without a number but for those given."""
-    lacking = dict.fromkeys(zero.METRICS, math.nan) | {"status": "ok", "run": "r", "machine": "x"}
-    return pd.DataFrame([lacking | dataclasses.asdict(Case("", 512, zero.TIMED)) | row for row in given])
+frame = functools.partial(
+    step_rows.frame, zero, **dataclasses.asdict(Case("", 512, zero.TIMED))
+)  # XL on two GPUs
 
 
 def held(variant, moment, gib, **more):
@@ -237,34 +230,20 @@ def test_the_peak_of_a_later_step_is_that_of_all_its_moments():
 
 def timed(variant, optimizer_ms, context=1024, **more):
     return {
-        "variant": variant,
-        "context_length": context,
-        "optimizer_ms_p50": optimizer_ms,
-        "step_ms_p50": 250.0,
-    } | more
+        "variant": variant, "context_length": context, "optimizer_ms_p50": optimizer_ms, "step_ms_p50": 250.0,
+    } | more  # fmt: skip
 
 
 PROFILED = [
     timed(
-        "plain",
-        20.0,
-        128,
-        update_ms=16.0,
-        communication_ms=0.0,
-        link_sent_bytes=1.0 * GIB,
-        all_reduce_calls=99,
+        "plain", 20.0, 128, update_ms=16.0, communication_ms=0.0, link_sent_bytes=1.0 * GIB, all_reduce_calls=99,
     ),
     timed(
-        "sharded",
-        24.0,
-        128,
-        update_ms=9.0,
-        communication_ms=18.0,
-        link_sent_bytes=2.0 * GIB,
+        "sharded", 24.0, 128, update_ms=9.0, communication_ms=18.0, link_sent_bytes=2.0 * GIB,
         all_reduce_calls=99,
     ),
     timed("torch_zero", 38.0, 128, update_ms=8.0, communication_ms=26.0),
-]
+]  # fmt: skip
 
 
 def test_times_have_the_data_sheets_beside_them():
@@ -305,31 +284,6 @@ def test_traffic_is_counted_and_predicted():
     found = page.traffic(frame(*PROFILED))
     assert found["together, GiB"].tolist() == pytest.approx([WHOLE / GIB, 1.5 * WHOLE / GIB, WHOLE / GIB])
     assert found["measured, GiB"].tolist()[:2] == [1.0, 2.0] and math.isnan(found["measured, GiB"][2])
-
-
-# --------------------------------------------------------------------------------------------- notebook
-ANSWERED = {"optimizer_state_sharding", *(f"optimizer_state_sharding_accounting ({x})" for x in "abc")}
-
-
-def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    sentences, _ = execute(project_root / "book" / "zero.ipynb")
-    assert {s.part for s in sentences if s.part} == ANSWERED
-    assert [s for s in sentences if s.outcome is None] == []
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [{"machine": "h200-x4,h200-x2"}, {"machine": "h100-x1"}, {"variant": "plain"}, {"moment": "timed"}],
-)
-def test_the_notebook_on_other_rows(project_root, monkeypatch, parameters):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    assert execute(project_root / "book" / "zero.ipynb", **parameters)[0]
-
-
-def test_the_notebook_without_rows(project_root):
-    sentences, _ = execute(project_root / "book" / "zero.ipynb")
-    assert {s.outcome for s in sentences} == {None}
 
 
 # --------------------------------------------------------------------------------------------- GPUs

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import weakref
 
 import distributed
 import pytest
-import torch
 import torch.distributed as dist
 
 from cs336_systems.launch.group import Rank
-from cs336_systems.launch.start import LaunchError, launch
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.sizes import ModelConfig
-from cs336_systems.training import parallel_step
 from cs336_systems.training.parallel_step import (
     OPTIMIZERS,
     PHASES,
@@ -47,30 +42,24 @@ def enter(work, wrapper, **settings):
     return work.step(wrapper, bucket_mb=0.01 if wrapper in WITH_BUCKETS else None, **settings)
 
 
-def train_with_each_wrapper(optimizer):
-    """(wrapper, loss, checksum) after three steps from the same weights; whether ranks agree."""
-    found = []
-    for wrapper in COMMUNICATING:
-        work = workload()
-        with enter(work, wrapper, optimizer=optimizer) as step:
-            for _ in range(3):
-                step.forward()
-                loss = step.loss.item()
-                step.backward()
-                step.synchronize()
-                step.optimizer_step()
-        found.append((wrapper, loss, checksum(work), ranks_agree(checksum(work))))
-    return found
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_all_wrappers_train_alike(optimizer):
-    for found in distributed.run(train_with_each_wrapper, 2, optimizer):
-        (_, loss, weights, _), *others = found
-        assert len(others) == len(COMMUNICATING) - 1
-        for wrapper, other_loss, other_weights, agree in others:
-            assert agree, wrapper
-            assert (other_loss, other_weights) == pytest.approx((loss, weights), rel=1e-5), wrapper
+def all_wrappers_train_alike():
+    """Losses and weights after three steps from the same ones, with each optimizer."""
+    for optimizer in OPTIMIZERS:
+        found = {}
+        for wrapper in COMMUNICATING:
+            work = workload()
+            with enter(work, wrapper, optimizer=optimizer) as step:
+                for _ in range(3):
+                    step.forward()
+                    loss = step.loss.item()
+                    step.backward()
+                    step.synchronize()
+                    step.optimizer_step()
+            assert ranks_agree(checksum(work)), wrapper
+            found[wrapper] = loss, checksum(work)
+        first, *others = found.items()
+        for wrapper, other in others:
+            assert other == pytest.approx(first[1], rel=1e-5), (optimizer, wrapper)
 
 
 def take_turns():
@@ -109,10 +98,6 @@ def everyones_times_agree(times, rank):
     return len({str(one) for one in ranks.gathered(times, rank)}) == 1
 
 
-def test_steps_take_turns_on_one_model():
-    distributed.run(take_turns, 2)
-
-
 def alone():
     work = workload()
     for wrapper in WRAPPERS:
@@ -126,20 +111,12 @@ def alone():
     assert state() is None
 
 
-def test_one_rank_and_bf16():
-    distributed.run(alone, 1)
-
-
 def unequal_batches():
     work = workload(batch=1 + dist.get_rank())
     for wrapper in COMMUNICATING:
         with enter(work, wrapper) as step:
             step.run()
     assert ranks_agree(checksum(work))
-
-
-def test_ranks_may_have_batches_of_different_sizes():
-    distributed.run(unequal_batches, 2)
 
 
 def refuse():
@@ -159,24 +136,16 @@ def refuse():
         step.backward()
 
 
-def test_what_cannot_be_is_refused():
-    distributed.run(refuse, 1)
+def run_checks():
+    for check in {1: (alone, refuse), 2: (all_wrappers_train_alike, take_turns, unequal_batches)}[
+        dist.get_world_size()
+    ]:
+        check()
 
 
-def die_in_the_middle_of_a_step(rank):
-    work = ParallelWorkload(TOY, 2, 8, rank)
-    with enter(work, "bucketed") as step:
-        step.run()
-        step.forward()
-        if rank.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        step.backward()
-        step.synchronize()
-
-
-def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_others():
-    with pytest.raises(LaunchError, match="rank 1 of 2: signal SIGKILL"):
-        launch(f"{__name__}:die_in_the_middle_of_a_step", 2, device="cpu", backend="gloo", timeout_s=100)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_on_ranks(num_ranks):
+    distributed.run(run_checks, num_ranks)
 
 
 # -------------------------------------------------------------------------------------------- measure.clocks.ranks
@@ -205,12 +174,3 @@ def test_turns_share_the_steps():
             list(ranks.in_turns(["a"], *bad))
     with pytest.raises(ValueError, match="warmup=-1"):
         ranks.time_steps({}, rank=None, warmup=-1, steps=1)
-
-
-def test_this_torch_has_what_the_steps_of_its_ddp_need():
-    import inspect
-
-    names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    assert {"gradient_as_bucket_view", "bucket_cap_mb"} <= set(names)
-    assert {"forward_sync_buffers", "broadcast_buffers"} & set(names)
-    assert parallel_step.PHASES == ("forward", "backward", "synchronization", "optimizer")

@@ -1,0 +1,173 @@
+"""What every chapter is held to: its grids, and its notebook on the reference rows, on others, on a laptop's, on none.
+
+A chapter is found by its name in `_toc.yml`. Where its own test file has a function `laptop(case) -> metrics`, the
+notebook is run on such rows of its smoke preset, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import step_rows
+
+from cs336_systems import experiments
+from cs336_systems.report.claims import execute
+from cs336_systems.report.coverage import PROBLEMS, chapters_in_toc, parts
+from cs336_systems.store import rows
+
+torch = pytest.importorskip("torch")
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = [name for name in chapters_in_toc(ROOT) if (ROOT / "book" / f"{name}.ipynb").is_file()]
+LAPTOPS = [
+    name
+    for name in experiments.CHAPTERS
+    if hasattr(importlib.import_module(f"test_chapter_{name}"), "laptop")
+]
+REFERENCE = json.loads((ROOT / "results" / "reference.json").read_text())
+WAITING = ("leaderboard", "training", "speedrun")  # have sentences whose rows are yet to be measured
+UNPAIRED = (  # tables in which not every group has a repetition, or one has several
+    "allreduce", "benchmarking", "ddp", "hardware", "leaderboard", "memory", "mixed_precision", "profiling",
+    "training_run", "zero",
+)  # fmt: skip
+DERIVED = {  # answers that rest on no rows
+    "benchmarking_script (a)", "memory_profiling (d)", "flash_forward (a)", "flash_forward (c)", "flash_backward",
+    "naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking (b)",
+}  # fmt: skip
+
+
+def run(chapter, **parameters):
+    """The sentences of a chapter's notebook, and what it displayed."""
+    return execute(ROOT / "book" / f"{chapter}.ipynb", **parameters)
+
+
+# ------------------------------------------------------------------------------------------------ grids
+@pytest.mark.parametrize("preset", experiments.PRESETS)
+@pytest.mark.parametrize("table", experiments.tables())
+def test_grids(table, preset):
+    """Each case once, of allowed values; a group has a forecast and, in most tables, a case that is repeated."""
+    experiment = experiments.load(table)
+    cases = experiment.grid(preset)
+    assert len(set(cases)) == len(cases) > 0
+    for case in cases:
+        assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
+        given = {f: v for f, v in dataclasses.asdict(case).items() if f in getattr(experiment, "CHOICES", ())}
+        assert experiments.named(experiment, **given) == {field: [value] for field, value in given.items()}
+    for group in rows.groups(experiment, cases):
+        assert not hasattr(experiment, "estimate_s") or 0 <= experiment.estimate_s(group) < 900
+        if table not in UNPAIRED:
+            [again] = [case for case in group if case.repeat == 1]
+            assert dataclasses.replace(again, repeat=0) in group
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+@pytest.mark.parametrize(
+    ("table", "changes", "said"),
+    [
+        ("allreduce", {"backend": "mpi"}, "unknown backend 'mpi'; allowed: gloo, nccl"),
+        ("allreduce", {"backend": "nccl"}, "device 'cpu' with backend 'nccl'; allowed: cuda"),
+        ("allreduce", {"world_size": 0}, "world_size=0; it must be at least 1"),
+        ("allreduce", {"num_bytes": 1000}, "num_bytes=1000; it must be a positive multiple of 128"),
+        ("allreduce", {"how": "ring"}, "unknown how 'ring'; allowed: all_reduce, bucket"),
+        ("attention", {"dtype": "fp8"}, "'fp8'; allowed: fp32, bf16"),
+        ("attention", {"cap_gib": -1}, "cap_gib=-1; allowed: 0 (the whole GPU)"),
+        ("flash_bench", {"dtype": "fp8"}, "'fp8'; allowed: bf16, fp16, fp32, tf32"),
+        ("hardware", {"kind": "lunch"}, "'lunch'; allowed: matmul, copy, launch, launch_graph"),
+        ("hardware", {"kind": "matmul", "dtype": "fp8"}, "'fp8'; allowed: bf16, fp16, tf32, fp32, fp64"),
+        (
+            "memory",
+            {"mode": "forward_backward"},
+            "'forward_backward'; allowed: forward, forward_graph, train_step",
+        ),
+        ("memory", {"dtype": "tf32"}, "'tf32'; allowed: fp32, bf16"),
+        ("memory", {"optimizer": "sgd"}, "'sgd'; allowed: fused, foreach"),
+        ("memory", {"size": "huge"}, "'huge'; allowed: tiny, small, medium, large, xl, 2.7B"),
+    ],
+)
+def test_unknown_values_are_named(table, changes, said):
+    experiment = experiments.load(table)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        list(experiment.run_group([dataclasses.replace(experiment.grid("smoke")[0], **changes)]))
+
+
+class NothingFits(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there, some look at the GPU's memory before they measure"
+)
+@pytest.mark.parametrize(
+    "table", ["attention", "benchmarking", "hardware", "mixed_precision", "profiling", "training_sweep"]
+)
+def test_a_group_that_does_not_fit_is_rows_and_leaves_the_precision_as_it_was(table):
+    experiment = experiments.load(table)
+    group = rows.groups(experiment, experiment.grid("smoke"))[0]
+    torch.set_float32_matmul_precision("medium")
+    with NothingFits():
+        assert [metrics["status"] for metrics in experiment.run_group(group)] == ["oom"] * len(group)
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+# ------------------------------------------------------------------------------------------------ notebooks
+@pytest.fixture
+def published(monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(ROOT / "results"))
+
+
+@pytest.mark.parametrize("chapter", NOTEBOOKS)
+def test_the_reference_rows_bear_every_sentence_out_and_every_part_has_its_answer(chapter, published):
+    sentences, _ = run(chapter)
+    waits = chapter in WAITING or (chapter in experiments.CHAPTERS and chapter not in REFERENCE)
+    assert [s.text for s in sentences if not (s.outcome or (waits and s.outcome is None))] == []
+    problems = {problem.id for problem in PROBLEMS if problem.chapter == chapter}
+    assert sorted(s.part for s in sentences if s.part) == sorted(
+        part for part in parts() if part.split()[0] in problems
+    )
+
+
+def a_part_of(chapter):
+    """The machines that have rows of the chapter, others than the reference first; one value of its first field."""
+    measured = [path.parent.name for path in (ROOT / "results").glob(f"*/{chapter}.csv")]
+    reference = REFERENCE.get(chapter, [])
+    others_first = sorted(
+        measured, key=lambda name: -reference.index(name) if name in reference else -len(reference)
+    )
+    [*_, fields] = [
+        [statement.target.id for statement in ast.parse("".join(cell["source"])).body][4:]
+        for cell in json.loads((ROOT / "book" / f"{chapter}.ipynb").read_text())["cells"]
+        if "parameters" in cell["metadata"].get("tags", [])
+    ]
+    table = next(
+        t for t in experiments.of_chapter(experiments.load(chapter)) if fields[0] in rows.case_fields(t)
+    )
+    value = experiments.values(table, "full", fields[0])[0]
+    return {"machine": ",".join(others_first) or "auto", fields[0]: str(value)}
+
+
+@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+def test_a_part_of_the_rows_of_several_machines(chapter, published):
+    assert run(chapter, **a_part_of(chapter))[0]
+
+
+@pytest.mark.parametrize("chapter", LAPTOPS)
+def test_a_laptops_rows(chapter, results_root):
+    """Those of the smoke preset, made up: they are shown, whatever the sentences about larger models make of them."""
+    experiment, of_case = experiments.load(chapter), importlib.import_module(f"test_chapter_{chapter}").laptop
+    step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
+    sentences, shown = run(chapter, machine="laptop", preset="smoke")
+    assert sentences and any("laptop" in str(getattr(thing, "data", thing)) for thing in shown)
+
+
+@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+def test_without_rows_only_what_is_derived_is_decided(chapter, results_root):
+    sentences, shown = run(chapter)
+    assert shown and {s.part for s in sentences if s.outcome is not None} <= DERIVED
