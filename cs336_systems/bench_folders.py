@@ -28,10 +28,11 @@ def matrix(
 ) -> None:  # fmt: skip
     """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
     from cs336_systems import experiments
-    from cs336_systems.report import matrix as report
     from cs336_systems.store.machine import gpu_names
 
     with terminal.wrong_input():
+        from cs336_systems.report import matrix as report  # matplotlib refuses a wrong MPLBACKEND
+
         experiment = experiments.load("training")
         world_size = ranks or len(gpu_names()) or 2
         given = {
@@ -66,9 +67,10 @@ def sweep(
 ) -> None:  # fmt: skip
     """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
     from cs336_systems import experiments
-    from cs336_systems.report import sweep as report
 
     with terminal.wrong_input():
+        from cs336_systems.report import sweep as report
+
         experiment = experiments.load("training_sweep")
         shapes = list(dict.fromkeys(experiment.tier(text) for text in tiers.split(",")))
         given = {"attention": attention, "dtype": dtype, "head_dim": head_dim, "heads": heads, "batch": batch}

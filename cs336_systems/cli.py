@@ -135,7 +135,7 @@ def run(
     from cs336_systems.store.rows import results_root
 
     with _wrong_input():
-        names = chapters or list(experiments.CHAPTERS)
+        names = list(dict.fromkeys(chapters or experiments.CHAPTERS))
         for name in names:
             if name not in experiments.CHAPTERS:
                 raise ValueError(f"unknown chapter {name!r}; allowed: {', '.join(experiments.CHAPTERS)}")
@@ -271,6 +271,9 @@ def bench_flash(
     """Attention: forward, backward, both; every implementation. Shapes off the handout's grid work too."""
     given = {"seq_len": seq_len, "head_dim": head_dim, "dtype": dtype, "impl": impl, "heads": heads}
     if tune:
+        with _wrong_input():
+            if json_file is not None:
+                raise ValueError(f"--json {json_file}: --tune prints the row to add, and writes no file")
         typer.echo(_tune(given))
     else:
         _bench("flash_bench", given, preset, refresh, save, json_file)
@@ -302,6 +305,9 @@ def bench_model(
     }  # fmt: skip
     for field, known in (CHOICES | {"size": HANDOUT_SIZES}).items():
         given[field] = ",".join(known) if given[field].strip() == "all" else given[field]
+    with _wrong_input():
+        if compiled and compile_mode is not None and "off" in given["compile"].split(","):
+            raise ValueError(f"--compile and --compile-mode {compile_mode} contradict each other")
     options = {"nvtx": True} if nvtx else {}
     _bench("benchmarking", given, "full", refresh, save, json_file, memory_snapshot, **options)
 
@@ -354,6 +360,7 @@ def _bench(
     from cs336_systems import bench as room
     from cs336_systems import experiments
     from cs336_systems.store import measuring, rows
+    from cs336_systems.store.files import naming
     from cs336_systems.store.machine import machine_name
 
     with _wrong_input():
@@ -380,7 +387,8 @@ def _bench(
         room.as_json(frame) if json_file == "-" else room.as_table(frame, rows.case_fields(experiment))
     )
     if to_file:
-        Path(json_file).write_text(room.as_json(frame) + "\n", encoding="utf-8")
+        with _wrong_input(), naming("write", Path(json_file)):
+            Path(json_file).write_text(room.as_json(frame) + "\n", encoding="utf-8")
     if failure:
         _fail(failure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -10,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -39,7 +40,18 @@ def fail(message: object) -> typing.NoReturn:
 
 
 class Interruptible(typer.core.TyperGroup):
-    """Commands that Ctrl-C ends with one line and exit code 130."""
+    """Commands that end with one line and exit code 130 after Ctrl-C, or 1 where a disk is full."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with suppress(OSError):
+                say(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left to print fails once more
+            sys.exit(1)
 
     def invoke(self, ctx: typer.Context) -> Any:
         _open_closed_streams()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -314,6 +315,18 @@ def test_module_is_the_command_and_helps_without_torch():
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "cs336_systems.cli" in imported
     assert not imported & {"torch", "triton", "pandas", "matplotlib"}
+
+
+def test_a_full_output_ends_in_a_line():
+    import subprocess
+
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "cs336_systems", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "Error: cannot write the output: No space left on device\n"
 
 
 def test_an_interrupted_command_says_so_in_a_line(monkeypatch):

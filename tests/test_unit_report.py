@@ -12,6 +12,7 @@ import pytest
 from cs336_systems import experiments, report
 from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.roofs import Roofs, roofs
+from cs336_systems.report.values import published
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
 from cs336_systems.store.machine import machine_name
@@ -190,6 +191,9 @@ def test_odd_rows_are_a_problem(results_root, what):
         ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
         ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: allreduce"),
         ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
+        ('{"hardware": ["cpu-9", "cpu-9"]}', "machine 'cpu-9' twice"),
+        ('{"hardware": [], "hardware": ["cpu-9"]}', "'hardware' twice"),
+        ("[" * 10**5, "recursion"),
         ('{"hardware": [', "line 1"),
     ],
 )
@@ -198,6 +202,20 @@ def test_what_is_wrong_with_reference_json_is_said(results_root, text, named):
     (results_root / "reference.json").write_text(text)
     with pytest.raises(ValueError, match=rf"reference\.json.*{named}"):
         chapter()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("what;value\n", "lacks the columns what"),
+        ("what,value,hardware,source\na,fast,,\n", "line 2: value=fast: expected a number"),
+        ("what,value,hardware,source\na,1\n", "line 2: 2 cells"),
+    ],
+)
+def test_what_is_wrong_with_published_figures_is_said(results_root, text, named):
+    (results_root / "published.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"published\.csv.*{named}"):
+        published("a")
 
 
 # --------------------------------------------------------------------------------- words and tables

@@ -198,6 +198,7 @@ def csv(write):
         (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
+        (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1_0,")], "line 3: ms_p50=1_0: expected"),
         (["{}", GOOD, "\0\0"], "line 3: a byte of value 0"),
         (["{},tflops", GOOD + ",1"], "columns that this version does not know: tflops"),
         (["{},source", GOOD + ",1"], "columns twice: source"),
@@ -217,6 +218,9 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
     before, text = rows.read(fake, "m", root), csv.read_bytes()
     csv.write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n")  # as some editors save it
     pd.testing.assert_frame_equal(rows.read(fake, "m", root), before)
+    csv.write_bytes(text[:-2])
+    with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 2: cut off"):
+        rows.read(fake, "m", root)
     csv.write_bytes(text + b"\xff\xfe")
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
         rows.read(fake, "m", root)
@@ -227,7 +231,8 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("{", "line 1, column 2"), ("[]", "list"), ('{"a": 1}', "a is 1")]
+    ("text", "named"),
+    [("{", "line 1, column 2"), ("[]", "list"), ('{"a": 1}', "a is 1"), ('{"a": {}, "a": {}}', "'a' twice")],
 )
 def test_a_damaged_machine_json_is_named(root, text, named):
     (root / "m").mkdir(parents=True)
@@ -385,8 +390,7 @@ def test_columns_of_a_newer_version_are_kept_by_measuring_nothing(fake, root):
     measure(fake, root)
     fake.CALLS.clear()
     path = rows.csv_path("fake_chapter", "cpu-test", root)
-    newer = re.sub("$", ",1", path.read_text().strip(), flags=re.M).replace("code,1", "code,tflops")
-    path.write_text(newer)
+    path.write_text(newer := re.sub("\n", ",1\n", path.read_text()).replace("code,1", "code,tflops"))
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv.*does not know: tflops"):
         measure(fake, root, refresh="all")
     assert not fake.CALLS and path.read_text() == newer

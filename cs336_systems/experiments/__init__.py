@@ -45,6 +45,7 @@ from typing import Any
 
 from cs336_systems.launch.group import team_size
 from cs336_systems.store import rows
+from cs336_systems.store.files import naming
 
 TABLES = {
     "leaderboard": (
@@ -186,7 +187,7 @@ def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]
     chosen = named(experiment, **given)
     in_grid = all(set(chosen[field]) <= set(lists[field]) for field in chosen)
     if in_grid and len(chosen) < len(lists):
-        return cases(experiment, preset, **given)
+        return cases(experiment, preset, **given | chosen)
     lists |= {"repeat": [0]} | chosen
     return [experiment.Case(*combination) for combination in itertools.product(*lists.values())]
 
@@ -196,10 +197,11 @@ def check_environment() -> None:
     hopper = os.environ.get("CS336_HOPPER", "1")
     if hopper not in ("0", "1"):
         raise ValueError(f"CS336_HOPPER={hopper!r}; allowed: 0, 1")
-    results = Path(os.environ.get("CS336_RESULTS") or ".")
-    there = next((path for path in (results, *results.parents) if path.exists()), results)
-    if not there.is_dir():
-        raise ValueError(f"CS336_RESULTS={results}: {there} is not a folder")
+    results = rows.results_root() if os.environ.get("CS336_RESULTS") else Path(".")
+    with naming("read CS336_RESULTS,", results):
+        there = next((path for path in (results, *results.parents) if path.exists()), results)
+        if not there.is_dir():
+            raise ValueError(f"CS336_RESULTS={results}: {there} is not a folder")
 
 
 def of_this_team(

@@ -67,6 +67,8 @@ def reference(root: Path) -> dict[str, list[str]]:
                 raise StoreError(
                     f"{path}: {chapter}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
                 )
+            if machines.count(machine) > 1:
+                raise StoreError(f"{path}: {chapter}: machine {machine!r} twice")
     return known
 
 

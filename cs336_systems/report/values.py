@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pandas as pd
 
 from cs336_systems.report.tables import fmt, percent
 from cs336_systems.store import rows as store
+from cs336_systems.store.files import StoreError, read_table
 
 MARK = "\x00"  # encloses, in a formatted text, the reason why a number is missing
 consulted: list[tuple[str, bool, bool]] = []  # comparisons since the last claim: repr, result, narrow
@@ -154,19 +154,24 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
 def published(what: str) -> Row:
     """The figure of `results/published.csv` whose description begins with these words: `value`, `hardware`, `source`.
 
-    Raises ValueError where there is none, or more than one. In a results folder without that file its numbers are
-    missing.
+    Raises ValueError where there is none, or more than one; StoreError where the file is damaged. In a results folder
+    without that file its numbers are missing.
     """
     path = store.results_root() / "published.csv"
-    if not path.is_file():
+    header, figures = read_table(path)
+    if not header:
         return Row({"value": math.nan, "hardware": "", "source": ""}, what, f"{path.name}: no such file")
-    with open(path, encoding="utf-8", newline="") as file:
-        figures = list(csv.DictReader(file))
-    found = [f for f in figures if f["what"].startswith(what)]
+    if lacking := [column for column in ("what", "value", "hardware", "source") if column not in header]:
+        raise StoreError(f"{path} lacks the columns {', '.join(lacking)}")
+    found = [(line, figure) for line, figure in figures if figure["what"].startswith(what)]
     if len(found) != 1:
-        known = "; ".join(f["what"] for f in figures)
+        known = "; ".join(figure["what"] for _, figure in figures)
         raise ValueError(f"{what!r} begins {len(found)} published figures; there are: {known}")
-    return Row(found[0] | {"value": float(found[0]["value"]), "status": "ok"}, what)
+    [(line, figure)] = found
+    value = pd.to_numeric(figure["value"], errors="coerce")
+    if not math.isfinite(value):
+        raise StoreError(f"{path}, line {line}: value={figure['value']}: expected a number")
+    return Row(figure | {"value": float(value), "status": "ok"}, what)
 
 
 @dataclass(frozen=True)

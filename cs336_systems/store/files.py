@@ -62,11 +62,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if (text := read_text(path)) is None:
         return {}
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise StoreError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a name twice; a number or a nesting without end
+        raise StoreError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise StoreError(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} twice in one object")
+        found[name] = value
     return found
 
 
@@ -74,6 +85,8 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
     """The columns of a CSV, and its rows with their lines; nothing of either where there is no such file."""
     if (text := read_text(path)) is None:
         return [], []
+    if text and text[-1] not in "\r\n":
+        raise StoreError(f"{path}, line {len(text.splitlines())}: cut off, without the end of a line")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows = []
     try:

@@ -156,6 +156,8 @@ def _refuse_words(path: Path, metric: str, cells: list[tuple[int, str]]) -> None
 
 
 def _is_number(cell: str) -> bool:
+    if "_" in cell or not cell.isascii():  # Python's numbers, but not pandas'
+        return False
     try:
         values = [float(part) for part in cell.replace(";", " ").split()]
     except ValueError:
