@@ -32,16 +32,14 @@ def stage(
     the folder where it cannot be written; nothing half-written is left then.
     """
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
-    told, verb = _taken(folder, name, made_from), "took"
-    if told is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
-                told = _taken(folder, name, made_from)  # made by another process, while this one waited
-                if told is None:
-                    told, verb = _made(folder, name, made_from, make), "made"
-        except OSError as error:
-            raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
+            told, verb = _taken(folder, name, made_from), "took"
+            if told is None:
+                told, verb = _made(folder, name, made_from, make), "made"
+    except OSError as error:
+        raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
     return told
 

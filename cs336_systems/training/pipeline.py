@@ -55,7 +55,8 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
         say(f"training: {config.out} holds it already, {result['step']} steps")
     else:
         start = _begin(config, config.parallel.nproc, say)
-        result = (_alone if config.parallel.nproc == 1 else _on_ranks)(config, start, say)
+        alone = config.parallel.nproc == 1
+        result = on_a_rank(None, config.to_dict(), start) if alone else _on_ranks(config, start, say)
     return _finish(config, result, say)
 
 
@@ -68,8 +69,8 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
 
     forecast.check_fits(config, world_size)
     check_asked(config.generation.prompt, config.generation.temperature)
-    if reason := availability().get(config.model.attention):
-        raise ValueError(f"model.attention={config.model.attention!r} is unavailable: {reason}")
+    if (name := config.model.attention) != "auto" and (reason := availability()[name]):
+        raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
     try:
         if config.checkpoints.init_from:
             checkpoints.weights_of(Path(config.checkpoints.init_from))
@@ -79,10 +80,6 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
     prepare(config, say)
     outputs.write(Path(config.out) / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     return start
-
-
-def _alone(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
-    return on_a_rank(None, config.to_dict(), start)
 
 
 def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
