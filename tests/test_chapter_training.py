@@ -13,13 +13,7 @@ import pytest
 import training_rows
 
 from cs336_systems import experiments
-from cs336_systems.experiments import (
-    training,
-    training_fits,
-    training_ladder,
-    training_run,
-    training_sweep,
-)
+from cs336_systems.experiments import training, training_fits, training_ladder, training_run, training_sweep
 from cs336_systems.experiments.shared import trials
 from cs336_systems.report import matrix, sweep
 from cs336_systems.report.chapter import Chapter
@@ -59,13 +53,9 @@ def test_the_matrix_is_whole_on_two_gpus():
 
 
 def test_one_gpu_takes_twelve_minutes():
-    seconds = sum(
-        table.estimate_s(group)
-        for table in TABLES
-        for group in store.groups(table, table.grid("full"))
-        if getattr(group[0], "world_size", 1) == 1
-    )
-    assert seconds < 12 * 60
+    groups = [(table, group) for table in TABLES for group in store.groups(table, table.grid("full"))]
+    on_one = [(table, group) for table, group in groups if getattr(group[0], "world_size", 1) == 1]
+    assert sum(table.estimate_s(group) for table, group in on_one) < 12 * 60
 
 
 def test_a_rung_is_its_variant():
@@ -92,9 +82,8 @@ def test_compiled_plain_attention_leaves_the_rest_eager():
 def test_all_cells_of_a_group_learn_the_same():
     """Two ranks, with and without sharded state, by every kind of wrapper."""
     fields = {"size": "tiny", "context_length": 16, "dtype": "fp32", "steps": 3}
-    cells = training.cells(
-        ("sdpa",), ("none", "bucketed", "torch"), (False, True), batch=2, world_size=2, **fields
-    )
+    wrappers = ("none", "bucketed", "torch")
+    cells = training.cells(("sdpa",), wrappers, (False, True), batch=2, world_size=2, **fields)
     found = trials.measure(cells)
     assert not [m["status"] for m in found if "status" in m]
     for case, metrics in zip(cells, found, strict=True):
@@ -155,22 +144,19 @@ def test_a_real_run_on_its_own():
         assert text.startswith(training_run.PROMPT) and text.isprintable() and text.isascii()
 
 
-def test_choices_of_a_run():
+def test_choices_of_a_run_and_of_a_sweep():
     cases = experiments.cases_beyond(training_run, "full", minutes="0.5,2", size="mini")
     assert {(c.minutes, c.size) for c in cases} == {(0.5, "mini"), (2.0, "mini")}
     for wrong in ("0", "-1", "x", "nan", "1e9"):
         with pytest.raises(ValueError, match=f"minutes={wrong}; allowed: a number above 0"):
             experiments.cases_beyond(training_run, "full", minutes=wrong)
-
-
-# ------------------------------------------------------------------------------------------------ the sweep
-@pytest.mark.parametrize("text", ["128", "128:", ":64", "0:64", "128:-1", "a:b", "128:64:32", "1.5:2", ""])
-def test_wrong_tiers_are_named(text):
-    with pytest.raises(ValueError, match=r"allowed: queries:keys"):
-        training_sweep.tier(text)
+    for wrong in ("128", "128:", ":64", "0:64", "128:-1", "a:b", "128:64:32", "1.5:2", ""):
+        with pytest.raises(ValueError, match=r"allowed: queries:keys"):
+            training_sweep.tier(wrong)
     assert training_sweep.tier(" 128:64 ") == (128, 64)
 
 
+# ------------------------------------------------------------------------------------------------ the sweep
 def test_a_rectangular_shape_is_measured():
     cases = training_sweep.cases_of([(24, 8)], ("reference", "sdpa"), heads=2, batch=1, dtype="fp32")
     assert [(c.attention, c.repeat) for c in cases] == [("reference", 0), ("sdpa", 0), ("sdpa", 1)]
@@ -189,14 +175,8 @@ def test_a_pass_that_runs_out_is_a_row_and_the_other_one_is_timed(monkeypatch):
         def backward(ctx, grad):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def build(name, *rest):
-        return (
-            training_sweep.peers.Attention(Full.apply, "made up")
-            if name == "flash_torch"
-            else known(name, *rest)
-        )
-
-    known = training_sweep.peers.build
+    known, full = training_sweep.peers.build, training_sweep.peers.Attention(Full.apply, "made up")
+    build = lambda name, *rest: full if name == "flash_torch" else known(name, *rest)
     monkeypatch.setattr(training_sweep.peers, "build", build)
     cases = training_sweep.cases_of([(16, 8)], ("flash_torch", "sdpa"), heads=2, batch=1, dtype="fp32")
     first, second, again = training_sweep.run_group(cases)
@@ -205,10 +185,9 @@ def test_a_pass_that_runs_out_is_a_row_and_the_other_one_is_timed(monkeypatch):
     assert "status" not in second and "failed_in" not in second and again["both_ms_p50"] > 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_cap_needs_a_gpu():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    [*found] = training_sweep.run_group(training_sweep.cases_of([(16, 8)], ("sdpa",), cap_gib=24))
+    found = training_sweep.run_group(training_sweep.cases_of([(16, 8)], ("sdpa",), cap_gib=24))
     assert {m["status"] for m in found} == {"skipped: needs a CUDA device"}
 
 
@@ -218,9 +197,7 @@ def made_up(results_root, project_root, monkeypatch):
     shutil.copy(project_root / "results" / "published.csv", results_root)
     training_rows.write(results_root)
     known = page.roofs_of
-    monkeypatch.setattr(
-        page, "roofs_of", lambda machines, root: dict.fromkeys(known(machines, root), training_rows.H200)
-    )
+    monkeypatch.setattr(page, "roofs_of", lambda *where: dict.fromkeys(known(*where), training_rows.H200))
     return results_root
 
 
@@ -327,10 +304,11 @@ def test_the_notebook_on_a_laptops_rows_and_on_none(results_root, project_root):
     notebook = project_root / "book" / "training.ipynb"
     assert {s.outcome for s in execute(notebook)[0]} == {None}
     origin = {"status": "ok", "run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "0", "code": "0"}
-    for table, more in (
-        (training, {"step_ms_p50": 7.0}),
-        (training_ladder, {"losses": "7 6 5 4 3 2", "step_ms_p50": 9.0}),
-    ):
+    measured = {
+        training: {"step_ms_p50": 7.0},
+        training_ladder: {"losses": "7 6 5 4 3 2", "step_ms_p50": 9.0},
+    }
+    for table, more in measured.items():
         rows = [dataclasses.asdict(case) | origin | more for case in table.grid("smoke")]
         store.write(table, "cpu-2", rows, results_root)
     (results_root / "reference.json").write_text(json.dumps({"training": ["cpu-2"]}))
@@ -353,18 +331,16 @@ def test_every_rung_of_one_gpu_learns_the_same():
 @pytest.mark.gpu
 def test_fp16_under_a_cap_runs_or_runs_out():
     small = training_fits.Case("tiny", 64, 4, cap_gib=1, steps=2)
-    fits, full = training_fits.run_group(
-        [small, dataclasses.replace(small, size="small", context_length=1024, sequences=32)]
-    )
+    large = dataclasses.replace(small, size="small", context_length=1024, sequences=32)
+    fits, full = training_fits.run_group([small, large])
     assert "status" not in fits and fits["peak_gib"] <= fits["reserved_gib"] <= 1
     assert full["status"] == "oom" and full["predicted_gib"] > 1
 
 
 @pytest.mark.gpu
 def test_every_implementation_takes_a_rectangular_shape_under_a_cap():
-    cases = training_sweep.cases_of(
-        [(160, 64)], training_sweep.CHOICES["attention"], heads=2, batch=1, cap_gib=1
-    )
+    choices = training_sweep.CHOICES["attention"]
+    cases = training_sweep.cases_of([(160, 64)], choices, heads=2, batch=1, cap_gib=1)
     for case, metrics in zip(cases, training_sweep.run_group(cases), strict=True):
         assert "status" not in metrics and metrics["forward_peak_gib"] <= metrics["peak_gib"] < 1, case
 

@@ -21,26 +21,32 @@ from cs336_systems.training import config, pipeline
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
-    "model.d_model": 16, "model.d_ff": 32,
-    "model.num_heads": 2, "model.context_length": 32, "batch.sequences": 4, "schedule.steps": 6, "evaluation.every": 4,
+    "model.d_model": 16, "model.d_ff": 32, "model.num_heads": 2, "model.context_length": 32, "batch.sequences": 4,
+    "schedule.steps": 6, "evaluation.every": 4,
     "generation.tokens": 12, "run.device": "cpu", "logging.every": 2,
 }  # fmt: skip
 
 
+def changed(out, changes):
+    return SMALL | {"out": str(out)} | {name.replace("__", "."): value for name, value in changes.items()}
+
+
 def made(out, **changes):
-    return config.load(
-        None, SMALL | {"out": str(out)} | {k.replace("__", "."): v for k, v in changes.items()}
-    )
+    return config.load(None, changed(out, changes))
 
 
 def words(out, **changes):
     """The same as words of a command line."""
-    told = SMALL | {"out": str(out)} | {k.replace("__", "."): v for k, v in changes.items()}
-    return ["train", *(word for key, value in told.items() for word in ("--set", f"{key}={value}"))]
+    return [
+        "train",
+        *(word for key, value in changed(out, changes).items() for word in ("--set", f"{key}={value}")),
+    ]
 
 
-def test_from_text_to_samples_and_again(tmp_path):
+def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
     said = []
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     result = pipeline.train(made(tmp_path / "run"), said.append)
     out = tmp_path / "run"
     assert 0 < result["floor"] < result["valid_loss"] < 6.5 and len(result["samples"]) == 2
@@ -48,6 +54,7 @@ def test_from_text_to_samples_and_again(tmp_path):
     assert (out / "samples.txt").read_text(encoding="utf-8").count("Once upon a time") == 2
     assert "<svg" in (out / "loss.svg").read_text(encoding="utf-8")
     assert config.load(out / "config.json") == made(out)
+    assert [path.name for path in tmp_path.rglob("*") if not path.is_relative_to(out)] == ["elsewhere"]
     weights = (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns
     said.clear()
     again = pipeline.train(made(out, logging__every=1, generation__samples=1), said.append)
@@ -86,12 +93,8 @@ def test_two_ranks_have_the_loss_of_one(tmp_path):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_saves_and_ends(tmp_path, nproc):
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "cs336_systems",
-        *words(out, schedule__steps=100_000, parallel__nproc=nproc),
-    ]
+    words_of = words(out, schedule__steps=100_000, parallel__nproc=nproc)
+    command = [sys.executable, "-m", "cs336_systems", *words_of]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while not (out / "log.csv").is_file() or len((out / "log.csv").read_text().splitlines()) < 3:
@@ -120,10 +123,3 @@ def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path):
     assert done.exit_code == 0, done.stderr
     assert "GiB of tensors" in done.stdout and "minutes for 6 steps" in done.stdout
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_writes_only_into_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    pipeline.train(made(tmp_path / "run"), lambda line: None)
-    assert not list((tmp_path / "elsewhere").iterdir())

@@ -33,12 +33,8 @@ def curve(key, steps, floor=0.4):
 def trial(case, ms, gib, sequences):
     losses = curve((case.repeat, getattr(case, "rung", 0)), case.steps + 3)
     speed = sequences * case.context_length / ms * 1e3
-    spread = {
-        "step_ms_p20": 0.99 * ms,
-        "step_ms_p50": ms * (1 + 0.01 * case.repeat),
-        "step_ms_p80": 1.02 * ms,
-    }
-    return spread | {
+    return {
+        "step_ms_p20": 0.99 * ms, "step_ms_p50": ms * (1 + 0.01 * case.repeat), "step_ms_p80": 1.02 * ms,
         "first_step_s": 3.0, "tokens_per_s": speed, "mfu": 0.4, "peak_gib": gib, "epoch_s": 2.4e8 / speed,
         "loss_last": losses[-1], "losses": " ".join(f"{x:.5g}" for x in losses), "vocab_size": 2048, "backend": "nccl",
         "sm_mhz": 1900, "power_w": 600,

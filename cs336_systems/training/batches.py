@@ -4,8 +4,7 @@
     ids, targets = batches.at(step, part=rank, parts=world_size)          # (16, 512) each, int64, for four ranks
 
 The tokens are cut into windows of `context_length`, each with the token after it. An epoch visits every window once, in
-an order drawn from the seed and the epoch's number; steps take windows off this endless stream, ranks and microbatches
-disjoint parts of a step's. Nothing is kept between calls, so neither workers nor the number of ranks make a difference.
+an order drawn from the seed and the epoch's number; ranks and microbatches take disjoint parts of a step's windows.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ class Batches:
                 f"{len(tokens)} tokens; context_length={context_length} needs {context_length + 1} or more"
             )
         self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed
-        self._order = functools.lru_cache(maxsize=2)(
-            self._order_of_epoch
-        )  # a step may see the end of one and the next
+        # a step may see the end of one epoch and the next
+        self._order = functools.lru_cache(maxsize=2)(self._order_of_epoch)
 
     @property
     def steps_per_epoch(self) -> float:

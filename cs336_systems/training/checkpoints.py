@@ -6,13 +6,12 @@
         state.pt              the gradient scaler, and the random state of each rank
         checkpoint.json       step, tokens, losses, the configuration, and size and SHA-256 of the files above
 
-A checkpoint is written beside its place, synced to disk, and renamed. `sound` reads the digests: a truncated or
-foreign one is refused by name. `best` is a file with the name of the one with the lowest validation loss.
+A checkpoint is written beside its place, synced to disk, and renamed. `about` reads the digests: a truncated or foreign
+one is refused by name. `best` is a file with the name of the one with the lowest validation loss.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from cs336_systems.training.outputs import sync_folder
+from cs336_systems.training import outputs
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -41,50 +40,32 @@ def save(
 ) -> Path:  # fmt: skip
     """Writes a checkpoint of `step` into `folder`, and returns its place; one that is there already is replaced.
 
-    weights: contiguous tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON.
+    weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON.
     CheckpointError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
-    new = folder / f".{final.name}.{os.getpid()}"
+    new = folder / f".{final.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        new.mkdir()
+        for left in folder.glob(".step-*"):  # of writers that were killed
+            shutil.rmtree(left)
+        new.mkdir(parents=True)
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        contents = (safetensors.torch.save(plain), _bytes_of(optimizer), _bytes_of(state))
-        files = {}
-        for name, content in zip(_FILES, contents, strict=True):
-            _write(new / name, content)
-            files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        text = json.dumps({"step": step, **about, "files": files}, indent=1)
-        _write(new / "checkpoint.json", text.encode())
+        (new / _FILES[0]).write_bytes(safetensors.torch.save(plain))
+        for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
+            buffer = io.BytesIO()  # into a file, torch.save hides what a full disk says
+            torch.save(dict(value), buffer)
+            (new / name).write_bytes(buffer.getbuffer())
+        files = {name: outputs.synced(new / name) for name in _FILES}
+        (new / "checkpoint.json").write_text(json.dumps({"step": step, **about, "files": files}, indent=1))
+        outputs.synced(new / "checkpoint.json")
         if final.exists():
             shutil.rmtree(final)
         os.replace(new, final)
-        sync_folder(folder)
+        outputs.sync_folder(folder)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CheckpointError(f"cannot write {final}: {error.strerror or error}{_instead(folder)}") from error
     return final
-
-
-def _bytes_of(value: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(dict(value), buffer)
-    return buffer.getvalue()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what writers left that were killed."""
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -117,9 +98,7 @@ def keep(folder: Path, count: int) -> None:
 
 def mark_best(path: Path) -> None:
     """Remembers that a checkpoint is the best of its folder."""
-    new = path.parent / f".best.{os.getpid()}"
-    new.write_text(path.name, encoding="utf-8")
-    os.replace(new, path.parent / "best")
+    outputs.write(path.parent / "best", path.name)
 
 
 def best_of(folder: Path) -> Path | None:
@@ -130,39 +109,36 @@ def best_of(folder: Path) -> Path | None:
 
 # ---------------------------------------------------------------------------------------------------------- reading
 def about(path: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says of a checkpoint, after its files were held against it.
-
-    CheckpointError that names the file which is missing, truncated or altered, and the newest sound one beside it.
-    """
+    """What `checkpoint.json` says of a checkpoint, after its files were held against it; CheckpointError that names the
+    file which is missing, truncated or altered."""
     try:
         told = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         files = {name: told["files"][name] for name in _FILES}
+        for name, expected in files.items():
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path / name} has {size} bytes of {expected['bytes']}")
+            if outputs.sha256(path / name) != expected["sha256"]:
+                raise CheckpointError(
+                    f"{path / name} has been altered: its SHA-256 is not that in checkpoint.json"
+                )
         int(told["step"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {_short(error)}") from error
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{file} has {size} bytes of {expected['bytes']}")
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != expected["sha256"]:
-            raise CheckpointError(f"{file} has been altered: its SHA-256 is not that in checkpoint.json")
+        raise CheckpointError(f"{path} is no checkpoint: checkpoint.json: {error!r}") from error
     return told
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    CheckpointError as `about`, which offers another one where there is one.
+    CheckpointError as `about`, which names the newest sound one beside it.
     """
     try:
         told = about(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
+        raise CheckpointError(f"{error}{_instead(path.parent)}") from error
     weights = safetensors.torch.load_file(path / _FILES[0])
     rest = [torch.load(path / name, map_location="cpu", weights_only=True) for name in _FILES[1:]]
     return told, weights, rest[0], rest[1]
@@ -175,23 +151,9 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path} holds no weights: {_short(error)}") from error
+        raise CheckpointError(f"{path} holds no weights: {error}") from error
 
 
-def _instead(folder: Path, but: Path | None = None) -> str:
-    for path in reversed(found(folder)):
-        if path != but:
-            try:
-                about(path)
-            except CheckpointError:
-                continue
-            return f"; the newest sound checkpoint is {path}"
-    return "; there is no sound checkpoint yet" if but is None else ""
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"checkpoint.json has no {error}"
-    if isinstance(error, OSError):
-        return f"{Path(str(error.filename)).name}: {error.strerror}"
-    return str(error).splitlines()[0]
+def _instead(folder: Path) -> str:
+    sound, _ = newest_sound(folder)
+    return f"; the newest sound checkpoint is {sound}" if sound else ""

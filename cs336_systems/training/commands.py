@@ -4,9 +4,10 @@ torch."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,21 +15,43 @@ import typer
 
 from cs336_systems.training.config import TrainingConfig, describe, load
 
+# what is changed most, by its flag; all else by --set
+FLAGS = {
+    "out": "out", "source": "text.source", "train_mb": "text.train_mb", "vocab_size": "tokenizer.vocab_size",
+    "size": "model.size", "context_length": "model.context_length", "attention": "model.attention",
+    "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "minutes": "schedule.minutes",
+    "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile", "device": "run.device",
+    "nproc": "parallel.nproc", "wrapper": "parallel.wrapper", "sharded": "optimizer.sharded",
+    "resume": "checkpoints.resume",
+}  # fmt: skip
 File = Annotated[
-    Path | None, typer.Option("--config", help="A .toml or .json file; `--keys` lists what it may hold.")
+    Path | None, typer.Option("--config", help="A .toml or .json file; `train --keys` lists its keys.")
 ]
 Change = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, any key; repeatable.")]
-Out = Annotated[str | None, typer.Option(help="Folder of the run: all that it writes.")]
-Source = Annotated[
-    str | None, typer.Option(help="stories, tinystories, random, or a file or folder of text.")
-]
-TrainMb = Annotated[float | None, typer.Option(help="Megabytes of training text.")]
-Vocab = Annotated[int | None, typer.Option(help="Tokens of the vocabulary.")]
 
 
-def _config(file: Path | None, changes: list[str] | None, **flags: Any) -> TrainingConfig:
-    """The configuration of a command line; flags by key (`model__size` is model.size) where they are given."""
-    told = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
+def _flags(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For a command that takes the first so many of FLAGS as `**flags`, texts that `load` reads."""
+    about = {key: (default in ("true", "false"), text) for key, default, text in describe()}
+
+    def declared(command: Callable[..., None]) -> Callable[..., None]:
+        *parameters, flags = inspect.signature(command, eval_str=True).parameters.values()
+        for name, key in list(FLAGS.items())[:count]:
+            switch, text = about[key]
+            option = typer.Option(f"--{name.replace('_', '-')}", help=text, metavar=None if switch else key)
+            annotation = Annotated[(bool if switch else str) | None, option]
+            parameters.append(
+                flags.replace(name=name, kind=flags.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+        command.__signature__ = inspect.Signature(parameters)
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return declared
+
+
+def _config(file: Path | None, changes: list[str] | None, flags: dict[str, Any]) -> TrainingConfig:
+    told = {FLAGS[name]: value for name, value in flags.items() if value is not None}
     for text in changes or []:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
@@ -40,84 +63,59 @@ def _config(file: Path | None, changes: list[str] | None, **flags: Any) -> Train
 @contextlib.contextmanager
 def _told_in_a_line() -> Iterator[None]:
     """Wrong input ends with exit code 2, a run that failed with 1; either in a sentence."""
-    from cs336_systems.launch.outcome import LaunchError
+    from cs336_systems.store.status import oom_is_a_row
 
+    ended: dict[str, str] = {}
+    code = 1
     try:
-        yield
+        with oom_is_a_row(ended):
+            yield
+        why = "out of memory; `--dry-run` says what a run needs" if ended else ""
     except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
-    except (LaunchError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    except RuntimeError as error:
-        if type(error).__name__ not in ("TrainingError", "CheckpointError"):
+        code, why = 2, str(error)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not type(error).__module__.startswith("cs336_systems."):
             raise
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+        why = str(error)
+    if why:
+        typer.echo(f"Error: {why}", err=True)
+        raise typer.Exit(code)
 
 
 def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(line)
-        sys.stdout.flush()
+        print(line, flush=True)
 
 
-def data(
-    config: File = None,
-    change: Change = None,
-    out: Out = None,
-    source: Source = None,
-    train_mb: TrainMb = None,
-) -> None:
+@_flags(3)
+def data(config: File = None, change: Change = None, **flags: Any) -> None:
     """Get the text that `train` would learn from."""
     with _told_in_a_line():
         from cs336_systems.training import text
 
-        made = _config(config, change, out=out, text__source=source, text__train_mb=train_mb)
-        text.prepare(made.text, Path(made.text.cache or Path(made.out) / "text"), log=_say)
+        made = _config(config, change, flags)
+        text.prepare(made.text, Path(made.text.cache or Path(made.out) / "text"), _say)
 
 
-def tokenize(
-    config: File = None, change: Change = None, out: Out = None, source: Source = None, train_mb: TrainMb = None,
-    vocab_size: Vocab = None,
-) -> None:  # fmt: skip
+@_flags(4)
+def tokenize(config: File = None, change: Change = None, **flags: Any) -> None:
     """Train the tokenizer on the text and turn the text into tokens."""
     with _told_in_a_line():
         from cs336_systems.training import pipeline
 
-        made = _config(
-            config,
-            change,
-            out=out,
-            text__source=source,
-            text__train_mb=train_mb,
-            tokenizer__vocab_size=vocab_size,
-        )
-        pipeline.prepare(made, _say)
+        pipeline.prepare(_config(config, change, flags), _say)
 
 
+@_flags(len(FLAGS))
 def train(
-    config: File = None, change: Change = None, out: Out = None, source: Source = None, train_mb: TrainMb = None,
-    vocab_size: Vocab = None,
-    size: Annotated[str | None, typer.Option(help="Of the model: mini, tiny, small, medium, large, xl, 2.7B.")] = None,
-    context_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    attention: Annotated[str | None, typer.Option(help="auto, or an implementation that `cs336 doctor` lists.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step, all ranks together.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Length in steps.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Length in tokens.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Length in minutes.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="The highest.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = None,
-    compile: Annotated[str | None, typer.Option(help="off, attention, blocks, whole, graphs.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda.")] = None,
-    nproc: Annotated[int | None, typer.Option(help="Processes to start, a GPU each where there are enough.")] = None,
-    wrapper: Annotated[str | None, typer.Option(help="naive, flat, overlapped, bucketed, in_place, torch.")] = None,
-    sharded: Annotated[bool | None, typer.Option("--sharded", help="Spread the optimizer's state over ranks.")] = None,
-    resume: Annotated[str | None, typer.Option(help="no, auto, or a checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and what it takes.")] = False,
+    config: File = None,
+    change: Change = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and what it takes.")
+    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key of a configuration.")] = False,
-) -> None:  # fmt: skip
+    **flags: Any,
+) -> None:
     """Train a language model, from raw text to samples; without arguments a small one, in minutes on a laptop.
 
     A second call skips what is there. `torchrun --nproc-per-node N -m cs336_systems train ...` works too.
@@ -127,23 +125,14 @@ def train(
             typer.echo(f"{key:26} {default:20} {about}")
         return
     with _told_in_a_line():
-        from cs336_systems.training import pipeline
+        from cs336_systems.training import forecast, pipeline
 
-        lengths = {"schedule__steps": steps, "schedule__tokens": tokens, "schedule__minutes": minutes}
-        made = _config(
-            config, change, out=out, text__source=source, text__train_mb=train_mb,
-            tokenizer__vocab_size=vocab_size, model__size=size, model__context_length=context_length,
-            model__attention=attention, batch__sequences=batch, optimizer__learning_rate=learning_rate,
-            run__dtype=dtype, run__compile=compile, run__device=device, parallel__nproc=nproc,
-            parallel__wrapper=wrapper, optimizer__sharded=sharded, checkpoints__resume=resume, **lengths,
-        )  # fmt: skip
+        made = _config(config, change, flags)
         if dry_run:
-            from cs336_systems.training.forecast import forecast
-
-            for line in forecast(made):
+            for line in forecast.forecast(made):
                 typer.echo(line)
-            return
-        pipeline.train(made, _say)
+        else:
+            pipeline.train(made, _say)
 
 
 def speedrun(
@@ -154,7 +143,7 @@ def speedrun(
     ranks: Annotated[int, typer.Option(help="GPUs; 0: all there are.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what fits, write the configuration, and stop.")
+        bool, typer.Option("--dry-run", help="Say what fits, write the configuration, stop.")
     ] = False,
 ) -> None:
     """Train for some minutes on small or old GPUs, with what fits them, and let the model write."""
@@ -181,15 +170,14 @@ def generate(
 ) -> None:
     """Let a trained model go on with some texts."""
     with _told_in_a_line():
-        from cs336_systems.training.pipeline import Speaker
+        from cs336_systems.training import pipeline
 
-        speaker = Speaker(checkpoint, device)
-        for prompt in prompts or ["Once upon a time"]:
+        for prompt in (prompts := prompts or ["Once upon a time"]):
+            pipeline.check_asked(prompt, temperature)
+        model, tokenizer = pipeline.trained(checkpoint, device)
+        for prompt in prompts:
             typer.echo(prompt, nl=False)
-            pieces = speaker.speak(
-                prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-            )
-            for piece in pieces:
+            for piece in pipeline.spoken(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed):
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")

@@ -2,8 +2,8 @@
 
     config = load("run.toml", {"optimizer.learning_rate": "3e-4", "model.size": "small"})
 
-A file is TOML or JSON with the sections and keys of the dataclasses below; what it leaves out has its default. Each
-field says in its metadata what is allowed; a wrong key or value is a ValueError that names both.
+A file is TOML or JSON with these sections and keys; what it leaves out has its default. A wrong key or value is a
+ValueError that names both.
 """
 
 from __future__ import annotations
@@ -382,16 +382,14 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Every key with its default and what it is: for `cs336 train --keys` and the documentation."""
+    """Every key with its default and what it is: for flags and `cs336 train --keys`."""
     default, out = TrainingConfig(), []
-    for section in dataclasses.fields(TrainingConfig):
+    for section in dataclasses.fields(default):
         value = getattr(default, section.name)
-        if not dataclasses.is_dataclass(value):
-            out.append((section.name, json.dumps(value), section.metadata["about"]))
-            continue
-        for key in dataclasses.fields(value):
-            about = key.metadata["about"]
-            if "allowed" in key.metadata and len(key.metadata["allowed"]) > 1:
-                about = f"{', '.join(key.metadata['allowed'])}: {about}"
-            out.append((f"{section.name}.{key.name}", json.dumps(getattr(value, key.name)), about))
+        nested = dataclasses.is_dataclass(value)
+        for key in dataclasses.fields(value) if nested else [section]:
+            about, allowed = key.metadata["about"], ", ".join(key.metadata.get("allowed", ()))
+            name = f"{section.name}.{key.name}" if nested else key.name
+            told = json.dumps(getattr(value if nested else default, key.name))
+            out.append((name, told, f"{allowed}: {about}" if allowed else about))
     return out

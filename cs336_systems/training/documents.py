@@ -79,8 +79,7 @@ def held_out(files: list[mmap.mmap], limit: float) -> tuple[Iterable[Document], 
 
 
 def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, Any]:
-    """Writes documents into a file of ours, up to `limit` bytes; of a first one that is longer, so much. Says how many
-    documents and bytes."""
+    """Writes documents into a file of ours, up to `limit` bytes (of a first longer one, so much); counts of both."""
     count = size = 0
     with open(path, "wb") as out:
         for data, start, end in documents:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cs336_systems.accounting import model_flops, num_parameters
 from cs336_systems.accounting.memory import peak_bytes
+from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 
 _PLAIN = (
@@ -48,10 +49,8 @@ def largest_batch(
     """The most sequences of BATCHES that a step of one rank can hold in USABLE of `gib` GiB; 0 where not one fits.
 
     Attention keeps no scores; with several ranks the optimizer's state is spread over them."""
-    fitting = [
-        n for n in BATCHES if gib_of(size, context_length, n, dtype, vocab_size, world_size) <= USABLE * gib
-    ]
-    return max(fitting, default=0)
+    needed = {n: gib_of(size, context_length, n, dtype, vocab_size, world_size) for n in BATCHES}
+    return max((n for n in BATCHES if needed[n] <= USABLE * gib), default=0)
 
 
 def gib_of(
@@ -73,33 +72,45 @@ def gib_of(
 def what_fits(
     gib: float, sizes: Sequence[str], contexts: Sequence[int], dtype: str = "fp16"
 ) -> list[dict[str, Any]]:
-    """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they, and
-    twice as many, need."""
+    """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they (or
+    one, where none fits), and twice as many, need."""
     lines = []
     for size in sizes:
         for context in contexts:
             most = largest_batch(size, context, gib, dtype)
-            need, twice = (gib_of(size, context, n, dtype) if n else math.nan for n in (most, 2 * most))
-            alone = math.nan if most else gib_of(size, context, 1, dtype)
+            need, twice = (gib_of(size, context, max(1, n), dtype) for n in (most, 2 * most))
             lines.append({
-                "size": size, "context_length": context, "sequences": most, "gib": need if most else alone,
-                "twice_gib": twice,
+                "size": size, "context_length": context, "sequences": most, "gib": need,
+                "twice_gib": twice if most else math.nan,
             })  # fmt: skip
     return lines
+
+
+def check_fits(config: TrainingConfig, world_size: int) -> None:
+    """ValueError as `for_ranks` and `modes.device_of`, and where on a CPU not even weights, gradients, AdamW's moments
+    and logits, of the smallest vocabulary, find room. (A GPU says so itself.)"""
+    from cs336_systems.training import modes
+
+    sequences, free = for_ranks(config, world_size), free_memory_bytes("cpu")
+    least = 16 * num_parameters(config.model.sizes(257)) + 4 * 257 * sequences * config.model.context_length
+    if modes.device_of(config.run.device) == "cpu" and free is not None and world_size * least > free:
+        raise ValueError(
+            f"model and batch need {world_size * least / 2**30:,.0f} GiB or more; {free / 2**30:.0f} GiB are free"
+        )
 
 
 def forecast(config: TrainingConfig) -> Iterator[str]:
     """Lines: the resolved configuration, the model, its memory, and the time by a few real steps on random tokens.
 
-    ValueError as `modes.device_of`. Where the memory is not enough, the line says so and nothing is tried.
+    ValueError as `check_fits`. Where a GPU's memory is not enough, the line says so and nothing is tried.
     """
     import torch
 
     from cs336_systems.training import modes
 
-    device = modes.device_of(config.run.device)
-    dtype, ranks = modes.dtype_of(config.run.dtype, device), config.parallel.nproc
-    sizes = config.model.sizes(config.tokenizer.vocab_size)
+    device, ranks = modes.device_of(config.run.device), config.parallel.nproc
+    check_fits(config, ranks)
+    dtype, sizes = modes.dtype_of(config.run.dtype, device), config.model.sizes(config.tokenizer.vocab_size)
     yield json.dumps(config.to_dict(), indent=1)
     yield f"model: {num_parameters(sizes) / 1e6:.1f} M parameters, on {device} in {dtype}"
     needed = memory_bytes(config, dtype, device, ranks)
@@ -112,50 +123,35 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
             return
     yield line
     tokens = config.batch.sequences * sizes.context_length
-    ms = _step_ms(config, device, ranks)
+    flops = model_flops(sizes, config.batch.sequences, sizes.context_length, "train_step")
+    ms, share = _step_ms(config, device, ranks), ", its share of one rank" if ranks > 1 else ""
+    yield f"a step: {tokens} tokens, {flops:.3g} FLOPs; {ms:.0f} ms by {_STEPS} steps on random tokens{share}"
     kind, length = config.schedule.length
-    yield (
-        f"a step: {tokens} tokens, {model_flops(sizes, config.batch.sequences, sizes.context_length, 'train_step'):.3g}"
-        f" FLOPs; {ms:.0f} ms by {_STEPS} steps on random tokens"
-        + (", its share of one rank" if ranks > 1 else "")
-    )
     if kind == "epochs":
         yield f"length: {length:g} epochs; how long they are the tokens will tell, {tokens / ms * 1e3:,.0f} a second"
         return
-    seconds = {
-        "steps": length * ms / 1e3, "tokens": math.ceil(length / tokens) * ms / 1e3, "minutes": 60 * length,
-    }[kind]  # fmt: skip
-    steps = seconds / ms * 1e3
-    yield f"time: {seconds / 60:.1f} minutes for {steps:,.0f} steps, beside text, evaluation and checkpoints"
+    steps = {"steps": length, "tokens": math.ceil(length / tokens), "minutes": 60e3 * length / ms}[kind]
+    yield f"time: {steps * ms / 60e3:.1f} minutes for {steps:,.0f} steps, beside text, evaluation and checkpoints"
 
 
 def _step_ms(config: TrainingConfig, device: str, ranks: int) -> float:
     """Milliseconds of one rank's part of a step, without communication; the least of a few."""
-    import dataclasses
-    import tempfile
-
     import numpy as np
     import torch
 
     from cs336_systems.training.loop import Data, Trainer
 
-    replace = dataclasses.replace
-    with tempfile.TemporaryDirectory() as folder:
-        alone = replace(
-            config, out=folder, parallel=replace(config.parallel, nproc=1),
-            batch=replace(config.batch, sequences=config.batch.sequences // ranks),
-            checkpoints=replace(config.checkpoints, init_from=""),
-            optimizer=replace(config.optimizer, sharded=False),
-        )  # fmt: skip
-        vocab = config.tokenizer.vocab_size
-        count = alone.batch.sequences * config.model.context_length * (_STEPS + 2) + 1
-        ids = np.random.default_rng(0).integers(0, vocab, count, dtype=np.int64)
-        trainer = Trainer(alone, Data(ids, ids, vocab, count))
-        times = []
-        for _ in range(_STEPS + 1):  # the first one warms up
-            start = time.perf_counter()
-            trainer.train_step()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+    sequences, vocab = config.batch.sequences // ranks, config.tokenizer.vocab_size
+    alone = load(None, {
+        **config.to_dict(), "batch.sequences": sequences, "checkpoints.init_from": "", "optimizer.sharded": False,
+    })  # fmt: skip
+    count = sequences * config.model.context_length + 1
+    ids = np.random.default_rng(0).integers(0, vocab, count)
+    trainer, times = Trainer(alone, Data(ids, ids, vocab, count)), []
+    for _ in range(_STEPS + 1):  # the first one warms up
+        start = time.perf_counter()
+        trainer.train_step()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
     return 1e3 * min(times[1:])

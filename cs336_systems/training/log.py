@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from cs336_systems.training import outputs
 
 COLUMNS = (
     "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
@@ -33,17 +34,25 @@ class RunLog:
     ) -> None:  # fmt: skip
         self.out, self.file = out, out / "log.csv"
         self._lines = [row for row in read(self.file) if int(row["step"]) <= step]
+        self._board = self._wandb = None
+        try:
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(out / "tensorboard"))
+            if wandb:
+                from wandb import init
+
+                self._wandb = init(project=wandb, dir=str(out), config=dict(config or {}))
+        except ImportError as error:
+            raise ValueError(f"logging.tensorboard and logging.wandb need their packages: {error}") from None
         self._write_all()
-        self._bar = (
-            tqdm(total=total, initial=step, unit="step", smoothing=0.05) if sys.stderr.isatty() else None
-        )
-        self._writers = [_tensorboard(out)] if tensorboard else []
-        if wandb:
-            self._writers.append(_Wandb(wandb, out, config or {}))
+        shown = sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05) if shown else None
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Adds a line: values by COLUMNS, unknown ones left out. A second line of a step joins the first."""
-        row = {name: _text(values.get(name)) for name in COLUMNS}
+        row = {name: "" if (value := values.get(name)) is None else str(value) for name in COLUMNS}
         if self._lines and self._lines[-1]["step"] == row["step"]:
             self._lines[-1] |= {name: text for name, text in row.items() if text}
             self._write_all()
@@ -51,81 +60,40 @@ class RunLog:
             self._lines.append(row)
             with open(self.file, "a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-        self._tell(values)
-        for writer in self._writers:
-            writer.row(
-                int(values["step"]), {k: v for k, v in values.items() if v is not None and k != "step"}
-            )
+        known = {name: value for name, value in values.items() if value is not None and name != "step"}
+        self._tell(values["step"], known)
+        for name, value in known.items() if self._board else ():
+            self._board.add_scalar(name, value, values["step"])
+        if self._wandb:
+            self._wandb.log(known, step=values["step"])
 
     def _write_all(self) -> None:
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._lines)
-        new = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        new.write_text(text.getvalue(), encoding="utf-8")
-        os.replace(new, self.file)
+        outputs.write(self.file, text.getvalue())
 
-    def _tell(self, values: Mapping[str, Any]) -> None:
-        parts = [f"step {values['step']}"]
-        for name, form in (
-            ("loss", "loss {:.4f}"), ("valid_loss", "valid {:.4f}"), ("bits_per_byte", "{:.4f} bits/byte"),
-            ("grad_norm", "grad norm {:.2f}"), ("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}"),
-            ("peak_gib", "{:.1f} GiB"),
-        ):  # fmt: skip
-            if values.get(name) is not None:
-                parts.append(form.format(values[name]))
-        if self._bar is not None:
-            self._bar.update(int(values["step"]) - self._bar.n)
-            self._bar.set_postfix_str(", ".join(parts[1:]))
+    def _tell(self, step: int, known: Mapping[str, Any]) -> None:
+        forms = {
+            "loss": "loss {:.4f}", "valid_loss": "valid {:.4f}", "bits_per_byte": "{:.4f} bits/byte",
+            "grad_norm": "grad norm {:.2f}", "tokens_per_s": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
+            "peak_gib": "{:.1f} GiB",
+        }  # fmt: skip
+        said = ", ".join(form.format(known[name]) for name, form in forms.items() if name in known)
+        if self._bar is None:
+            print(f"step {step}, {said}", flush=True)
         else:
-            print(", ".join(parts), flush=True)
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(said)
 
     def close(self) -> None:
         """Ends the bar and the other writers."""
-        if self._bar is not None:
-            self._bar.close()
-        for writer in self._writers:
-            writer.close()
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
-
-
-class _TensorBoard:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def row(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _tensorboard(out: Path) -> _TensorBoard:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(f"logging.tensorboard needs the package tensorboard ({error})") from None
-    return _TensorBoard(SummaryWriter(str(out / "tensorboard")))
-
-
-class _Wandb:
-    def __init__(self, project: str, out: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(f"logging.wandb needs the package wandb ({error})") from None
-        self._run = wandb.init(project=project, dir=str(out), config=dict(config))
-
-    def row(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        for writer in (self._bar, self._board):
+            if writer is not None:
+                writer.close()
+        if self._wandb:
+            self._wandb.finish()
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -3,8 +3,7 @@
     Trainer(config, data, rank=None).run()
 
 A step does not depend on the number of ranks: `batch.sequences` windows of the text, their mean loss, its gradients
-averaged, clipped, and one update. A checkpoint holds all that the next step depends on, so a resumed run repeats the
-undisturbed one: bit for bit on a CPU, and on a GPU with `run.deterministic`; with another number of ranks to rounding.
+averaged, clipped, and one update. A checkpoint holds all that the next step depends on.
 """
 
 from __future__ import annotations

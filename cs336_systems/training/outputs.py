@@ -32,16 +32,14 @@ def stage(
     the folder where it cannot be written; nothing half-written is left then.
     """
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
-    told, verb = _taken(folder, name, made_from), "took"
-    if told is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
-                told = _taken(folder, name, made_from)  # made by another process, while this one waited
-                if told is None:
-                    told, verb = _made(folder, name, made_from, make), "made"
-        except OSError as error:
-            raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
+            told, verb = _taken(folder, name, made_from), "took"
+            if told is None:
+                told, verb = _made(folder, name, made_from, make), "made"
+    except OSError as error:
+        raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
     return told
 
@@ -57,6 +55,15 @@ def check(folder: Path, name: str) -> None:
             raise ValueError(
                 f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
             )
+
+
+def write(path: Path, content: str) -> None:
+    """A small file, there whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(content, encoding="utf-8")
+    synced(new)
+    os.replace(new, path)
 
 
 def sha256(path: Path) -> str:
@@ -89,27 +96,27 @@ def _made(
     new.mkdir()
     try:
         about = make(new)
-        files = {path.name: _synced(path) for path in sorted(new.iterdir())}
-        told = {"from": made_from, **about, "files": files}
-        (new / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        _synced(new / f"{name}.json")
+        files = {path.name: synced(path) for path in sorted(new.iterdir())}
+        told = json.dumps({"from": made_from, **about, "files": files}, indent=1)
         (folder / f"{name}.json").unlink(missing_ok=True)
         for file in files:
             os.replace(new / file, folder / file)
         sync_folder(folder)
-        os.replace(new / f"{name}.json", folder / f"{name}.json")
+        write(folder / f"{name}.json", told + "\n")
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return json.loads(json.dumps(told))
+    return json.loads(told)
 
 
-def _synced(path: Path) -> dict[str, Any]:
+def synced(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of a file, after it is on the disk."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def sync_folder(folder: Path) -> None:
+    """Has a folder's names reach the disk."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -6,15 +6,14 @@
             with work.step(wrapper, bucket_mb=25, dtype="tf32", optimizer="adamw") as step:
                 times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=5)       # measure.clocks.ranks
 
-A `ParallelWorkload` is what the variants of a step share on one rank: the weights, the optimizers and this rank's
-batch. A `ParallelStep` is one variant: its wrapper, precision and optimizer. It is a context manager: the model is
-wrapped only inside it, so steps of one workload take turns on one copy of the weights. All ranks do the same in the
-same order; entering and leaving communicate, and so does the first use of some optimizers.
+A `ParallelWorkload` is what the variants of a step share on one rank: weights, optimizers, this rank's batch. A
+`ParallelStep` is one variant, a context manager: the model is wrapped only inside it, so steps of one workload take
+turns on one copy of the weights. All ranks do the same in the same order; entering and leaving communicate, and so does
+the first use of some optimizers.
 
 Wrappers, by name:
 
-    none        no communication: the baseline of compute alone. The ranks' weights diverge, until the next wrapper
-                broadcasts rank 0's.
+    none        no communication: compute alone. The ranks' weights diverge, until the next wrapper broadcasts rank 0's.
     naive, flat, overlapped, bucketed, in_place
                 the five of `parallel.ddp`; `bucket_mb` is for the last two, None one bucket for all.
     torch       torch's DistributedDataParallel, `bucket_mb` its `bucket_cap_mb` (None: its default, 25);
@@ -34,7 +33,6 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +52,9 @@ WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torc
 WITH_BUCKETS = ("bucketed", "in_place", "torch", "torch_view")
 OPTIMIZERS = ("adamw", "sharded", "zero_redundancy")
 PHASES = ("forward", "backward", "synchronization", "optimizer")
+_OWN = {
+    "naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP, "in_place": InPlaceDDP,
+}  # fmt: skip
 
 
 class ParallelWorkload:
@@ -106,16 +107,13 @@ class ParallelWorkload:
     def step(
         self, wrapper: str, *, bucket_mb: float | None = None, dtype: str = "fp32", optimizer: str = "adamw"
     ) -> ParallelStep:
-        """One variant of this workload's step, to be entered. ValueError for an unknown choice, or a bucket size for a
-        wrapper that has no buckets.
-        """
+        """One variant, to be entered. ValueError for an unknown choice, or a bucket size where there are no buckets."""
         return ParallelStep(self, wrapper, bucket_mb, dtype, optimizer)
 
 
 class ParallelStep:
-    """One variant of a workload's step; see the module. `phases` maps PHASES to functions of no arguments, to be
-    called in this order, inside the context.
-    """
+    """One variant of a workload's step. `phases` maps PHASES to functions of no arguments, to be called in this order,
+    inside the context."""
 
     def __init__(
         self, work: ParallelWorkload, wrapper: str, bucket_mb: float | None, dtype: str, optimizer: str
@@ -177,11 +175,7 @@ class ParallelStep:
     def forward(self) -> None:
         """The loss of this rank's batch. The previous step's gradients have been dropped by then."""
         device = self.work.rank.device.split(":")[0]
-        bf16 = self.dtype == "bf16"
-        autocast: AbstractContextManager[Any] = (
-            torch.autocast(device, torch.bfloat16) if bf16 else nullcontext()
-        )
-        with autocast:
+        with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bf16"):
             logits = self._entered()(self.work.ids)
             self.loss = F.cross_entropy(logits.flatten(0, 1), self.work.targets.flatten())
 
@@ -213,19 +207,10 @@ def _nothing() -> None:
 
 
 def _wrapped(model: nn.Module, wrapper: str, bucket_mb: float | None) -> nn.Module:
-    match wrapper:
-        case "none":
-            return model
-        case "naive":
-            return NaiveDDP(model)
-        case "flat":
-            return FlatDDP(model)
-        case "overlapped":
-            return OverlappedDDP(model)
-        case "bucketed":
-            return BucketedDDP(model, bucket_mb)
-        case "in_place":
-            return InPlaceDDP(model, bucket_mb)
+    if wrapper == "none":
+        return model
+    if wrapper in _OWN:
+        return _OWN[wrapper](model, *[bucket_mb] * (wrapper in WITH_BUCKETS))
     # The model's buffers are constant tables: broadcasting them every step would be an overhead that ours do not have.
     # The option had another name before torch 2.13.
     names = inspect.signature(DistributedDataParallel).parameters
@@ -238,11 +223,10 @@ def _wrapped(model: nn.Module, wrapper: str, bucket_mb: float | None) -> nn.Modu
 
 def _new_optimizer(name: str, parameters: tuple[nn.Parameter, ...]) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": 1e-4, "fused": True}
-    match name:
-        case "adamw":
-            return torch.optim.AdamW(parameters, **settings)
-        case "sharded":
-            return ShardedOptimizer(parameters, torch.optim.AdamW, **settings)
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, **settings)
+    if name == "sharded":
+        return ShardedOptimizer(parameters, torch.optim.AdamW, **settings)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)

@@ -9,8 +9,7 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,8 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.training import text, tokens
-from cs336_systems.training.config import TrainingConfig, for_ranks, load
+from cs336_systems.attention.registry import availability
+from cs336_systems.training import forecast, outputs, text, tokens
+from cs336_systems.training.config import TrainingConfig, load
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,30 +51,50 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
     """
     if "RANK" in os.environ:
         return _under_torchrun(config, say)
-    for_ranks(config, config.parallel.nproc)
-    result = _finished(config)
-    if result:
+    if result := _finished(config):
         say(f"training: {config.out} holds it already, {result['step']} steps")
     else:
-        start = _where_to_start(config, say)
-        prepare(config, say)
-        _write(Path(config.out) / "config.json", config.to_dict())
-        result = _start(config, start, say)
+        start = _begin(config, config.parallel.nproc, say)
+        alone = config.parallel.nproc == 1
+        result = on_a_rank(None, config.to_dict(), start) if alone else _on_ranks(config, start, say)
     return _finish(config, result, say)
 
 
-def _start(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
-    """Trains in this process, or in `parallel.nproc` that it starts."""
-    if config.parallel.nproc == 1:
-        return on_a_rank(None, config.to_dict(), start)
-    from cs336_systems.launch.start import launch
+def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
+    """All that comes before the first step; the checkpoint to go on from, or "".
 
-    with _sigterm_asks_to_stop(Path(config.out)):
-        result, *_ = launch(
+    What the machine or a file does not allow is refused before hours of training.
+    """
+    from cs336_systems.training import checkpoints
+
+    forecast.check_fits(config, world_size)
+    check_asked(config.generation.prompt, config.generation.temperature)
+    if (name := config.model.attention) != "auto" and (reason := availability()[name]):
+        raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
+    try:
+        if config.checkpoints.init_from:
+            checkpoints.weights_of(Path(config.checkpoints.init_from))
+        start = _where_to_start(config, say)
+    except checkpoints.CheckpointError as error:
+        raise ValueError(str(error)) from error
+    prepare(config, say)
+    outputs.write(Path(config.out) / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+    return start
+
+
+def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
+    """Trains in `parallel.nproc` processes; SIGTERM has them save and end, by the file that they look for."""
+    from cs336_systems.launch.start import launch
+    from cs336_systems.training.loop import STOP
+
+    before = signal.signal(signal.SIGTERM, lambda *_: (Path(config.out) / STOP).touch())
+    try:
+        return launch(
             f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
             device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
-        )  # fmt: skip
-    return result
+        )[0]  # fmt: skip
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
@@ -83,22 +103,15 @@ def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
     from cs336_systems.launch.group import process_group
 
     with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
-        for_ranks(config, rank.world_size)
-        told: list[Any] = [None, ""]
+        failed, told = None, ["", ""]
         if rank.rank == 0:
             try:
-                told = [_where_to_start(config, say), ""]
-                prepare(config, say)
-                _write(Path(config.out) / "config.json", config.to_dict())
+                told[0] = _begin(config, rank.world_size, say)
             except Exception as error:
-                told = [None, f"{type(error).__name__}: {error}"]
-                raise
-            finally:
-                dist.broadcast_object_list(told, src=0)
-        else:
-            dist.broadcast_object_list(told, src=0)
-            if told[1]:
-                raise ValueError(f"rank 0 could not prepare the run: {told[1]}")
+                failed, told[1] = error, f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(told, src=0)
+        if told[1]:
+            raise failed or ValueError(f"rank 0 could not prepare the run: {told[1]}")
         result = on_a_rank(rank, config.to_dict(), told[0])
     return _finish(config, result, say) if rank.rank == 0 else result
 
@@ -115,27 +128,20 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str
     """Trains as one rank, or alone; `start` is a checkpoint to go on from, or ""."""
     from cs336_systems.training.loop import Trainer
 
-    made = load(None, _flat(config))
+    made = load(None, config)
     trainer = Trainer(made, data_of(made), rank)
     if start:
         trainer.resume(Path(start))
     return trainer.run()
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """`{"section": {"key": value}}` as `{"section.key": value}`."""
-    flat = {}
-    for name, value in config.items():
-        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
 # ------------------------------------------------------------------------------------------------ what is there already
 def digest(config: TrainingConfig) -> str:
     """Of all settings that the trained weights depend on."""
-    told = _flat(copy.deepcopy(config.to_dict()))
-    counts = {k: v for k, v in told.items() if k not in _BESIDE and k.split(".")[0] not in _BESIDE}
-    counts["checkpoints.init_from"] = config.checkpoints.init_from
+    counts = {"checkpoints.init_from": config.checkpoints.init_from}
+    for section, keys in config.to_dict().items():
+        if section not in _BESIDE:
+            counts |= {f"{section}.{k}": v for k, v in keys.items() if f"{section}.{k}" not in _BESIDE}
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -144,11 +150,11 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     path = Path(config.out) / "result.json"
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
+        return result if result["digest"] == digest(config) and not result["stopped"] else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it, or choose another out") from None
-    return result if result.get("digest") == digest(config) and not result.get("stopped") else None
 
 
 def _where_to_start(config: TrainingConfig, say: Say) -> str:
@@ -156,9 +162,8 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
     from cs336_systems.training import checkpoints
 
     folder, asked = Path(config.out) / "checkpoints", config.checkpoints.resume
-    there = checkpoints.found(folder)
     if asked == "no":
-        if there:
+        if there := checkpoints.found(folder):
             raise ValueError(
                 f"{config.out} holds a run already, with {there[-1].name}: --resume auto goes on with it, "
                 "and another --out begins a new one"
@@ -171,7 +176,7 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
         if newest:
             say(f"going on from {newest}")
         return str(newest or "")
-    if not Path(asked).is_dir():
+    if not (Path(asked) / "checkpoint.json").is_file():
         raise ValueError(f"checkpoints.resume={asked!r}; allowed: no, auto, the folder of a checkpoint")
     checkpoints.load(Path(asked))
     return asked
@@ -182,9 +187,9 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     """Keeps the result, draws the losses, writes the samples."""
     from cs336_systems.training.log import picture
 
-    out = Path(config.out)
+    out, asked = Path(config.out), dataclasses.asdict(config.generation)
     result = {**result, "digest": digest(config)}
-    _write(out / "result.json", result)
+    outputs.write(out / "result.json", json.dumps(result, indent=1) + "\n")
     if (out / "log.csv").is_file():
         picture(out, result["floor"])
     if result["stopped"]:
@@ -192,57 +197,49 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
         return result
     line = f"held out: {result['valid_loss']:.4f} nats a token, {result['bits_per_byte']:.4f} bits a byte"
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
-    if config.generation.samples and config.text.source != "random":
-        result["samples"] = _samples(config, Path(result["checkpoint"]), say)
+    samples, prompt, seed = (asked.pop(name) for name in ("samples", "prompt", "seed"))
+    if samples and config.text.source != "random":
+        model, tokenizer = trained(Path(result["checkpoint"]))
+        result["samples"] = []
+        for number in range(samples):
+            pieces = spoken(model, tokenizer, prompt, seed=seed + number, **asked)
+            result["samples"].append(prompt + "".join(pieces))
+            say(f"\n{result['samples'][-1]}")
+        outputs.write(out / "samples.txt", "\n\n".join(result["samples"]) + "\n")
     return result
 
 
-def _samples(config: TrainingConfig, checkpoint: Path, say: Say) -> list[str]:
-    asked, found = config.generation, []
-    speaker = Speaker(checkpoint)
-    for number in range(asked.samples):
-        pieces = speaker.speak(
-            asked.prompt, tokens=asked.tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p,
-            seed=asked.seed + number,
-        )  # fmt: skip
-        found.append(asked.prompt + "".join(pieces))
-        say(f"\n{found[-1]}")
-    _write_text(Path(config.out) / "samples.txt", "\n\n".join(found) + "\n")
-    return found
-
-
-class Speaker:
+def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer]:
     """A trained model and its tokenizer. `place`: a checkpoint, or a run's folder (its best checkpoint, or its newest).
 
     ValueError where there is none, or no tokenizer; CheckpointError for one that is not sound.
     """
+    from cs336_systems.model import build
+    from cs336_systems.training import checkpoints, modes
 
-    def __init__(self, place: Path, device: str = "auto") -> None:
-        from cs336_systems.model import build
-        from cs336_systems.training import checkpoints, modes
+    path, folder = place, place / "checkpoints"
+    if folder.is_dir():
+        path = checkpoints.best_of(folder) or checkpoints.newest_sound(folder)[0]
+    if path is None or not (path / "checkpoint.json").is_file():
+        raise ValueError(f"{place} is neither a checkpoint nor the folder of a run that has one")
+    about, weights, *_ = checkpoints.load(path)
+    file = path.resolve().parent.parent / "tokens" / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"no tokenizer for {path}: there is no {file}")
+    sizes = load(None, about["config"]).model.sizes(about["vocab_size"])
+    model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
+    model.load_state_dict(weights)
+    return model, tokens.load_tokenizer(file)
 
-        path = place
-        if (place / "checkpoints").is_dir():
-            path = (
-                checkpoints.best_of(place / "checkpoints")
-                or checkpoints.newest_sound(place / "checkpoints")[0]
-            )
-        if path is None or not (path / "checkpoint.json").is_file():
-            raise ValueError(f"{place} is neither a checkpoint nor the folder of a run that has one")
-        about, weights, *_ = checkpoints.load(path)
-        self.path = path
-        config = load(None, _flat(about["config"]))
-        tokenizer = path.parent.parent / "tokens" / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise ValueError(f"no tokenizer for {path}: there is no {tokenizer}")
-        self.tokenizer = tokens.load_tokenizer(tokenizer)
-        self.model = build(config.model.sizes(about["vocab_size"]), "auto", device=modes.device_of(device))
-        self.model.load_state_dict(weights)
-        self.model.requires_grad_(False)
 
-    def speak(self, prompt: str, **asked: Any) -> Iterator[str]:
-        """As `spoken`."""
-        return spoken(self.model, self.tokenizer, prompt, **asked)
+def check_asked(prompt: str, temperature: float) -> None:
+    """ValueError for a prompt that is not UTF-8 (a command line may hold any bytes), or too small a temperature."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt {prompt!r} is not UTF-8") from None
+    if 0 < temperature < 1e-6:
+        raise ValueError(f"temperature={temperature}; it must be 0, or 1e-6 or more")
 
 
 def spoken(
@@ -264,31 +261,3 @@ def spoken(
         if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
             yield known[len(shown) :]
             shown = known
-
-
-# ------------------------------------------------------------------------------------------------------------- helpers
-@contextlib.contextmanager
-def _sigterm_asks_to_stop(out: Path) -> Iterator[None]:
-    """Within its block SIGTERM has the ranks save and end, by the file that they look for."""
-    from cs336_systems.training.loop import STOP
-
-    try:
-        before = signal.signal(signal.SIGTERM, lambda *_: (out / STOP).touch())
-    except ValueError:  # not the main thread, which alone hears signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _write(path: Path, value: Any) -> None:
-    _write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def _write_text(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(content, encoding="utf-8")
-    os.replace(new, path)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.training import outputs
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 from cs336_systems.training.forecast import largest_batch, what_fits
 
@@ -40,13 +41,23 @@ NEEDED = ("torch", "numpy", "pandas", "matplotlib", "tabulate", "typer", "tqdm",
 @dataclass(frozen=True)
 class Plan:
     """What is going to be trained. gib: memory of a GPU, 0 on a CPU; fits: the most sequences that a GPU can take at
-    once; command: that starts the same run under torchrun."""
+    once."""
 
     config: TrainingConfig
     gib: float
     ranks: int
     fits: int
-    command: str
+
+    @property
+    def file(self) -> Path:
+        """Where `write` puts the configuration."""
+        return Path(self.config.out) / "speedrun.json"
+
+    @property
+    def command(self) -> str:
+        """What starts the same run under torchrun."""
+        start = f"torchrun --standalone --nproc-per-node {self.ranks}"
+        return f"{start} -m cs336_systems train --config {shlex.quote(str(self.file))}"
 
 
 def here() -> tuple[float, int, str]:
@@ -58,9 +69,8 @@ def here() -> tuple[float, int, str]:
 
     if not torch.cuda.is_available():
         return 0.0, 1, "fp32"
-    count = torch.cuda.device_count()
-    least = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))
-    return least / 2**30, count, modes.dtype_of("auto", "cuda")
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return min(memory) / 2**30, len(memory), modes.dtype_of("auto", "cuda")
 
 
 def choose(
@@ -73,15 +83,15 @@ def choose(
     """
     if not 0 < minutes <= 1440:
         raise ValueError(f"minutes={minutes:g}; it must be above 0 and at most 1440")
-    if gib < 0 or ranks < 0:
-        raise ValueError(f"gib={gib:g}, ranks={ranks}; neither may be negative")
+    if not 0 <= gib <= 1e6 or not 0 <= ranks <= 1024:
+        raise ValueError(f"gib={gib:g}, ranks={ranks}; allowed: gib from 0 to 1e6, ranks from 0 to 1024")
     if size not in ("auto", *MODEL_SIZES):
         raise ValueError(f"size={size!r}; allowed: auto, {', '.join(MODEL_SIZES)}")
     if not (gib and ranks and dtype != "auto"):
         gib_here, ranks_here, dtype_here = here()
         gib, ranks, dtype = gib or gib_here, ranks or ranks_here, dtype_here if dtype == "auto" else dtype
     size = size if size != "auto" else "small" if gib else "mini"
-    context, fits = (128, 16) if not gib else _longest(size, gib, ranks, dtype)
+    context, fits = _longest(size, gib, ranks, dtype) if gib else (128, 16)
     at_once = min(fits, max(1, STEP_TOKENS // (ranks * context))) if gib else max(1, fits // ranks)
     accumulate = max(1, STEP_TOKENS // (at_once * ranks * context)) if gib else 1
     config = load(None, {
@@ -93,10 +103,7 @@ def choose(
         "logging.every": 20 if gib else 5, "evaluation.every": 100, "checkpoints.every": 1000,
         "checkpoints.resume": "auto",
     })  # fmt: skip
-    start = f"torchrun --standalone --nproc-per-node {ranks}"
-    return Plan(
-        config, gib, ranks, fits, f"{start} -m cs336_systems train --config {shlex.quote(_file(out))}"
-    )
+    return Plan(config, gib, ranks, fits)
 
 
 def _longest(size: str, gib: float, ranks: int, dtype: str) -> tuple[int, int]:
@@ -107,24 +114,16 @@ def _longest(size: str, gib: float, ranks: int, dtype: str) -> tuple[int, int]:
     raise ValueError(f"size={size!r} does not fit {gib:.3g} GiB; allowed: {', '.join(able) or 'no size'}")
 
 
-def _file(out: str) -> str:
-    return str(Path(out) / "speedrun.json")
-
-
 def told(plan: Plan) -> Iterator[str]:
     """Lines: what fits by size, length and batch, what was chosen, and the command for torchrun."""
-    gib, dtype = plan.gib or T4_GIB, plan.config.run.dtype if plan.gib else "fp16"
+    config, gib = plan.config, plan.gib or T4_GIB
+    dtype = config.run.dtype if plan.gib else "fp16"
     yield f"on a GPU with {gib:.1f} GiB, in {dtype}: the most sequences a step, and the GiB they need"
-    lines = what_fits(gib, tuple(MODEL_SIZES), SHOWN_CONTEXTS, dtype)
     yield f"  {'size':8}" + "".join(f"{n:>7} tokens" for n in SHOWN_CONTEXTS)
     for size in MODEL_SIZES:
-        cells = [
-            f"{line['sequences']} ({line['gib']:.1f})" if line["sequences"] else f"- ({line['gib']:.1f})"
-            for line in lines
-            if line["size"] == size
-        ]
+        lines = what_fits(gib, (size,), SHOWN_CONTEXTS, dtype)
+        cells = [f"{line['sequences'] or '-'} ({line['gib']:.1f})" for line in lines]
         yield f"  {size:8}" + "".join(f"{cell:>14}" for cell in cells)
-    config = plan.config
     where = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}" if plan.gib else "the CPU"
     yield (
         f"chosen: {config.model.size} on {where} in {config.run.dtype}, {config.batch.sequences} sequences of "
@@ -142,32 +141,24 @@ def run(plan: Plan, say: Any = print) -> dict[str, Any]:
     return pipeline.train(plan.config, say)
 
 
-def write(plan: Plan) -> Path:
+def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads."""
-    path = Path(_file(plan.config.out))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plan.config.to_dict(), indent=1) + "\n", encoding="utf-8")
-    return path
+    outputs.write(plan.file, json.dumps(plan.config.to_dict(), indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ where it runs
 def missing(root: Path) -> list[str]:
     """The requirements among NEEDED, by `pyproject.toml` of a checkout, that are not met: not there, or too old."""
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:
-        from pip._vendor.packaging.requirements import Requirement
+    from packaging.requirements import Requirement  # a notebook's kernel needs it too
+
     declared = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    wanted = [r for r in map(Requirement, declared) if r.name in NEEDED]
-    return [f"{r.name}{r.specifier}" for r in wanted if not _met(r)]
-
-
-def _met(requirement: Any) -> bool:
-    try:
-        there = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return requirement.specifier.contains(there, prereleases=True)
+    lacking = []
+    for needed in map(Requirement, declared):
+        if needed.name in NEEDED:
+            there = [d.version for d in importlib.metadata.distributions(name=needed.name)]
+            if not there or not needed.specifier.contains(there[0], prereleases=True):
+                lacking.append(f"{needed.name}{needed.specifier}")
+    return lacking
 
 
 def install(root: Path, say: Any = print) -> None:
@@ -175,8 +166,7 @@ def install(root: Path, say: Any = print) -> None:
     if lacking := missing(root):
         say(f"installing {', '.join(lacking)}")
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *lacking], check=True)
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    sys.path[:0] = [str(root)] * (str(root) not in sys.path)
     paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ.setdefault("CS336_RESULTS", str(root / "results"))
@@ -185,7 +175,13 @@ def install(root: Path, say: Any = print) -> None:
 def asked(train: str) -> bool:
     """Whether a notebook is to train: "yes", "no", or "auto", which is no while the book is built. ValueError for other
     words."""
-    word = str(train).strip().lower()
-    if word not in ("auto", "yes", "no", "true", "false"):
+    answers = {
+        "yes": True,
+        "true": True,
+        "no": False,
+        "false": False,
+    }  # papermill makes booleans of some words
+    answers["auto"] = os.environ.get("CS336_BOOK_BUILD") != "1"
+    if (word := str(train).lower()) not in answers:
         raise ValueError(f"train={train!r}; allowed: auto, yes, no")
-    return word in ("yes", "true") or (word == "auto" and os.environ.get("CS336_BOOK_BUILD") != "1")
+    return answers[word]

@@ -6,9 +6,8 @@
     for phase in step.phases.values():
         phase()
 
-A `Workload` is what the variants of a step share: weights, optimizer state and a random batch. A `Step` is one variant:
-its mode, precision, implementation of attention, and whether torch.compile is used. Steps of one workload may take
-turns; `prepare` sets what is global (fp32 precision, the model's attention) before each turn.
+A `Workload` is what the variants of a step share: weights, optimizer state, a random batch. Steps of one workload may
+take turns; `prepare` sets what is global (fp32 precision, the model's attention) before each turn.
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
     info = prepare(config.tokenizer, text_info, Path("runs/stories/tokens"))
     info.train[:10]                                             # a memory map; `info.end_of_text` after each document
 
-The tokenizer is a byte-level BPE by the package tokenizers: the end of text, 256 bytes, and merges up to `vocab_size`,
-learned on the training text (of a longer one than 100 MB, on blocks of it evenly apart that make up so much). It
-encodes and decodes any text without loss. A tokenizer.json of other making is used as it is.
-
-Blocks of about 1 MB are tokenized in processes; which process has which makes no difference.
-
-A .bin file is an array of little-endian uint16, or uint32 where the vocabulary is larger than 65,536.
+The tokenizer is a byte-level BPE by the package tokenizers, which encodes and decodes any text without loss: the end of
+text, 256 bytes, and merges up to `vocab_size`, learned on the training text (of more than 100 MB, on blocks evenly
+apart). A tokenizer.json of other making is used as it is. Blocks of about 1 MB are tokenized in processes. A .bin file
+is an array of little-endian uint16, or uint32 where the vocabulary is larger than 65,536.
 """
 
 from __future__ import annotations
@@ -85,14 +82,11 @@ def prepare(
     train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid"))
     nats = text.valid.nats
     return TokensInfo(
-        train=train,
-        valid=valid,
-        vocab_size=told["vocab_size"],
-        end_of_text=told["end_of_text"],
+        train=train, valid=valid, vocab_size=told["vocab_size"], end_of_text=told["end_of_text"],
         tokenizer=None if random else folder / "tokenizer.json",
         valid_bytes=valid.nbytes if random else text.valid.bytes,
         floor_nats_per_token=math.log(vocab_size) if random else None if nats is None else nats / len(valid),
-    )
+    )  # fmt: skip
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -134,12 +128,9 @@ def _draw(text: TextInfo, vocab_size: int, new: Path) -> dict[str, Any]:
                 size = min(_DRAW, counts[name] - start)
                 out.write(random.integers(vocab_size, size=size, dtype=dtype.newbyteorder("=")).astype(dtype))
     return {
-        "vocab_size": vocab_size,
-        "dtype": dtype.str,
-        "end_of_text": None,
-        "counts": counts,
+        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": None, "counts": counts,
         "about": f"{counts['train']:,} and {counts['valid']:,} random tokens of {vocab_size:,}",
-    }
+    }  # fmt: skip
 
 
 def _tokenize(
@@ -161,14 +152,11 @@ def _tokenize(
     }
     short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
     return {
-        "vocab_size": vocab_size,
-        "dtype": _dtype(vocab_size),
-        "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
-        "counts": counts,
-        "bytes": {name: split.bytes for name, split in splits.items()},
+        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
+        "counts": counts, "bytes": {name: split.bytes for name, split in splits.items()},
         "about": f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}{short}, "
         f"{text.train.bytes / counts['train']:.2f} bytes each",
-    }
+    }  # fmt: skip
 
 
 def _learn(path: Path, vocab_size: int) -> Tokenizer:
@@ -180,12 +168,9 @@ def _learn(path: Path, vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([short, words])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, 257 + size),
-        min_frequency=2,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
+        vocab_size=min(vocab_size, 257 + size), min_frequency=2, special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty(),
+    )  # fmt: skip
     tokenizer.train_from_iterator(map(documents.texts, blocks[:: math.ceil(size / _LEARN_FROM)]), trainer)
     tokenizer.pre_tokenizer = words
     return tokenizer
