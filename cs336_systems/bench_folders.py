@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -124,12 +123,13 @@ def _measure(
     from cs336_systems import bench, experiments
     from cs336_systems.report import figures
     from cs336_systems.store import measuring, rows
+    from cs336_systems.store.files import make_folder
     from cs336_systems.store.machine import machine_name
 
     with terminal.wrong_input():
         refresh = experiments.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        _make_folder(out)
+        make_folder("--out", out)
         frame, failure = bench.measure(experiment, cases, refresh, root, {})
     frame.insert(0, "machine", machine_name())
     with figures.styled():
@@ -137,13 +137,3 @@ def _measure(
             typer.echo(path)
     if failure:
         terminal.fail(failure)
-
-
-def _make_folder(out: Path) -> None:
-    """ValueError, before anything is measured, for a folder that could not be written in the end."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {out}: it is not a folder that can be written: {error.strerror}") from error

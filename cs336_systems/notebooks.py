@@ -97,6 +97,7 @@ def run(
     FileNotFoundError for a chapter without a notebook, ValueError for parameters. A failing notebook's
     traceback is logged, and the next one runs.
     """
+    import ipykernel  # noqa: F401  what the kernel is started with: known before it would not answer
     import papermill
     from nbclient.exceptions import DeadKernelError
 

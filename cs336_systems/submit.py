@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cs336_systems.report import build
 from cs336_systems.report.coverage import project_root
+from cs336_systems.store.files import make_folder
 
 # What of the checkout is handed in: folders, and files beside them.
 BELONGS = {
@@ -38,10 +39,7 @@ def submit(out: Path | None = None, skip_tests: bool = False) -> list[str]:
     """
     root = project_root()
     out = out or root / "submission"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out}: not a folder to write to ({error.strerror})") from error
+    make_folder("--out", out)
     build.missing_latex()  # known before the minutes that the tests take
     if not skip_tests:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests"]

@@ -17,6 +17,8 @@ from typing import Any
 import typer
 import typer.core
 
+from cs336_systems.store.machine import has_module
+
 say = functools.partial(typer.echo, err=True)  # progress goes to stderr: stdout is for what was asked for
 
 
@@ -40,7 +42,9 @@ def fail(message: object) -> typing.NoReturn:
 
 
 class Interruptible(typer.core.TyperGroup):
-    """Commands that end with one line and exit code 130 after Ctrl-C, or 1 where a disk is full."""
+    """Commands that end with one line and exit code 130 after Ctrl-C, or 1 where a disk is full or a package is not
+    installed.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
@@ -51,6 +55,14 @@ class Interruptible(typer.core.TyperGroup):
             with suppress(OSError):
                 say(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left to print fails once more
+            sys.exit(1)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if not package or has_module(package):
+                raise
+            say(
+                f"Error: {package} is not installed; `pip install -e .` in the checkout brings what commands need"
+            )
             sys.exit(1)
 
     def invoke(self, ctx: typer.Context) -> Any:

@@ -329,6 +329,15 @@ def test_a_full_output_ends_in_a_line():
     assert done.stderr == "Error: cannot write the output: No space left on device\n"
 
 
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.delattr("cs336_systems.bench", raising=False)
+    monkeypatch.delitem(sys.modules, "cs336_systems.bench", raising=False)
+    monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "tqdm")
+    done = call("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--no-save")
+    assert done.exit_code == 1 and done.stderr.startswith("Error: tqdm is not installed")
+
+
 def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
     def run(*arguments, **options):
         signal.raise_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ MAY = {
     "experiments": {"model", "training"} | GROUND,
     # rows of the book: files only, and an experiment for its cases
     "report": {"accounting", "experiments", "ladder", "measure", "sizes", "store"},
-    "submit": {"report"},
+    "submit": {"report", "store"},
 }
 # A folder of a room → the others in this room that it may import.
 WITHIN = {

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,18 @@ def replace(texts: Mapping[Path, str]) -> None:
     finally:
         for temporary in written.values():
             temporary.unlink(missing_ok=True)
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Makes a folder; ValueError, before the work whose results it is for, where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {folder}: it is not a folder that can be written: {error.strerror}"
+        ) from error
 
 
 @contextmanager
