@@ -30,19 +30,6 @@ pytest.importorskip("tokenizers")
 TABLES = [experiments.load(name) for name in experiments.TABLES["training"]]
 
 
-# ------------------------------------------------------------------------------------------------ grids
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-@pytest.mark.parametrize("table", TABLES, ids=store.table_name)
-def test_grids_are_grids_with_a_repetition_in_each_group(table, preset):
-    cases = table.grid(preset)
-    assert len(set(cases)) == len(cases)
-    for group in store.groups(table, cases):
-        assert table.estimate_s(group) > 0
-        if table is not training_run:  # minutes each
-            again = [case for case in group if case.repeat]
-            assert again and all(dataclasses.replace(case, repeat=0) in group for case in again)
-
-
 def test_the_matrix_is_whole_on_two_gpus():
     cells = {(c.attention, c.wrapper, c.sharded) for c in training.grid("full") if c.world_size == 2}
     for attention in ("reference", trials.COMPILED_PLAIN, "sdpa", "flash_triton"):
@@ -288,11 +275,6 @@ def test_figures_are_drawn_with_rows_and_without(made_up, results_root):
 def test_with_all_rows_every_sentence_is_decided(made_up, project_root):
     sentences, _ = execute(project_root / "book" / "training.ipynb", preset="full")
     assert [s.text for s in sentences if s.outcome is None] == []
-
-
-def test_the_notebook_on_the_reference_rows(project_root, monkeypatch):
-    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    assert execute(project_root / "book" / "training.ipynb")[0]
 
 
 @pytest.mark.parametrize("parameters", [{"rung": "fp32,flash"}, {"wrapper": "naive"}, {"attention": "sdpa"}])
