@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import running, wait_until
 
 from cs336_systems.launch import group, processes
 from cs336_systems.launch import start as module
@@ -109,19 +110,6 @@ def hang_on_gpu(rank):
 
 def here(function):
     return f"{__name__}:{function.__name__}"
-
-
-def running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )  # a zombie has ended
-    except FileNotFoundError:
-        return not os.path.isdir("/proc/1")  # it ended meanwhile; or there is no /proc
 
 
 def pids(folder):
@@ -293,13 +281,6 @@ def test_nothing_outlives_a_script_without_main_guard(name, tmp_path):
     else:  # it could do nothing: the ranks see that it is gone
         wait_until(lambda: not any(map(running, pids(tmp_path))), 30)
     assert not any(map(running, pids(tmp_path)))
-
-
-def wait_until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert condition()
 
 
 def test_what_the_error_says_of_a_watchdog(tmp_path):

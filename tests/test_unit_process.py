@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import running
 
 from cs336_systems.launch.group import TEAM_VARIABLE
 from cs336_systems.store.process import ChildError, call
@@ -120,8 +121,3 @@ def until(condition):
 def ended(file):
     """Whether the processes that a file names end soon: at most zombies of theirs are left."""
     return until(lambda: not any(map(running, map(int, file.read_text().split()))))
-
-
-def running(pid):
-    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout
-    return bool(state.strip()) and state.strip()[0] != "Z"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from waiting import running, wait_until
 
 from cs336_systems.training import stories
 from cs336_systems.training.stories import TABLES, Table, entropy_nats, story, tell, write
@@ -201,3 +205,18 @@ def test_bad_numbers(tmp_path, call, value):
     with pytest.raises(ValueError, match=f"{value}.*; allowed: "):
         call(tmp_path / "text")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    code = "from cs336_systems.training import stories; stories.write('stories', 0, 0, 10**12, workers=2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    try:
+        wait_until(lambda: len(children.read_text().split()) > 2, 100)  # two, and one that counts resources
+        started = children.read_text().split()
+        wait_until(lambda: (tmp_path / "stories.part").stat().st_size > 0, 100)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(running(int(pid)) for pid in started), 30)

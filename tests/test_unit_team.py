@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_unit_launch import running, wait_until
+from waiting import running, wait_until
 
 from cs336_systems.launch import group, team
 from cs336_systems.store import machine

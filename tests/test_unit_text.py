@@ -319,29 +319,59 @@ def test_a_cache_holds_several_texts(tmp_path, source, stories):
 
 
 # -------------------------------------------------------------------------------------------------- the hub, a stand-in
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers on the loopback as the hub does; its server has `files`."""
+class Hub:
+    """A loopback server that answers as the hub does, and breaks off, or sends other bytes, when told to."""
 
-    def log_message(self, *args):
-        pass
+    def __init__(self, files):
+        self.files, self.ranges, self.breaks, self.damaged = files, [], 0, False
+        hub = self
 
-    def do_HEAD(self):
-        repository, _, name = self.path.partition("/resolve/main/")
-        content = self.server.files.get(name)
-        if repository != f"/datasets/{text.REPOSITORY}" or content is None:
-            self.send_error(404)
-            return b""
-        self.send_response(200)
-        for header, value in (
-            ("ETag", f'"{hashlib.sha256(content).hexdigest()}"'), ("X-Linked-Size", len(content)),
-            ("X-Repo-Commit", "0" * 40), ("Content-Length", len(content)),
-        ):  # fmt: skip
-            self.send_header(header, str(value))
-        self.end_headers()
-        return content
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
 
-    def do_GET(self):
-        self.wfile.write(self.do_HEAD())
+            def do_HEAD(self):
+                self.answer(body=False)
+
+            def do_GET(self):
+                self.answer(body=True)
+
+            def answer(self, body):
+                repository, _, name = self.path.partition("/resolve/main/")
+                content = hub.files.get(name)
+                if repository != f"/datasets/{text.REPOSITORY}" or content is None:
+                    self.send_response(404)
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                    self.end_headers()
+                    return
+                asked = self.headers.get("Range")
+                start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+                self.send_response(206 if asked else 200)
+                digest = f'"{hashlib.sha256(content).hexdigest()}"'
+                for header in ("ETag", "X-Linked-ETag"):
+                    self.send_header(header, digest)
+                self.send_header("X-Linked-Size", str(len(content)))
+                self.send_header("X-Repo-Commit", "0" * 40)
+                self.send_header("Accept-Ranges", "bytes")
+                if asked:
+                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+                self.send_header("Content-Length", str(len(content) - start))
+                self.end_headers()
+                if not body:
+                    return
+                hub.ranges.append((name, start))
+                content = bytes(reversed(content)) if hub.damaged else content
+                if hub.breaks:
+                    hub.breaks -= 1
+                    content = content[: start + (len(content) - start) // 2]
+                self.wfile.write(content[start:])
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
 
 
 FETCH = """
@@ -360,52 +390,90 @@ except ValueError as error:
 @pytest.fixture
 def hub(tmp_path):
     pytest.importorskip("huggingface_hub")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    made = types.SimpleNamespace(
+        train=[f"A story, number {n}. " + "Café. " * 250 + "The end." for n in range(15_000)],
+        valid=["One held out.", "Another\n\none."],
+    )
+    between = f"\n{MARK}\n"
+    hub = Hub({
+        "TinyStoriesV2-GPT4-train.txt": ("\n" + between.join(made.train)).encode(),
+        "TinyStoriesV2-GPT4-valid.txt": (between.join(made.valid) + between).encode(),
+    })  # fmt: skip
+    hub.made = made
 
-    def fetch(out, train_mb=0):
-        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub"),
-            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "5", "NO_PROXY": "127.0.0.1",
-        }  # fmt: skip
+    def fetch(out="out", train_mb=0):
+        environment = {
+            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+        }
+        environment |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
+            "HF_HOME": str(tmp_path / "hub"),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "5",
+            "NO_PROXY": "127.0.0.1",
+        }
         done = subprocess.run(
-            [sys.executable, "-c", FETCH, str(out), str(train_mb)], capture_output=True, text=True,
-            cwd=Path(text.__file__).resolve().parents[2], env=environment, timeout=120,
+            [sys.executable, "-c", FETCH, str(tmp_path / out), str(train_mb)],
+            capture_output=True, text=True, cwd=Path(text.__file__).resolve().parents[2], env=environment, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    server.fetch = fetch
-    yield server
-    server.shutdown()
-    server.server_close()
+    hub.fetch = fetch
+    yield hub
+    hub.close()
 
 
-def test_tinystories_come_from_the_hub_and_then_from_its_cache(tmp_path, hub):
-    told = [f"A story, number {n}. Café." for n in range(5000)]
-    between, read = (
-        f"\n{MARK}\n",
-        lambda name: (tmp_path / "a" / f"{name}.txt").read_text().split(between)[:-1],
-    )
-    hub.files = {
-        "TinyStoriesV2-GPT4-train.txt": ("\n" + between.join(told)).encode(),
-        "TinyStoriesV2-GPT4-valid.txt": f"One held out.{between}Another\n\none.{between}".encode(),
-    }
-    assert "made" in hub.fetch(tmp_path / "a")
-    assert read("train") == ["\n" + told[0], *told[1:]] and read("valid") == [
-        "One held out.",
-        "Another\n\none.",
+def read(folder):
+    return [
+        [document.decode() for document in (folder / f"{name}.txt").read_bytes().split(documents.END)[:-1]]
+        for name in ("train", "valid")
     ]
-    hub.shutdown()
-    assert "took" in hub.fetch(tmp_path / "a")  # needs no network
-    assert "made" in hub.fetch(tmp_path / "b", train_mb=0.1)  # nor does the hub's own cache
 
 
-def test_tinystories_without_them_or_the_package_say_so_in_a_line(tmp_path, hub, monkeypatch):
-    hub.files = {}
-    said = "ValueError: text.source='tinystories': TinyStoriesV2-GPT4-train.txt cannot be fetched: "
-    answer = hub.fetch(tmp_path / "out")
-    assert answer.startswith(said) and answer.count("\n") == 1 and not list((tmp_path / "out").iterdir())
+def test_tinystories_come_from_the_hub_through_broken_connections(tmp_path, hub):
+    hub.breaks = 1
+    assert "made" in hub.fetch()
+    train, valid = read(tmp_path / "out")
+    assert train == ["\n" + hub.made.train[0], *hub.made.train[1:]] and valid == hub.made.valid
+    starts = [start for name, start in hub.ranges if "train" in name]
+    assert len(starts) == 2 and starts[1] > 0, "the second goes on where the first one broke off"
+    hub.close()
+    assert "took" in hub.fetch()  # needs no network
+    assert "made" in hub.fetch("other", train_mb=0.1)  # nor does the hub's own cache
+    assert read(tmp_path / "other")[0] == train[: len(read(tmp_path / "other")[0])] != train
+    for number, blob in enumerate(
+        (tmp_path / "hub").glob("hub/*/blobs/*")
+    ):  # linked to a store of many repositories
+        blob.rename(tmp_path / f"{number:064}")
+        blob.symlink_to(tmp_path / f"{number:064}")
+    assert "made" in hub.fetch("third", train_mb=0.1)
+
+
+def test_tinystories_that_arrive_damaged_are_refused_and_fetched_again(tmp_path, hub):
+    hub.damaged = True
+    answer = hub.fetch()
+    assert answer.startswith("ValueError") and "TinyStoriesV2-GPT4-train.txt arrived damaged" in answer
+    assert not list((tmp_path / "out").iterdir()) and len(hub.ranges) == 2
+    hub.damaged = False
+    assert "made" in hub.fetch()
+    assert read(tmp_path / "out")[1] == hub.made.valid
+
+
+@pytest.mark.parametrize("fault", ["down", "not there", "breaks off"])
+def test_tinystories_without_the_hub_say_so_in_a_line(tmp_path, hub, fault):
+    {"down": hub.close, "not there": hub.files.clear, "breaks off": lambda: setattr(hub, "breaks", 100)}[
+        fault
+    ]()
+    answer = hub.fetch()
+    assert answer.startswith(
+        "ValueError: text.source='tinystories': TinyStoriesV2-GPT4-train.txt cannot be fetched: "
+    )
+    assert answer.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_tinystories_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match="needs the package huggingface_hub"):
+    with pytest.raises(ValueError, match="huggingface_hub"):
         prepare(tmp_path / "out", source="tinystories")

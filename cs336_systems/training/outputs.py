@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -75,6 +78,14 @@ def sha256(path: Path) -> str:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def begin_worker() -> None:
+    """Begins a process of a pool: Ctrl-C is its parent's to hear, and it ends with a parent that is killed, which would
+    leave it waiting for work for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -29,6 +29,8 @@ from random import Random
 
 from tqdm import tqdm
 
+from cs336_systems.training.outputs import begin_worker
+
 GRAMMAR = """
 story: [Once upon a time there was|Once there was|This is the story of|Let me tell you about|Here is a tale about]
  {a:kid}, a <hero> who lived with {his} {g.s:grown} <home>. <trait> [One {w:weather} {t:time}, |It was {an w:weather}
@@ -327,7 +329,8 @@ def _block(seed: int, start: int) -> list[Story]:
 
 def _blocks(seed: int, start: int, workers: int) -> Iterator[list[Story]]:
     wave = 8 * workers * _BLOCK
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:  # starts processes when it gets work
+    # starts processes when it gets work
+    with ProcessPoolExecutor(workers, get_context("spawn"), begin_worker) as pool:
         for first in count(start, wave):
             starts = range(first, first + wave, _BLOCK)
             yield from (map if workers == 1 else pool.map)(partial(_block, seed), starts)

@@ -16,9 +16,7 @@ import math
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -209,9 +207,7 @@ def _mapped(blocks: list[Block], how: tuple[Path, str], workers: int) -> Iterato
 
 
 def _begin_process(tokenizer: Path, dtype: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that stops
-    parent = multiprocessing.parent_process()  # killed, it would leave some that wait for ever
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    outputs.begin_worker()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _begin(tokenizer, dtype)
 
