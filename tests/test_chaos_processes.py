@@ -111,7 +111,7 @@ def dice():
 # ---- commands
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"])
 @pytest.mark.parametrize("what", COMMANDS)
 def test_nothing_outlives_a_command(what, name, dice, tmp_path):
     with Tree(["-c", CS336, *COMMANDS[what]], tmp_path) as tree:
