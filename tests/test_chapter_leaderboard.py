@@ -125,7 +125,7 @@ def test_shapes_are_held_against_their_best_peer():
     met = page.shapes_summary(found).set_index(["pass", "shapes"])
     assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 1.5, 1.5]
     assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(1.5 * 0.5))
-    assert met.loc[("forward", "all"), "number"] == 2 and met.loc[("backward", "all"), "number"] == 0
+    assert met.loc[("forward", "all"), "number"] == 2 and "backward" not in met.index.get_level_values("pass")
     table = page.shapes_table(found).set_index("shape")
     assert table["best peer, forward"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
     assert table.loc["8 × 12 × 1,024, d 64", "× best, forward"] == 1.5

@@ -105,6 +105,7 @@ def panels(columns: int = 1, rows: int = 1, height: float = 2.8, **options: Any)
 def nothing(ax: Axes) -> None:
     """Says in an empty plot why it is empty."""
     ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")
+    ax.set(xticks=[], yticks=[])
 
 
 def legend_below(figure: Figure, *axes: Axes) -> None:

@@ -269,14 +269,10 @@ def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
     out = []
     for part in shapes.PARTS:
         for kind in (*shapes.KINDS, "all"):
-            of_kind = found[(found["part"] == part) & ((found["kind"] == kind) | (kind == "all"))][
-                "over_best"
-            ]
-            mean = math.exp(of_kind.map(math.log).mean()) if len(of_kind) else math.nan
-            out.append(
-                {"pass": part, "shapes": kind, "number": len(of_kind), "mean": mean, "worst": of_kind.max()}
-            )
-    return pd.DataFrame(out)
+            over = found["over_best"][(found["part"] == part) & ((found["kind"] == kind) | (kind == "all"))]
+            if len(over):
+                out.append((part, kind, len(over), math.exp(over.map(math.log).mean()), over.max()))
+    return pd.DataFrame(out, columns=["pass", "shapes", "number", "mean", "worst"])
 
 
 def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -296,7 +292,7 @@ def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
 def shapes_map(rows: pd.DataFrame) -> Figure:
     """Each peer's time over ours: shapes down, passes and peers across; blue where ours is faster."""
     found = against_peers(rows)
-    drawn, axes = figures.panels(height=1.0 + 0.19 * max(4, found["shape"].nunique()))
+    drawn, axes = figures.panels(height=0.6 if found.empty else 1.0 + 0.19 * max(4, found["shape"].nunique()))
     ax = axes[0, 0]
     if found.empty:
         figures.nothing(ax)
