@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from cs336_systems.experiments import training as experiment
 from cs336_systems.experiments.shared.trials import ATTENTIONS, EPOCH_MB
 from cs336_systems.report import figures, tables
+from cs336_systems.report.chapter import NOT_MEASURED
 from cs336_systems.report.own_machine import write
 from cs336_systems.store.rows import case_fields
 
@@ -46,8 +47,10 @@ def matrix(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def throughput(rows: pd.DataFrame, sharded: bool = False) -> pd.DataFrame:
-    """1,000 tokens/s: ranks and wrapper down, attention across; without or with the sharded optimizer."""
-    rows = scaled(rows[(rows["repeat"] == 0) & (rows["sharded"] == sharded)])
+    """1,000 tokens/s: ranks and wrapper down, attention across; without or with the sharded optimizer. Of cells that
+    were measured, with or without success."""
+    there = (rows["repeat"] == 0) & (rows["sharded"] == sharded) & (rows["status"] != NOT_MEASURED)
+    rows = scaled(rows[there])
     rows = rows.assign(thousands=rows["tokens_per_s"].astype(float) / 1e3, ranks=rows["world_size"])
     rows = rows.assign(wrapper=rows["wrapper"].map(WRAPPERS), attention=rows["attention"].map(figures.label))
     return tables.pivot(rows, ["machine", "ranks", "wrapper"], "attention", "thousands")
@@ -93,9 +96,10 @@ def bars(ax: Axes, rows: pd.DataFrame, column: str) -> None:
 
 
 def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(BARS)) -> Figure:
-    """A panel of bars for each column, of the most ranks that were measured."""
+    """A panel of bars for each column that was measured, of the most ranks that were."""
     there = rows[rows["tokens_per_s"].notna()] if "tokens_per_s" in rows else rows
     rows = rows[rows["world_size"] == (rows if there.empty else there)["world_size"].max()]
+    columns = [column for column in columns if measured(rows, column)] or columns[:1]
     drawn, axes = figures.panels(rows=len(columns), height=2.2)
     for ax, column in zip(axes[:, 0], columns, strict=True):
         bars(ax, rows, column)
