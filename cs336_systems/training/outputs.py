@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,31 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def begin_worker() -> None:
-    """Begins a process of a pool: Ctrl-C is its parent's to hear, and it ends with a parent that is killed, which would
-    leave it waiting for work for ever."""
+class Pool(ProcessPoolExecutor):
+    """Processes for `map`, each begun by begin(*how). Ctrl-C is for the one that started them to hear. They end with
+    it, even where it is killed, which would leave them waiting for work for ever."""
+
+    def __init__(
+        self, workers: int, begin: Callable[..., None] | None = None, how: tuple[Any, ...] = ()
+    ) -> None:
+        # a fork would inherit threads
+        super().__init__(workers, multiprocessing.get_context("spawn"), _begin_worker, (begin, how))
+
+    def submit(self, *call: Any, **arguments: Any) -> Future:
+        # an interrupt within a queue's lock would leave it locked, and the end of the pool waiting for it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(*call, **arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(begin: Callable[..., None] | None, how: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if begin:
+        begin(*how)
 
 
 def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:

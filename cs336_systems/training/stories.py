@@ -18,18 +18,16 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, count
 from math import fsum, inf, log, sqrt
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
 from tqdm import tqdm
 
-from cs336_systems.training.outputs import begin_worker
+from cs336_systems.training.outputs import Pool
 
 GRAMMAR = """
 story: [Once upon a time there was|Once there was|This is the story of|Let me tell you about|Here is a tale about]
@@ -330,7 +328,7 @@ def _block(seed: int, start: int) -> list[Story]:
 def _blocks(seed: int, start: int, workers: int) -> Iterator[list[Story]]:
     wave = 8 * workers * _BLOCK
     # starts processes when it gets work
-    with ProcessPoolExecutor(workers, get_context("spawn"), begin_worker) as pool:
+    with Pool(workers) as pool:
         for first in count(start, wave):
             starts = range(first, first + wave, _BLOCK)
             yield from (map if workers == 1 else pool.map)(partial(_block, seed), starts)

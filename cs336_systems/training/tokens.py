@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,16 +196,14 @@ def _mapped(blocks: list[Block], how: tuple[Path, str], workers: int) -> Iterato
         _begin(*how)
         yield map(_ids, blocks)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would inherit threads
     with (
-        ProcessPoolExecutor(workers, context, _begin_process, how) as pool,
+        outputs.Pool(workers, _begin_process, how) as pool,
         contextlib.closing(pool.map(_ids, blocks)) as arrays,  # what has not begun is left out
     ):
         yield arrays
 
 
 def _begin_process(tokenizer: Path, dtype: str) -> None:
-    outputs.begin_worker()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _begin(tokenizer, dtype)
 
