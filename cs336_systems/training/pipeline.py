@@ -9,6 +9,7 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -83,16 +84,28 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
 
 
 def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
-    """Trains in `parallel.nproc` processes; SIGTERM has them save and end, by the file that they look for."""
+    """Trains in `parallel.nproc` processes."""
     from cs336_systems.launch.start import launch
-    from cs336_systems.training.loop import STOP
 
-    before = signal.signal(signal.SIGTERM, lambda *_: (Path(config.out) / STOP).touch())
-    try:
+    with _sigterm_asks_to_stop(Path(config.out)):
         return launch(
             f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
             device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _sigterm_asks_to_stop(out: Path) -> Iterator[None]:
+    """Within its block SIGTERM has the ranks save and end, by the file that they look for."""
+    from cs336_systems.training.loop import STOP
+
+    try:
+        before = signal.signal(signal.SIGTERM, lambda *_: (out / STOP).touch())
+    except ValueError:  # not the main thread, which alone hears signals
+        yield
+        return
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
