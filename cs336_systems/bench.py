@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from cs336_systems.store import measuring, rows
-from cs336_systems.store.machine import machine_name
+from cs336_systems.store import machine, measuring, rows
 
 
 def check_writable(option: str, file: Path) -> None:
@@ -48,7 +47,7 @@ def measure(
             )  # fmt: skip
         except measuring.MeasurementError as error:
             failure = error
-        frame = rows.read(experiment, machine_name(), root or Path(scratch))
+        frame = rows.read(experiment, machine.machine_name(), root or Path(scratch))
     fields = rows.case_fields(experiment)
     wanted = {tuple(getattr(case, field) for field in fields) for case in cases}
     return frame[[key in wanted for key in zip(*(frame[f] for f in fields), strict=True)]], failure

@@ -66,6 +66,7 @@ def test_compiled_plain_attention_leaves_the_rest_eager():
 
 # ------------------------------------------------------------------------------------------------ trials, on the CPU
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_all_cells_of_a_group_learn_the_same():
     """Two ranks, with and without sharded state, by every kind of wrapper."""
     fields = {"size": "tiny", "context_length": 16, "dtype": "fp32", "steps": 3}
@@ -77,7 +78,7 @@ def test_all_cells_of_a_group_learn_the_same():
         assert set(metrics) == set(trials.METRICS)
         assert len(metrics["losses"].split()) == trials.WARMUP + case.steps and metrics["step_ms_p50"] > 0
         rate = case.sequences * 16 / metrics["step_ms_p50"] * 1e3
-        assert metrics["tokens_per_s"] == pytest.approx(rate) and metrics["backend"] == "gloo"
+        assert metrics["tokens_per_s"] == pytest.approx(rate) and metrics["backend"] in ("gloo", "nccl")
     curves = [np.array(m["losses"].split(), float) for m in found]
     for curve in curves[2:]:
         np.testing.assert_allclose(curve, curves[1], rtol=2e-4)

@@ -87,6 +87,24 @@ def test_large_scores(impl):
     torch.testing.assert_close(attention(q, k, v, False, impl), v.mean(-2, keepdim=True).expand(v.shape))
 
 
+@triton_on_cpu
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((5, 100, 16), 2), ((33, 129, 24), 4), ((1, 64, 16), 4), ((17, 97, 40), 2)], ids=str
+)
+def test_keys_in_shares(shape, splits):
+    """O and L over shares of the keys, combined, are those over all of them; O lies as q does."""
+    from cs336_systems.attention.triton.launch import launch_forward
+
+    num_queries, num_keys, d = shape
+    q = fresh(2, num_queries, 3, d).detach().transpose(1, 2)
+    k, v = (fresh(2, 3, num_keys, d, scale=3).detach() for _ in range(2))
+    o, logsumexp = launch_forward(q, k, v, False, splits=splits)
+    scores = q.double() @ k.double().mT * d**-0.5
+    torch.testing.assert_close(o.double(), scores.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert o.stride() == q.stride()
+
+
 @pytest.mark.parametrize("impl", OURS)
 def test_saves_one_logsumexp(impl):
     q, k, v = (fresh(3, 40, 16) for _ in range(3))

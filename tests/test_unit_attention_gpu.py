@@ -77,6 +77,17 @@ def test_lengths(impl, dtype, head_dim, lengths, is_causal):
     check(impl, *(gpu(4, n, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys)), is_causal)
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("lengths", [(1, 5000), (16, 8192), (77, 3001), (300, 40000)], ids=name)
+@kernels([case for case in OWN if case[0] == "flash_triton"])
+def test_few_queries_and_many_keys(impl, dtype, head_dim, lengths):
+    """Keys go in shares to several programs, whose results a kernel combines; the second launch is remembered."""
+    num_queries, num_keys = lengths
+    for _ in range(2):
+        q, k, v = (gpu(2, n, 2, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))
+        check(impl, *(x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)), False)
+
+
 @kernels(OWN)
 def test_many_heads_and_long(impl, dtype):
     check(impl, *(gpu(2, 5, 4000, 64, dtype=dtype) for _ in range(3)), True)

@@ -92,7 +92,9 @@ def test_logits_in_lower_precision_stay_near_fp64(dtype, error):
     assert (logits.double() - expected).norm() < error * expected.norm()
 
 
-@pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "reference"])
+@pytest.mark.parametrize(
+    "impl", [name for name in IMPLEMENTATIONS if name not in ("reference", "flash_cuda")]
+)
 def test_all_implementations_of_attention_agree(impl):
     if reason := availability()[impl]:
         pytest.skip(reason)

@@ -346,7 +346,8 @@ OOM = [
 
 
 @pytest.mark.parametrize("error", [MemoryError(), *map(RuntimeError, OOM)])
-def test_out_of_memory_is_a_row(fake, root, error):
+def test_out_of_memory_is_a_row(fake, root, error, monkeypatch):
+    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 0.0)
     fake.RAISES[2, "b"] = error
     measure(fake, root)
     assert status_of(fake, root) == {(2, "b"): "oom"}

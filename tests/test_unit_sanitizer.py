@@ -21,7 +21,9 @@ ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\w+)\.py:(
 def _run(tool: str, *arguments: str) -> str:
     script = Path(__file__).with_name("attention_once.py")
     done = subprocess.run(
-        [TOOL, "--tool", tool, sys.executable, str(script), *arguments],
+        # calls that the driver refuses are no accesses: cuda-bindings tries functions that a driver may lack
+        [TOOL, "--tool", tool, *["--report-api-errors=no"] * (tool == "memcheck"), sys.executable, str(script),
+         *arguments],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip

@@ -108,6 +108,30 @@ def test_few_programs_are_made_more(monkeypatch):
     assert chosen("forward", 1, 7, 7, "half", 256) == tiles.tiles("forward", 90, 256, "half")
 
 
+def test_keys_go_in_shares_where_queries_are_few(monkeypatch):
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
+
+    def splits(heads, queries, keys):
+        device = types.SimpleNamespace(type="cuda", index=0)
+        shapes = [(1, heads, n, 64) for n in (queries, keys)]
+        return tiles.splits_for(*(types.SimpleNamespace(device=device, shape=shape) for shape in shapes))
+
+    assert splits(16, 128, 16384) == 16  # 256 programs for 132 multiprocessors
+    assert splits(64, 16, 8192) == 4
+    assert splits(1, 1, 10**6) == tiles.MAX_SPLITS
+    assert splits(16, 128, 1024) == 2  # shares of 512 keys at least
+    assert splits(256, 64, 4096) == splits(16, 4096, 4096) == splits(1, 1, 1023) == 1
+
+    def rows(heads, queries, keys, head_dim=64):
+        device = types.SimpleNamespace(type="cuda", index=0)
+        q, k = (types.SimpleNamespace(device=device, shape=(1, heads, n, head_dim)) for n in (queries, keys))
+        return tiles.tiles_for("forward", q, k, "half").block_m
+
+    monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
+    assert [rows(256, n, 4096) for n in (16, 17, 64, 65)] == [16, 64, 64, 128]  # 65: keys go in one share
+    assert rows(4, 512, 65536) == 64 and rows(256, 64, 255) == rows(256, 64, 511) == 128
+
+
 def test_every_generation_has_every_row():
     for kernels in tiles.TABLE.values():
         for kernel in tiles.KERNELS:

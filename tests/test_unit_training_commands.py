@@ -56,6 +56,7 @@ def refused(done, names):
 def test_wrong_values_are_told_in_a_line(tmp_path, change, names):
     told = [] if change.startswith("out=") else ["--out", tmp_path / "run"]
     small = ["--train-mb", 0.01, "--set", "text.valid_mb=0.005"] if "mb" not in change else []
+    small += ["--set", "run.device=cpu"] if not change.startswith("run.") else []
     line = refused(call("train", *told, *small, "--set", change), names)
     assert line.startswith("Error: ")
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -212,7 +212,6 @@ COMMANDS = [
     wrong(f"{MODEL} --preset smoke", says="--preset"),
     # ---- results, book
     wrong("results merge", says="older"),
-    wrong("results merge", "", says="is no table"),
     wrong("results merge {place}/nowhere", says="nowhere"),
     wrong("results merge {place}/file", says="file"),
     wrong("results merge", LONG, says=LONG),

@@ -67,7 +67,7 @@ def compile_kernel(
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, EXPANDED=expanded,
-        PRECISION=INPUT_PRECISION[PRECISIONS[dtype]],
+        PRECISION=INPUT_PRECISION[PRECISIONS[dtype]], SPLITS=1,
     )  # fmt: skip
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -107,14 +107,13 @@ def compile_hopper_kernel(
 ) -> Compiled:
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64 or 128, to which the launchers pad.
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, to which the launchers pad.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
-    from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
     from cs336_systems.attention.hopper.forward import forward_kernel
-    from cs336_systems.attention.hopper.launch import GROUP, KEYS
+    from cs336_systems.attention.hopper.launch import GROUP, KEYS, dq_tile, padded, rest_of
     from cs336_systems.attention.hopper.tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
@@ -123,7 +122,8 @@ def compile_hopper_kernel(
             f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
         )
 
-    constants = dict(IS_CAUSAL=is_causal, D=head_dim, STAGES=config.stages, num_warps=4)
+    rest, head_dim = rest_of(head_dim), padded(head_dim)
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, STAGES=config.stages, num_warps=4)
     if kernel == "forward":
         function = forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
@@ -134,7 +134,7 @@ def compile_hopper_kernel(
         rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (config.block_m, KEYS, GROUP))
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
-            dq_desc=descriptor(1, DQ_ROWS.value, DQ_COLUMNS.value, of="fp32", swizzled=False),
+            dq_desc=descriptor(1, *dq_tile(rest), of="fp32", swizzled=False),
             stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
         )  # fmt: skip
         constants |= dict(

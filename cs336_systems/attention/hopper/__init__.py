@@ -10,7 +10,7 @@ have arrived, `empty` ones when the groups are done. A staged tile is a ring buf
 and parity (t // STAGES) & 1 of its barriers.
 
 Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
-dimension is padded in the same way, to D = 64 or 128.
+dimension is padded in the same way, to D = 64 or 128; matmuls leave out what 65 to 96 columns do not need (`common`).
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2; PTX ISA 8.7 (wgmma, mbarrier, TMA copies).
 """

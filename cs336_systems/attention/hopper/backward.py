@@ -33,7 +33,19 @@ from cs336_systems.attention.hopper.backward_parts import (
     store_dq,
     weights,
 )
-from cs336_systems.attention.hopper.common import WG, async_atomic_add, async_store, place, rounded, widened
+from cs336_systems.attention.hopper.common import (
+    WG,
+    accumulators,
+    async_atomic_add,
+    async_store,
+    mma_of_part,
+    mma_over_columns,
+    place,
+    rounded,
+    store_parts,
+    wait_for_both,
+    widened,
+)
 
 
 @gluon.jit
@@ -54,7 +66,7 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
     do = do_smem.index(slot).reshape([BLOCK_M, D])
 
     if not AHEAD:
-        s = scores(tiles, barriers, k, t, BLOCK_M, D, STAGES)
+        s = scores(tiles, barriers, k, t, BLOCK_M, D, STAGES, 0)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     mbarrier.wait(do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
@@ -65,7 +77,7 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     if AHEAD:
-        s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
+        s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES, 0)
         dp = warpgroup_mma_wait(2, deps=(dp,))
     else:
         dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -118,7 +130,7 @@ def _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, mask
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     p = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if AHEAD:
-        s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
+        s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES, 0)
         s = warpgroup_mma_wait(0, deps=(s,))
         p = weights(s, tiles, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
     # ahead, the last of these computes the first P that needs no mask; masking does not change it
@@ -139,23 +151,24 @@ def _zero(t):
 
 
 @gluon.jit
-def _late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr):
+def _late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):
     """Issues a group's half of dQ of tile t: of its columns, over the keys of both groups."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    WIDTH: gl.constexpr = REST if REST and G else 64
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = (t + 3) % 3
     # before the first tile: a matmul whose result is unused
     mbarrier.wait(ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
-    empty = gl.zeros([WG, 64], gl.float32, half_layout)
-    k_half = k_smem.index(_zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, 64, 1)
+    empty = gl.zeros([WG, WIDTH], gl.float32, half_layout)
+    k_half = k_smem.index(_zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, WIDTH, 1)
     return warpgroup_mma(ds_smem.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, dk, dv,
                MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`_backward_step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the next tile's scores, s, are issued before dK is done.
 
@@ -163,8 +176,7 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    PARTS: gl.constexpr = 2 if REST else 1
     DTYPE: gl.constexpr = q_smem.dtype
     slot = t % STAGES
     q = q_smem.index(slot).reshape([BLOCK_M, D])
@@ -175,27 +187,27 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
 
     mbarrier.wait(do_full.index(slot), (t // STAGES) & 1)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
-    dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = mma_over_columns(v, do, dp, REST)
     p16 = rounded(
         weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
     )
-    dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
-    dq = _late_dq(tiles, barriers, t - 1, G, D)
+    dv = [mma_of_part(p16, do, x) for x in dv]
+    dq = _late_dq(tiles, barriers, t - 1, G, D, REST)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-    dp = warpgroup_mma_wait(2, deps=(dp,))
+    dp = warpgroup_mma_wait(PARTS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
     ds_slot = t % 3
     ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+    dk = [mma_of_part(ds, q, x) for x in dk]
+    dv, dq = wait_for_both(PARTS, dv, dq)
     mbarrier.arrive(do_empty.index(slot), count=1)
     if t > 0:  # while dK's matmul runs
         add_half(dq_desc, dq, tiles, head, i - 1, G)
-    s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES)
-    dk, s = warpgroup_mma_wait(0, deps=(dk, s))
+    s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES, REST)
+    dk, s = wait_for_both(0, dk, s)
     mbarrier.arrive(q_empty.index(slot), count=1)
     return s, dk, dv
 
@@ -203,20 +215,20 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
 @gluon.jit
 def _late_steps(dq_desc, tiles, barriers, head, first_key, first, masked, query_tiles, num_keys, c, dk, dv,
                 IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                STAGES: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`_backward_steps` of `_late_step`, and dQ of the last tile."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
-    s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES)
+    s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(first, masked):
         s, dk, dv = _late_step(dq_desc, tiles, barriers, head, first_key, i, i - first, num_keys, c, s, dk, dv,
-                               True, IS_CAUSAL, G, BLOCK_M, D, STAGES)  # fmt: skip
+                               True, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
     for i in range(masked, query_tiles):
         s, dk, dv = _late_step(dq_desc, tiles, barriers, head, first_key, i, i - first, num_keys, c, s, dk, dv,
-                               False, IS_CAUSAL, G, BLOCK_M, D, STAGES)  # fmt: skip
+                               False, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
     if first < query_tiles:
-        dq = _late_dq(tiles, barriers, query_tiles - 1 - first, G, D)
+        dq = _late_dq(tiles, barriers, query_tiles - 1 - first, G, D, REST)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_half(dq_desc, dq, tiles, head, query_tiles - 1, G)
     return dk, dv
@@ -226,16 +238,15 @@ def _late_steps(dq_desc, tiles, barriers, head, first_key, first, masked, query_
 def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles, query_tiles,
                     num_keys, c, scale, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr,
-                    K_REGISTERS: gl.constexpr):  # fmt: skip
+                    K_REGISTERS: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     first_key = tile * 2 * WG
-    dk = gl.zeros([WG, D], gl.float32, d_layout)
-    dv = gl.zeros([WG, D], gl.float32, d_layout)
+    dk = accumulators(D, REST)
+    dv = accumulators(D, REST)
     mbarrier.wait(kv_full.index(0), 0)
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
     v = v_smem.index(G).reshape([WG, D])
@@ -252,18 +263,19 @@ def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_hea
         masked = query_tiles
     if D == 128:
         dk, dv = _late_steps(dq_desc, tiles, barriers, head, first_key, first, masked, query_tiles, num_keys, c,
-                             dk, dv, IS_CAUSAL, G, BLOCK_M, D, STAGES)  # fmt: skip
+                             dk, dv, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
     else:
         dk, dv = _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, masked, query_tiles, num_keys,
-                                 c, dk, dv, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
+                                 c, dk[0], dv[0], IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
+        dk, dv = (dk,), (dv,)
     # no matmul reads this group's rows of V any more: the results are staged there
     at = [head // heads, head % heads, first_key + G * WG, 0]
-    v.store(dv.to(v.dtype))
+    store_parts(dv, v)
     fence_async_shared()
     async_store(dv_desc, at, v_smem.index(G))
-    dk16 = (dk * scale).to(v.dtype)
+    dk16 = [(x * scale).to(v.dtype) for x in dk]
     tma.store_wait(0)
-    v.store(dk16)
+    store_parts(dk16, v)
     fence_async_shared()
     async_store(dk_desc, at, v_smem.index(G))
     tma.store_wait(0)
@@ -303,7 +315,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                          section, key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
                          BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr,
                          DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr, K_REGISTERS: gl.constexpr,
-                         num_warps: gl.constexpr):  # fmt: skip
+                         REST: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 128 keys of one head, and their part of dQ. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     DS_TILES: gl.constexpr = 3 if D == 128 else 2
@@ -339,10 +351,10 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         gl.warp_specialize([
             (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
                                query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
-                               K_REGISTERS)),
+                               K_REGISTERS, REST)),
             (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
                                query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
-                               K_REGISTERS)),
+                               K_REGISTERS, REST)),
             (_backward_dq_group, (dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL,
                                   BLOCK_M, D)),
             (producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
@@ -352,10 +364,10 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         gl.warp_specialize([
             (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
                                query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
-                               K_REGISTERS)),
+                               K_REGISTERS, REST)),
             (_backward_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, section, key_tiles,
                                query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD,
-                               K_REGISTERS)),
+                               K_REGISTERS, REST)),
             (producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads,
                                   section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP,
                                   D == 128)),

@@ -13,10 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
 )
 
-from cs336_systems.attention.hopper.common import WG, async_atomic_add, async_load, exp2, place
+from cs336_systems.attention.hopper.common import (
+    WG,
+    async_atomic_add,
+    async_load,
+    exp2,
+    mma_over_columns,
+    place,
+)
 
 # a tile of dQ, 64 x 64 numbers in fp32 in the order of `store_dq`, as TMA sees it: in shared memory and in its sum
 DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
@@ -58,7 +64,9 @@ def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads
 
 
 @gluon.jit
-def scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def scores(
+    tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr
+):
     """Issues Sᵀ = K Qᵀ of tile t of the queries."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -67,7 +75,7 @@ def scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES
     mbarrier.wait(q_full.index(slot), (t // STAGES) & 1)
     empty = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     q = q_smem.index(slot).reshape([BLOCK_M, D])
-    return warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
+    return mma_over_columns(k, q, empty, REST)
 
 
 @gluon.jit
@@ -90,11 +98,12 @@ def weights(s, tiles, first_key, i, t, num_keys, c, MASKED: gl.constexpr, IS_CAU
 
 @gluon.jit
 def store_dq(dq, tile):
-    """A tile of 64 x 64 in the order in which threads hold it: 16 bytes each, side by side, so that a store has no
-    bank conflicts. `finish_kernel` puts dQ in order."""
+    """A tile of 64 rows in the order in which threads hold it: 16 bytes each, side by side, so that a store has no
+    bank conflicts. `finish_kernel` puts dQ in order. 32 or 16 columns take the first of its rows."""
+    WIDTH: gl.constexpr = dq.shape[1]
     # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
-    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    tile.store(parts.reshape([1, DQ_ROWS, DQ_COLUMNS]))
+    parts = dq.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    tile.slice(0, WIDTH // 4, 1).store(parts.reshape([1, WIDTH // 4, DQ_COLUMNS]))
 
 
 @gluon.jit
@@ -104,4 +113,7 @@ def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
     tma.store_wait(0)  # the addition before has read its tile
     store_dq(dq, dq_smem.index(G))
     fence_async_shared()
-    async_atomic_add(dq_desc, [head, (2 * i + G) * DQ_ROWS, 0], dq_smem.index(G))
+    ROWS: gl.constexpr = dq_desc.block_type.shape[1]
+    for r in gl.static_range(0, dq.shape[1] // 4, ROWS):
+        at = [head, (2 * i + G) * DQ_ROWS + r, 0]
+        async_atomic_add(dq_desc, at, dq_smem.index(G).slice(r, ROWS, 1))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 
 @builtin
@@ -62,6 +62,68 @@ def widened(x):
     one by one the compiler also rounds them one by one, in the unit that computes the exponentials."""
     pair: gl.constexpr = _FROM_BF16 if x.dtype == gl.bfloat16 else _FROM_FP16
     return gl.inline_asm_elementwise(pair, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+# Blocks are powers of two: for a head dimension of 80 or 96, too, tiles have D = 128 columns. The matmuls leave out the
+# rest. To them there are two parts, 64 columns and REST = 16 or 32 more; or, REST = 0, one part of all D columns.
+@gluon.jit
+def _zeros(WIDTH: gl.constexpr):
+    return gl.zeros([WG, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+
+
+@gluon.jit
+def accumulators(D: gl.constexpr, REST: gl.constexpr):
+    """fp32 zeros, 64 rows of each part's columns."""
+    if REST:
+        return _zeros(64), _zeros(REST)
+    else:
+        return (_zeros(D),)
+
+
+@gluon.jit
+def of_part(tile, part):
+    """The columns of a tile in shared memory that a part has, as it is or transposed."""
+    WIDTH: gl.constexpr = part.shape[1]
+    return tile.slice(0 if WIDTH >= 64 else 64, WIDTH, 1)
+
+
+@gluon.jit
+def mma_of_part(a, b, part):
+    """Issues part += a b, a in registers."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, part.type.layout, 2)
+    a = gl.convert_layout(a, operand, assert_trivial=True)
+    return warpgroup_mma(a, of_part(b, part), part, is_async=True)
+
+
+@gluon.jit
+def times_rows(part, factor):
+    rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    return part * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def store_parts(parts, tile):
+    """All parts to a tile in shared memory."""
+    for i in gl.static_range(len(parts)):
+        of_part(tile, parts[i]).store(parts[i].to(tile.dtype))
+
+
+@gluon.jit
+def wait_for_both(outstanding: gl.constexpr, parts, other):
+    done = warpgroup_mma_wait(outstanding, deps=parts + (other,))  # noqa: RUF005 (triton has no stars)
+    return done[:-1], done[-1]
+
+
+@gluon.jit
+def mma_over_columns(a, b, empty, REST: gl.constexpr):
+    """Issues a bᵀ, a matmul for each part of the columns that it sums over."""
+    if REST:
+        first = warpgroup_mma(
+            a.slice(0, 64, 1), b.slice(0, 64, 1).permute((1, 0)), empty, use_acc=False, is_async=True
+        )
+        return warpgroup_mma(a.slice(64, REST, 1), b.slice(64, REST, 1).permute((1, 0)), first, is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), empty, use_acc=False, is_async=True)
 
 
 @gluon.jit

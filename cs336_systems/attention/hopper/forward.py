@@ -13,11 +13,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.common import WG, async_load, async_store, exp2, place
+from cs336_systems.attention.hopper.common import (
+    WG,
+    accumulators,
+    async_load,
+    async_store,
+    exp2,
+    mma_of_part,
+    mma_over_columns,
+    place,
+    store_parts,
+    times_rows,
+    wait_for_both,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -72,15 +83,13 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
 @gluon.jit
 def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries, num_keys, c,
                    IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """64 queries: the online softmax over their keys, then O and L."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    PARTS: gl.constexpr = 2 if REST else 1
     DTYPE: gl.constexpr = q_smem.dtype
 
     tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
@@ -99,12 +108,13 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
     # the first tile, the only one that meets the diagonal or the end of the keys
     q = q_smem.index(G).reshape([WG, D])
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
-    acc = gl.zeros([WG, D], gl.float32, o_layout)
+    acc = accumulators(D, REST)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     slot = t % STAGES
     mbarrier.wait(q_full.index(G), 0)
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
     k = k_smem.index(slot).reshape([BLOCK_N, D])
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty.index(slot), count=1)
     keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -125,33 +135,34 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
         v = v_smem.index(slot).reshape([BLOCK_N, D])
         mbarrier.wait(full.index(slot), parity)
         if OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
-            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = mma_over_columns(q, k, zeros, REST)
+            acc = [mma_of_part(p, v, x) for x in acc]
+            s = warpgroup_mma_wait(PARTS, deps=(s,))
             row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             mbarrier.arrive(empty.index(slot), count=1)
             p = new_p
         else:
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+            acc = [mma_of_part(p, v, x) for x in acc]
+            s = mma_over_columns(q, k, zeros, REST)
+            acc, s = wait_for_both(0, acc, s)
             mbarrier.arrive(empty.index(slot), count=1)
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
-        acc = acc * gl.convert_layout(alpha, o_rows, assert_trivial=True)[:, None]
+        acc = [times_rows(x, alpha) for x in acc]
 
     t += 1
     slot = t % STAGES
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    acc = warpgroup_mma(p, v_smem.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+    v = v_smem.index(slot).reshape([BLOCK_N, D])
+    acc = [mma_of_part(p, v, x) for x in acc]
     logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
     gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
     share = 1.0 / row_sum
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    acc = acc * gl.convert_layout(share, o_rows, assert_trivial=True)[:, None]
-    o_smem.index(G).reshape([WG, D]).store(acc.to(DTYPE))
+    acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
+    acc = [times_rows(x, share) for x in acc]
+    store_parts(acc, o_smem.index(G).reshape([WG, D]))
     fence_async_shared()
     async_store(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
     tma.store_wait(0)
@@ -160,7 +171,8 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                   num_warps: gl.constexpr):  # fmt: skip
     """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
@@ -183,11 +195,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     if GROUPS == 3:
         gl.warp_specialize([
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
@@ -195,16 +207,16 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip

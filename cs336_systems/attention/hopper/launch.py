@@ -15,7 +15,7 @@ from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
-from cs336_systems.attention.triton.tiles import few_programs_of, multiprocessors_of
+from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a warpgroup
@@ -26,19 +26,19 @@ MIN_LENGTH = 256  # queries and keys from which on the forward kernel is faster 
 # here: tiles as large as these make fewer programs, and the time is that of the longest one
 PORTABLE_BACKWARD = 1
 _ROWS = 64  # of a program of the two small kernels
-_DQ_TILE = DQ_ROWS.value, DQ_COLUMNS.value  # 64 x 64 elements, as TMA sees them
 _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 MiB on an H100)
 
 
 @dataclass(frozen=True)
 class Forward:
     """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
-    the matmul of the previous one within a group."""
+    the matmul of the previous one within a group. programs: how many of one group a multiprocessor is to hold."""
 
     groups: int
     block_n: int
     stages: int
     overlap: bool
+    programs: int = 2
 
     def __post_init__(self) -> None:
         if self.groups not in (1, 2, 3):
@@ -50,7 +50,7 @@ class Forward:
     @property
     def registers(self) -> int | None:
         """Registers per thread on average, where several programs are to fit a multiprocessor."""
-        return 128 if self.groups == 1 else None
+        return 65536 // (256 * self.programs) // 8 * 8 if self.groups == 1 else None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Backward:
 
 # by padded head dimension: where each program has a multiprocessor to itself; of many; and of many with long rows
 FORWARD = {64: Forward(1, 128, 2, True), 128: Forward(1, 64, 2, True)}
-FORWARD_OF_MANY = {64: Forward(1, 128, 2, False), 128: Forward(2, 128, 2, True)}
+FORWARD_OF_MANY = {64: Forward(1, 64, 2, False, programs=3), 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = {64: Forward(3, 128, 2, False), 128: FORWARD_OF_MANY[128]}
 LONG = 4096  # keys
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
@@ -120,11 +120,22 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
+def rest_of(head_dim: int) -> int:
+    """Columns past the first 64 that the kernels compute with; 0 where that is all of them (see `common`)."""
+    return next((rest for rest in (16, 32) if 64 < head_dim <= 64 + rest), 0)
+
+
+def dq_tile(rest: int) -> tuple[int, int]:
+    """What TMA adds to dQ at once: 64 rows of 64 columns, in other order, or of a part's rest."""
+    return DQ_ROWS.value * (rest or 64) // 64, DQ_COLUMNS.value
+
+
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, multiprocessors: int
 ) -> Forward:
-    """Small programs, two of which fit a multiprocessor, while there are few of them or their rows are short; larger
-    ones, which read keys and values less often, for long rows. A rule made from an H100's times."""
+    """Small programs, two or three of which fit a multiprocessor, while there are few of them or their rows are short:
+    one begins or ends beside the matmuls of another. Larger ones, which read keys and values less often, for long rows.
+    A rule made from times of an H100 and an H200."""
     d = padded(head_dim)
     if batch_heads * triton.cdiv(num_queries, FORWARD[d].groups * GROUP) <= multiprocessors:
         return FORWARD[d]
@@ -148,7 +159,9 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
         programs = few_programs_of(batch * heads, num_queries)
         # with more keys than queries a portable program for queries has more to do than any here
         few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors_of(index)
-        decided = [forward, forward and not few]
+        # few queries against many keys: the portable forward kernel shares the keys out among programs
+        shared = k.shape[2] >= CROSS * num_queries and splits_for(q, k) >= 4
+        decided = [forward and not shared, forward and not few]
         remember(key, decided)
     return decided[part == "backward"]
 
@@ -189,7 +202,8 @@ def launch_forward(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim),
+        num_warps=4,
     )  # fmt: skip
     options = {} if config.registers is None else {"maxnreg": config.registers}
     plan = first_launch(
@@ -285,7 +299,7 @@ def launch_backward(
         do = do.clone(memory_format=torch.contiguous_format)
     workspace = Workspace(
         (batch_heads * 2, rows),
-        (batch_heads, rows * d // _DQ_TILE[1], _DQ_TILE[1]),
+        (batch_heads, rows * d // DQ_COLUMNS.value, DQ_COLUMNS.value),
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, settings.block_m, d) if one_number else None,
     )
@@ -303,7 +317,7 @@ def launch_backward(
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, GROUP, d),
         descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
-        descriptor(dq_sum, 1, *_DQ_TILE, swizzled=False),
+        descriptor(dq_sum, 1, *dq_tile(rest_of(head_dim)), swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
     arguments = dict(
@@ -311,7 +325,7 @@ def launch_backward(
         key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
         c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
-        K_REGISTERS=settings.k_registers, num_warps=4,
+        K_REGISTERS=settings.k_registers, REST=rest_of(head_dim), num_warps=4,
     )  # fmt: skip
     plans.append(
         first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments)

@@ -118,8 +118,12 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
                    batch_heads, heads, num_queries, num_keys, scale,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
-    """O and L of one tile of queries of one head (algorithm 1). Grid: (query tiles · batch · heads,)."""
+                   PRECISION: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """O and L of one tile of queries of one head (algorithm 1). Grid: (query tiles · batch · heads, SPLITS).
+
+    With SPLITS > 1 (not causal) each program along the second axis takes a share of the keys, and `o_ptr`, `l_ptr` are
+    (SPLITS, batch, heads, n_q, d) and (SPLITS, batch, heads, n_q): what `combine_kernel` makes O and L of.
+    """
     index = tl.program_id(0) % batch_heads
     # with a causal mask the last queries see the most keys: heaviest tiles first, so that the light ones fill the end
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
@@ -133,15 +137,24 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # keys [0, whole) need no mask; [whole, end) meet the diagonal or the ragged end; after that nothing is seen
+    # keys [start, whole) need no mask; [whole, end) meet the diagonal or the ragged end; after that nothing is seen
+    start = 0
     if IS_CAUSAL:
         whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
         whole = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
+    if SPLITS > 1:
+        split = tl.program_id(1)
+        tiles = tl.cdiv(num_keys, BLOCK_N)
+        start = (tiles * split // SPLITS) * BLOCK_N
+        end = tl.minimum((tiles * (split + 1) // SPLITS) * BLOCK_N, num_keys)
+        whole = tl.minimum(whole, end)
+        o_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries * HEAD_DIM
+        l_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries
     row_max, row_sum, acc = _forward_steps(
-        q, k_base, v_base, k_row, k_col, v_row, v_col, row_max, row_sum, acc, first_query, 0, whole, num_keys,
+        q, k_base, v_base, k_row, k_col, v_row, v_col, row_max, row_sum, acc, first_query, start, whole, num_keys,
         scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
     if IS_CAUSAL or not EVEN_N:
         row_max, row_sum, acc = _forward_steps(
@@ -154,6 +167,37 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
     queries = first_query + tl.arange(0, BLOCK_M)
     logsumexp = (row_max + tl.log2(row_sum)) * LN_2
     tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr, o_batch, o_head, o_row, o_col,
+                   batch_heads, heads, num_queries,
+                   ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   SPLITS: tl.constexpr):  # fmt: skip
+    """O and L of ROWS queries of one head from those over each share of its keys: O = Σ exp(L_s − L) O_s,
+    L = log Σ exp(L_s). Grid: (cdiv(n_q, ROWS) · batch · heads,)."""
+    index = tl.program_id(0) % batch_heads
+    first_query = (tl.program_id(0) // batch_heads) * ROWS
+    queries = first_query + tl.arange(0, ROWS)
+    inside = queries < num_queries
+    all_rows = tl.cast(batch_heads, tl.int64) * num_queries  # of one share
+    row = tl.cast(index, tl.int64) * num_queries
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
+        l = tl.load(l_parts_ptr + split * all_rows + row + queries, mask=inside, other=0.0)
+        largest = tl.maximum(largest, l)
+    weight_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for split in tl.static_range(SPLITS):
+        l = tl.load(l_parts_ptr + split * all_rows + row + queries, mask=inside, other=0.0)
+        weight = tl.exp2((l - largest) * LOG2_E)
+        part = _load_tile(parts_ptr + (split * all_rows + row) * HEAD_DIM, HEAD_DIM, 1, first_query, num_queries,
+                          ROWS, BLOCK_D, HEAD_DIM, True)  # fmt: skip
+        weight_sum += weight
+        acc += weight[:, None] * part
+    _store_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries,
+                acc / weight_sum[:, None], ROWS, BLOCK_D, HEAD_DIM)  # fmt: skip
+    tl.store(l_ptr + row + queries, largest + tl.log2(weight_sum) * LN_2, mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------ backward: queries

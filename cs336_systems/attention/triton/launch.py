@@ -6,6 +6,7 @@ therefore remembered by the layouts it depends on: the compiled kernel, its grid
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ import triton
 from triton.runtime import driver
 
 from cs336_systems.attention.machine_code import faulty
-from cs336_systems.attention.triton.kernels import KERNELS
+from cs336_systems.attention.triton.kernels import KERNELS, combine_kernel
 from cs336_systems.attention.triton.tiles import (
     Tiles,
     capability_of,
     rows_of,
+    splits_for,
     tiles_for,
     tiles_without_wgmma,
 )
@@ -30,6 +32,8 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 
 # for the compiler of every kernel: a x + b in one instruction, which triton 3.10 is to do only where it is asked to
 FUSED = {"enable_fp_fusion": True}
+
+COMBINED_ROWS = 8  # queries of a program that combines
 
 # A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
 Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]
@@ -51,7 +55,7 @@ def strides(name: str, x: torch.Tensor) -> dict[str, int]:
 
 
 def _arguments(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles
+    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles, splits: int = 1
 ) -> dict[str, Any]:
     """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants."""
     q, k = tensors["q"], tensors["k"]
@@ -70,6 +74,8 @@ def _arguments(
         # 0: an ordinary dO; 1: its columns are one (stride 0); 2: a whole head is one scalar
         arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
     arguments["PRECISION"] = INPUT_PRECISION[_precision(q.dtype)]
+    if kernel == "forward":
+        arguments["SPLITS"] = splits
     assert tuple(arguments) == tuple(KERNELS[kernel].arg_names), (
         "a remembered kernel takes arguments by position"
     )
@@ -94,7 +100,7 @@ def _mistrusted(
 
 
 def first_launch(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None
+    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, splits: int = 1
 ) -> list[Launch]:
     """Compiles one of KERNELS where needed, launches it, and returns what the next launch needs (nothing when
     interpreted). Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
@@ -102,13 +108,20 @@ def first_launch(
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
     tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
-    arguments = _arguments(kernel, tensors, is_causal, tiles)
+    arguments = _arguments(kernel, tensors, is_causal, tiles, splits)
     if not given and _mistrusted(kernel, tensors, arguments, tiles):
         tiles = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
-        arguments = _arguments(kernel, tensors, is_causal, tiles)
+        arguments = _arguments(kernel, tensors, is_causal, tiles, splits)
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
-    grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], 1, 1)
-    compiled = KERNELS[kernel][grid](**arguments, **options_of(tiles))
+    grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], splits, 1)
+    return _launched(KERNELS[kernel], grid, arguments, len(tensors), options_of(tiles))
+
+
+def _launched(
+    kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], pointers: int, options: dict[str, Any]
+) -> list[Launch]:
+    """Launches a kernel whose arguments begin with so many pointers, and returns what the next launch needs."""
+    compiled = kernel[grid](**arguments, **options)
     if INTERPRETED:
         return []
     fixed = (
@@ -118,7 +131,7 @@ def first_launch(
         None,
         None,
     )  # no metadata of the launch, no hooks
-    return [(compiled.run, grid, fixed, tuple(arguments.values())[len(tensors) :])]
+    return [(compiled.run, grid, fixed, tuple(arguments.values())[pointers:])]
 
 
 def watched() -> bool:
@@ -161,12 +174,16 @@ def elsewhere(x: torch.Tensor) -> bool:
 
 
 def launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream.
+
+    splits: into how many shares the keys go, each for a program of its own (None: `tiles.splits_for`).
+    """
     if elsewhere(q):
         with torch.cuda.device(q.device):
-            return launch_forward(q, k, v, is_causal, tiles)
+            return launch_forward(q, k, v, is_causal, tiles, splits)
     o = torch.empty_like(q)
     shape, device, dtype = q.shape, q.device, q.dtype
     batch, heads, num_queries, _ = shape  # a slice of a Size takes longer, here and as an argument
@@ -174,15 +191,50 @@ def launch_forward(
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     # what a launch depends on; outputs are new, and thus aligned
     key = (
-        "forward", is_causal, tiles, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
+        "forward", is_causal, tiles, splits, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
         v.stride(), (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
     )  # fmt: skip
     if (launches := remembered(key)) and not watched():
-        launch_again(launches[0], device.index, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr())
-    else:
+        if len(launches) == 1:
+            launch_again(launches[0], device.index, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr())
+            return o, logsumexp
+        forward, combine, splits = launches
+        parts = _parts(q, splits)
+        parts_at = parts[0].data_ptr(), parts[1].data_ptr()
+        launch_again(forward, device.index, q_at, k_at, v_at, *parts_at)
+        launch_again(combine, device.index, *parts_at, o.data_ptr(), logsumexp.data_ptr())
+        return o, logsumexp
+    splits = splits or (1 if is_causal else splits_for(q, k))
+    if splits == 1:
         tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp)
         remember(key, first_launch("forward", tensors, is_causal, tiles))
+    else:
+        o_parts, l_parts = _parts(q, splits)
+        tensors = dict(q=q, k=k, v=v, o=o_parts[0], l=l_parts[0])
+        launches = first_launch("forward", tensors, is_causal, tiles, splits)
+        launches += _first_combination(o_parts, l_parts, o, logsumexp)
+        remember(key, launches and [*launches, splits])
     return o, logsumexp
+
+
+def _parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for O and L over each share of the keys, fp32: (splits, batch, heads, n_q, d) and without d."""
+    make = functools.partial(torch.empty, device=q.device, dtype=torch.float32)
+    return make((splits, *q.shape)), make((splits, *q.shape[:3]))
+
+
+def _first_combination(
+    o_parts: torch.Tensor, l_parts: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor
+) -> list[Launch]:
+    """Makes O and L of their parts."""
+    batch, heads, num_queries, head_dim = o.shape
+    arguments = dict(parts_ptr=o_parts, l_parts_ptr=l_parts, o_ptr=o, l_ptr=logsumexp) | strides("o", o)
+    arguments |= dict(
+        batch_heads=batch * heads, heads=heads, num_queries=num_queries, ROWS=COMBINED_ROWS,
+        BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim, SPLITS=len(o_parts),
+    )  # fmt: skip
+    grid = (triton.cdiv(num_queries, COMBINED_ROWS) * batch * heads, 1, 1)
+    return _launched(combine_kernel, grid, arguments, 4, FUSED)
 
 
 def launch_backward(

@@ -153,6 +153,15 @@ WITHOUT_WGMMA = {
     "fp32": (*[_T(32, 32, 4, 1)] * 3, *[_T(16, 16, 8, 1)] * 2),
 }
 
+# of the forward kernel where keys are at least CROSS times as many: generation, precision, d → queries of a program →
+# tiles, whose queries are not many more than there are
+CROSS = 4
+FEW_QUERIES = {(90, "half", d): {16: _T(16, 64, 4, 3), 64: _T(64, 64, 4, 3)} for d in (64, 128)}
+
+# and where its keys go in shares: queries of a program, at most; programs that a multiprocessor is to hold; a share's
+# keys, at least; shares, at most
+SPLIT_ROWS, PROGRAMS, SPLIT_KEYS, MAX_SPLITS = 128, 2, 512, 32
+
 OLDEST = min(TABLE)
 FEW_ROWS = 16  # of most programs of FEW's
 _INTERPRETER = Tiles(32, 16, 4, 1)  # on the CPU: small enough that a small test meets every branch
@@ -226,12 +235,29 @@ def few_programs_of(batch_heads: int, length: int) -> int:
     return batch_heads * -(-length // FEW_ROWS)
 
 
+def splits_for(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Into how many shares the keys of tensors q, k (batch, heads, n, d) go in the forward kernel without a mask: a
+    power of two, 1 where programs for queries alone keep their GPU busy, or the keys are few."""
+    if q.device.type != "cuda":
+        return 1
+    batch, heads, num_queries, _ = q.shape
+    programs = batch * heads * -(-num_queries // SPLIT_ROWS)
+    room = PROGRAMS * multiprocessors_of(q.device.index) // programs
+    most = min(room, k.shape[2] // SPLIT_KEYS, MAX_SPLITS)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
 def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> Tiles:
     """The configuration of a kernel for tensors q, k (batch, heads, n, d) on their device."""
     if q.device.type != "cuda":
         return _INTERPRETER
     batch, heads, num_queries, head_dim = q.shape
     capability = capability_of(q.device.index)
+    if kernel == "forward" and k.shape[2] >= max(CROSS * num_queries, SPLIT_KEYS):
+        found = FEW_QUERIES.get((generation(capability), precision, HEAD_DIMS[_column(head_dim)]), {})
+        rows = next((rows for rows in found if num_queries <= rows), max(found, default=None))
+        if rows and (num_queries <= rows or splits_for(q, k) > 1):
+            return found[rows]
     chosen = tiles(kernel, capability, head_dim, precision)
     length = k.shape[2] if kernel == "backward_keys" else num_queries
     programs = batch * heads * -(-length // rows_of(kernel, chosen))

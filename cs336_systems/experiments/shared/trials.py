@@ -45,6 +45,9 @@ PER_CASE = (*peers.PER_CASE, *_AROUND)
 COMPILED_PLAIN = "reference_compiled"  # plain attention under torch.compile, the rest of the model eager
 ATTENTIONS = (*IMPLEMENTATIONS, COMPILED_PLAIN)
 WARMUP = 3
+# gently: at the trainer's own choice, twice as high and risen after three steps, training magnifies rounding until two
+# runs of the same program part by a nat
+LEARNING_RATE, RISING = 6e-4, 0.5
 EPOCH_MB = 1000.0
 LAST = 5
 _TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
@@ -68,7 +71,8 @@ def configuration(case: Any, folder: str, device: str = "auto") -> TrainingConfi
         "tokenizer.vocab_size": 512 if small else 2048, "model.size": case.size,
         "model.context_length": case.context_length,
         "model.attention": "reference" if case.attention == COMPILED_PLAIN else case.attention,
-        "batch.sequences": case.sequences, "schedule.steps": case.steps + WARMUP, "run.device": device,
+        "batch.sequences": case.sequences, "schedule.steps": case.steps + WARMUP, "schedule.warmup": RISING,
+        "optimizer.learning_rate": LEARNING_RATE, "run.device": device,
         "run.dtype": case.dtype, "run.compile": "attention" if alone else case.compile,
         "parallel.wrapper": case.wrapper, "optimizer.sharded": case.sharded,
     })  # fmt: skip

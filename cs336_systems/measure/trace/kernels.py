@@ -24,7 +24,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (MEMORY, r"^\[CUDA mem|^Mem(cpy|set)\b"),
     (COMMUNICATION, r"nccl(Dev)?Kernel"),
     # this project's Triton kernels (attention/triton/kernels.py)
-    (ATTENTION, r"^(forward|backward_queries|backward_keys)_kernel$"),
+    (ATTENTION, r"^(forward|combine|backward_queries|backward_keys)_kernel$"),
     # FlashAttention 2 and 3, PyTorch's memory-efficient kernels, cuDNN, FlexAttention in Inductor
     (ATTENTION, r"flash_(fwd|bwd)|FlashAttn|flash_attention|fmha_|_sdpa_|flex_attention"),
     # torch.optim with foreach=True or fused=True; gradient clipping uses these kernels as well
