@@ -56,8 +56,9 @@ class Interruptible(typer.core.TyperGroup):
                 say(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left to print fails once more
             sys.exit(1)
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
+        except ImportError as error:
+            lacking = error if error.name else error.__cause__  # pandas tells of its own in words only
+            package = (getattr(lacking, "name", None) or "").partition(".")[0]
             if not package or has_module(package):
                 raise
             say(

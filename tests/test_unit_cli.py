@@ -338,6 +338,16 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch):
     assert done.exit_code == 1 and done.stderr.startswith("Error: tqdm is not installed")
 
 
+def test_a_package_that_pandas_lacks_is_named(monkeypatch):
+    def lacking():
+        raise ImportError("Unable to import") from ModuleNotFoundError("No module", name="numpy.core")
+
+    monkeypatch.setattr(doctor, "checks", lacking)
+    monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "numpy")
+    done = call("doctor")
+    assert done.exit_code == 1 and done.stderr.startswith("Error: numpy is not installed")
+
+
 def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
     def run(*arguments, **options):
         signal.raise_signal(signal.SIGINT)

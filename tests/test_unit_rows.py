@@ -167,7 +167,7 @@ def test_odd_texts_come_back_and_leave_the_other_rows_alone(write, read):
     write({"source": 'a "quoted", text\nof\rlines \udcff'}, {"impl": "b"})
     write({"size": 2})
     assert read("source") == ['a "quoted", text\nof lines \\udcff', "clock", "clock"]
-    cells = ["1.5", "1.5;2.5", "3 nan", "inf", ""]  # lists are left as they are
+    cells = ["1.5", "1.5;2.5", "3 nan", ""]  # lists are left as they are
     write(*({"size": size, "source": cell} for size, cell in enumerate(cells)), m="lists")
     assert read("source", "lists") == cells
 
@@ -196,6 +196,8 @@ def csv(write):
         (["{}", GOOD.replace("0.1", "nan")], "line 2: rate=nan: expected"),
         (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
         (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
+        (["{}", GOOD.replace(",1,", ",-inf,")], "line 2: ms_p50=-inf: expected a finite number"),
+        (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1e999,")], "line 3: ms_p50=1e999: expected"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1_0,")], "line 3: ms_p50=1_0: expected"),
@@ -296,6 +298,20 @@ def test_what_a_killed_writer_left_is_swept(write, csv):
 
 
 # ------------------------------------------------------------------------------------ measuring
+def test_numbers_that_are_not_finite_leave_their_cells_empty(write):
+    path = write({"ms_p50": float("inf")}, {"ms_p50": float("nan"), "impl": "b"})
+    assert [line.split(",")[4] for line in path.read_text().splitlines()] == ["ms_p50", "", ""]
+
+
+def test_without_torch_nothing_is_measured_and_no_row_is_an_error(fake, root, monkeypatch):
+    monkeypatch.setattr(measuring, "has_module", lambda name: name != "torch")
+    with pytest.raises(
+        ModuleNotFoundError, match="measuring fake_chapter needs torch, which is not installed"
+    ):
+        measure(fake, root)
+    assert not root.exists()
+
+
 def test_second_run_measures_nothing(fake, root, monkeypatch):
     count, log = measure(fake, root)
     assert count == 3 and len(fake.CALLS) == 6
