@@ -108,6 +108,7 @@ COMMANDS = [
     wrong("bench run --refresh no", says=("'no'", *REFRESH)),  # and not its own defaults
     wrong("bench run --cap-gib x", says=("cap_gib=x", "from 0")),
     wrong("speedrun --minutes 0", says=("minutes=0", "above 0")),
+    wrong("speedrun --dry-run --out /dev/null", says=("--out /dev/null", "not a folder")),
     wrong("speedrun --size huge", says=("size='huge'", "auto, mini")),
     wrong("speedrun --gib 1 --ranks 1 --dtype fp16 --size xl", says=("size='xl'", "allowed: mini, tiny")),
     # ---- run: chapters and options
@@ -172,6 +173,10 @@ COMMANDS = [
     wrong(f"{ROOFS} --json", "", says="--json"),
     # ---- bench flash
     wrong(f"{FLASH} --seq-len 0", says=("seq_len=0", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len 1_28", says=("seq_len=1_28", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len １２８", says=("seq_len=１２８", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len 0 --dtype fp32 --seq-len=256", says=("seq_len=0", "1 to 16777216")),
+    wrong(f"{FLASH} --json a.json b.json", says="unexpected extra argument"),
     wrong(f"{FLASH} --seq-len 1.5", says=("seq_len=1.5", "1 to 16777216")),
     wrong(f"{FLASH} --seq-len {MANY}", says=(f"seq_len={MANY}", "1 to 16777216")),
     wrong(f"{FLASH} --seq-len 128,,256", says=("seq_len=", "1 to 16777216")),

@@ -38,6 +38,7 @@ import importlib
 import itertools
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -166,10 +167,9 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
         if word not in allowed:
             raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
         return word
-    try:
-        number = int(word)
-    except ValueError:
-        number = None
+    number = (
+        int(word) if re.fullmatch("[0-9]{1,18}", word) else None
+    )  # and not 1_000, nor other scripts' digits
     if number not in allowed:
         raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
     return number
