@@ -227,6 +227,10 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
         rows.read(fake, "m", root)
     csv.unlink()
+    csv.symlink_to("nowhere")
+    with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: No such file"):
+        rows.read(fake, "m", root)
+    csv.unlink()
     csv.mkdir()
     with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: "):
         rows.read(fake, "m", root)
@@ -569,6 +573,7 @@ def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
         ("there/b/fake_chapter.csv", lambda text: text.replace("ok", "o,k"), "line 2: 12 cells"),
         ("there/b/fake_chapter.csv", lambda text: text + "=======\n", "line 3: 1 cells"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
+        ("there/b/fake_chapter.csv", lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("ms_p50", "ms"), "does not know: ms"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         ("there/b/machine.json", lambda text: text[:-3], "line 4"),

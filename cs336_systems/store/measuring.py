@@ -20,7 +20,16 @@ from typing import Any
 from cs336_systems.store.code import code_digests
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import case_key, csv_path, groups, load, table_name, write, write_environment
+from cs336_systems.store.rows import (
+    TIME,
+    case_key,
+    csv_path,
+    groups,
+    load,
+    table_name,
+    write,
+    write_environment,
+)
 from cs336_systems.store.status import error_status, loses_context
 
 REFRESH = ("missing", "stale", "all")
@@ -126,7 +135,7 @@ def _fill(
         start = time.monotonic()
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         results, context_lost = _run(experiment, group)
-        stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        stamp = f"{datetime.now(UTC):{TIME}}"
         provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
         rows = [
             dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": codes[case]}

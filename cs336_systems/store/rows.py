@@ -26,6 +26,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,7 @@ from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
 
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+TIME = "%Y-%m-%dT%H:%M:%SZ"
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
@@ -293,12 +295,18 @@ def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...]
     """`load`, for rows whose times are compared."""
     rows = load(experiment, path, numbers=True)
     for key, row in rows.items():
-        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time_utc"]):
+        if not _is_time(row["time_utc"]):
             case = " ".join(map(str, key))
             raise StoreError(
                 f"{path}, {case}: time_utc={row['time_utc']}: expected as in 2026-01-31T23:59:59Z"
             )
     return rows
+
+
+def _is_time(text: str) -> bool:
+    with suppress(ValueError):
+        return f"{datetime.strptime(text, TIME):{TIME}}" == text
+    return False
 
 
 def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:
