@@ -76,6 +76,8 @@ COMMANDS = [
     # ---- the environment
     wrong("doctor", says=("CS336_HOPPER='yes'", HOPPER), HOPPER="yes"),
     wrong("run hardware -p measure=no", says=("CS336_HOPPER='true'", HOPPER), HOPPER="true"),
+    wrong("doctor", says=("CS336_NODES='x'", "from 1"), NODES="x"),
+    wrong("doctor", says=("CS336_NODES='0'", "from 1"), NODES="0"),
     wrong("doctor", says=("CS336_RESULTS", "file is not a folder"), RESULTS="{place}/file"),
     wrong("run hardware -p measure=no", says=("CS336_RESULTS", "not a folder"), RESULTS="{place}/file"),
     wrong("run hardware", says=("CS336_RESULTS", "not a folder"), RESULTS="{place}/file/below"),

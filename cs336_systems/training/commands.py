@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import sys
@@ -79,6 +80,8 @@ def _told_in_a_line() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         code, why = 2, str(error)
     except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+            raise  # of the output, which `terminal` tells
         if isinstance(error, RuntimeError) and not type(error).__module__.startswith("cs336_systems."):
             raise
         why = str(error)
