@@ -122,12 +122,16 @@ def test_what_is_damaged_is_named(tmp_path):
     pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
     [about] = tmp_path.glob("checkpoints/*/checkpoint.json")
     told = json.loads(about.read_text())
+    tokenizer = tmp_path / "tokens" / "tokenizer.json"
+    other = json.loads(tokenizer.read_text())
+    other["model"]["vocab"] |= {f"foreign {i}": 1000 + i for i in range(300)}
     deep, speak = "[" * 100_000, ("generate", "--checkpoint", str(tmp_path))
     again = (*words(tmp_path), "--set", "generation.samples=0")
     for file, content, command in (
         (about, deep, speak),
         (about, json.dumps(told | {"config": {"model": {"d_model": 64}}}), speak),
         (about, json.dumps({name: told[name] for name in ("step", "files")}), speak),
+        (tokenizer, json.dumps(other), speak),
         (tmp_path / "checkpoints" / "best", b"\xff", speak),
         (tmp_path / "result.json", deep, again),
         (tmp_path / "result.json", json.dumps({"digest": pipeline.digest(made(tmp_path)), "stopped": False}), again),

@@ -251,7 +251,12 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{path}: checkpoint.json describes another model: {error}") from error
-    return model, tokens.load_tokenizer(file)
+    tokenizer = tokens.load_tokenizer(file)
+    if tokenizer.get_vocab_size() > sizes.vocab_size:
+        raise ValueError(
+            f"{file} has {tokenizer.get_vocab_size()} tokens; the model of {path} has {sizes.vocab_size}"
+        )
+    return model, tokenizer
 
 
 def check_asked(prompt: str, temperature: float) -> None:
