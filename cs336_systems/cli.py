@@ -130,11 +130,12 @@ def run(
     Under torchrun, rank 0 runs them, and the chapters that need several processes use all ranks.
     """
     from cs336_systems import experiments, notebooks
-    from cs336_systems.report import chapter
-    from cs336_systems.report.coverage import project_root
     from cs336_systems.store.rows import results_root
 
-    with _wrong_input():
+    with _wrong_input():  # matplotlib refuses a wrong MPLBACKEND
+        from cs336_systems.report import chapter
+        from cs336_systems.report.coverage import project_root
+
         names = list(dict.fromkeys(chapters or experiments.CHAPTERS))
         for name in names:
             if name not in experiments.CHAPTERS:
@@ -172,10 +173,10 @@ def book(
     ] = False,
 ) -> None:
     """Build the book from the rows, and print where it is."""
-    from cs336_systems.report.build import BookError, build
-
     if claims:
         return _claims()
+    with _wrong_input():
+        from cs336_systems.report.build import BookError, build
     try:
         with _wrong_input():
             products = build(pdf=pdf, strict=strict)
@@ -186,10 +187,10 @@ def book(
 
 
 def _claims() -> None:
-    from cs336_systems.report.claims import check
-    from cs336_systems.report.coverage import project_root
-
     with _wrong_input():
+        from cs336_systems.report.claims import check
+        from cs336_systems.report.coverage import project_root
+
         wrong, narrow = check(project_root())
     for line in narrow:
         typer.echo(f"narrow: {line}")
@@ -208,8 +209,9 @@ def submit(
     skip_tests: Annotated[bool, typer.Option("--skip-tests", help="Run no test before packing.")] = False,
 ) -> None:
     """Make the course's hand-in: run the tests, build writeup.pdf, pack code.zip."""
-    from cs336_systems import submit as room
-    from cs336_systems.report.build import BookError
+    with _wrong_input():
+        from cs336_systems import submit as room
+        from cs336_systems.report.build import BookError
 
     try:
         with _wrong_input():

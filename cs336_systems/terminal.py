@@ -56,8 +56,9 @@ class Interruptible(typer.core.TyperGroup):
                 say(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left to print fails once more
             sys.exit(1)
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
+        except ImportError as error:
+            lacking = error if error.name else error.__cause__  # pandas tells of its own in words only
+            package = (getattr(lacking, "name", None) or "").partition(".")[0]
             if not package or has_module(package):
                 raise
             say(
@@ -96,19 +97,29 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w"))  # noqa: SIM115
 
 
+ONE_FILE = {"--json", "--out", "--memory-snapshot"}
+
+
 class Lists(typer.core.TyperCommand):
-    """A command whose options take several values with blanks between them too: `--size small medium`."""
+    """A command whose options take several values with blanks between them too: `--size small medium`. Those of an
+    option that is given twice stand together: none is dropped."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        takes = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", False)}
-        joined: list[str] = []
+        takes = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", False)} - ONE_FILE
+        given: dict[str, list[str]] = {}
+        rest: list[str] = []
         value_of = ""  # the option whose value the next word is, or adds to
         for arg in args:
-            if arg.startswith("-") and arg != "-":
-                value_of = arg if arg in takes else ""
-                joined.append(arg)
-            elif value_of and joined[-1] != value_of:
-                joined[-1] += f",{arg}"
+            name, equals, value = arg.partition("=")
+            if name in takes:
+                value_of = name
+                given.setdefault(name, []).extend([value] * bool(equals))
+            elif arg.startswith("-") and not (value_of and arg[1:2].isdigit()):
+                value_of = ""
+                rest.append(arg)
             else:
-                joined.append(arg)
-        return super().parse_args(ctx, joined)
+                (given[value_of] if value_of else rest).append(arg)
+        joined = [
+            word for name, values in given.items() for word in (name, *[",".join(values)] * bool(values))
+        ]
+        return super().parse_args(ctx, [*rest, *joined])

@@ -225,6 +225,12 @@ def test_head_dimensions_that_kernels_do_not_serve(impl, d):
         attention(*(fresh(1, 4, d, requires_grad=False) for _ in range(3)), impl=impl)
 
 
+@pytest.mark.parametrize("wrong", ["no", None, 1, 0.0])
+def test_causal_or_not_is_a_bool(wrong):
+    with pytest.raises(ValueError, match=f"is_causal is {wrong!r}; allowed: True, False"):
+        attention(*(fresh(1, 4, 16, requires_grad=False) for _ in range(3)), wrong)
+
+
 def test_unknown_implementation():
     with pytest.raises(ValueError, match="'flash3'; allowed: auto, flash_triton, "):
         attention(*(fresh(1, 4, 16, requires_grad=False) for _ in range(3)), impl="flash3")

@@ -317,13 +317,34 @@ def test_module_is_the_command_and_helps_without_torch():
     assert not imported & {"torch", "triton", "pandas", "matplotlib"}
 
 
-def test_a_full_output_ends_in_a_line():
-    import subprocess
+@pytest.mark.parametrize(
+    "arguments", [("run", "hardware"), ("book",), ("book", "--claims"), ("submit",)], ids=" ".join
+)
+def test_a_backend_that_matplotlib_does_not_know_is_refused_in_a_line(arguments):
+    command = [sys.executable, "-m", "cs336_systems", *arguments]
+    wrong = os.environ | {"MPLBACKEND": "nosuch"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=wrong)
+    assert done.returncode == 2 and "'nosuch' is not a valid value for backend" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
+
+def test_a_folder_that_is_gone_is_told(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.delenv("CS336_RESULTS", raising=False)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    refused("run", "hardware", saying="the current folder has been removed")
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "data --train-mb 0.001 --set text.valid_mb=0.001 --out {place}"]
+)
+def test_a_full_output_ends_in_a_line(command, tmp_path):
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "cs336_systems", "--help"]
+        words = command.replace("{place}", str(tmp_path)).split()
+        command = [sys.executable, "-m", "cs336_systems", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "Error: cannot write the output: No space left on device\n"
@@ -336,6 +357,16 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "tqdm")
     done = call("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--no-save")
     assert done.exit_code == 1 and done.stderr.startswith("Error: tqdm is not installed")
+
+
+def test_a_package_that_pandas_lacks_is_named(monkeypatch):
+    def lacking():
+        raise ImportError("Unable to import") from ModuleNotFoundError("No module", name="numpy.core")
+
+    monkeypatch.setattr(doctor, "checks", lacking)
+    monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "numpy")
+    done = call("doctor")
+    assert done.exit_code == 1 and done.stderr.startswith("Error: numpy is not installed")
 
 
 def test_an_interrupted_command_says_so_in_a_line(monkeypatch):

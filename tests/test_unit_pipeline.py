@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers")
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.training import config, pipeline
+from cs336_systems.training import config, log, pipeline
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -116,6 +116,35 @@ def test_generate_speaks_in_a_stream(tmp_path):
     assert done.exit_code == 0 and done.stdout.startswith("The dog") and "A cat — ünïcode" in done.stdout
     assert done.stdout == call("The dog", "A cat — ünïcode", "--seed", "3").stdout
     assert call("--temperature", "-1").exit_code == 2 and call("--device", "cuda").exit_code in (0, 2)
+
+
+def test_what_is_damaged_is_named(tmp_path):
+    pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
+    [about] = tmp_path.glob("checkpoints/*/checkpoint.json")
+    told = json.loads(about.read_text())
+    tokenizer = tmp_path / "tokens" / "tokenizer.json"
+    other = json.loads(tokenizer.read_text())
+    other["model"]["vocab"] |= {f"foreign {i}": 1000 + i for i in range(300)}
+    deep, speak = "[" * 100_000, ("generate", "--checkpoint", str(tmp_path))
+    again = (*words(tmp_path), "--set", "generation.samples=0")
+    for file, content, command in (
+        (about, deep, speak),
+        (about, json.dumps(told | {"config": {"model": {"d_model": 64}}}), speak),
+        (about, json.dumps({name: told[name] for name in ("step", "files")}), speak),
+        (tokenizer, json.dumps(other), speak),
+        (tmp_path / "checkpoints" / "best", b"\xff", speak),
+        (tmp_path / "result.json", deep, again),
+        (tmp_path / "result.json", json.dumps({"digest": pipeline.digest(made(tmp_path)), "stopped": False}), again),
+        (tmp_path / "log.csv", b"\xff\xfe", again),
+        (tmp_path / "log.csv", ",".join(log.COLUMNS) + "\n1,2x" + "," * 11 + "\n", again),
+    ):  # fmt: skip
+        before = file.read_bytes() if file.is_file() else None
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code in (1, 2) and isinstance(done.exception, SystemExit), (file, done.exception)
+        named = file if file != about else about.parent  # "STEP: checkpoint.json ..."
+        assert done.stderr.startswith("Error: ") and str(named) in done.stderr, done.stderr
+        file.unlink() if before is None else file.write_bytes(before)
 
 
 def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path):

@@ -209,6 +209,7 @@ def test_what_is_wrong_with_reference_json_is_said(results_root, text, named):
     [
         ("what;value\n", "lacks the columns what"),
         ("what,value,hardware,source\na,fast,,\n", "line 2: value=fast: expected a number"),
+        ("what,value,hardware,source\na,-1,,\n", "line 2: value=-1: expected a number above 0"),
         ("what,value,hardware,source\na,1\n", "line 2: 2 cells"),
     ],
 )

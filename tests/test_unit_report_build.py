@@ -42,6 +42,16 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         find_root()
 
 
+@pytest.mark.parametrize("version", [None, "2.1.0"])
+def test_another_jupyter_book_is_named_and_the_last_build_stays(version, monkeypatch, project_root):
+    monkeypatch.setattr(build, "package_version", lambda name: version)
+    monkeypatch.setattr(
+        build.shutil, "rmtree", lambda *place, **options: pytest.fail("the last build is gone")
+    )
+    with pytest.raises(build.BookError, match=f"needs jupyter-book 1.x, not {version or 'none'};"):
+        build.build(root=project_root)
+
+
 def test_injected_cells_are_left_out_of_the_page():
     cell = {"cell_type": "code", "id": "a", "metadata": {"tags": ["injected-parameters"]}, "source": "x = 1"}
     cell |= {"execution_count": None, "outputs": []}

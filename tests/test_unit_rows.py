@@ -167,7 +167,7 @@ def test_odd_texts_come_back_and_leave_the_other_rows_alone(write, read):
     write({"source": 'a "quoted", text\nof\rlines \udcff'}, {"impl": "b"})
     write({"size": 2})
     assert read("source") == ['a "quoted", text\nof lines \\udcff', "clock", "clock"]
-    cells = ["1.5", "1.5;2.5", "3 nan", "inf", ""]  # lists are left as they are
+    cells = ["1.5", "1.5;2.5", "3 nan", ""]  # lists are left as they are
     write(*({"size": size, "source": cell} for size, cell in enumerate(cells)), m="lists")
     assert read("source", "lists") == cells
 
@@ -196,6 +196,8 @@ def csv(write):
         (["{}", GOOD.replace("0.1", "nan")], "line 2: rate=nan: expected"),
         (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
         (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
+        (["{}", GOOD.replace(",1,", ",-inf,")], "line 2: ms_p50=-inf: expected a finite number"),
+        (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1e999,")], "line 3: ms_p50=1e999: expected"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1_0,")], "line 3: ms_p50=1_0: expected"),
@@ -223,6 +225,10 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
         rows.read(fake, "m", root)
     csv.write_bytes(text + b"\xff\xfe")
     with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
+        rows.read(fake, "m", root)
+    csv.unlink()
+    csv.symlink_to("nowhere")
+    with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: No such file"):
         rows.read(fake, "m", root)
     csv.unlink()
     csv.mkdir()
@@ -296,6 +302,20 @@ def test_what_a_killed_writer_left_is_swept(write, csv):
 
 
 # ------------------------------------------------------------------------------------ measuring
+def test_numbers_that_are_not_finite_leave_their_cells_empty(write):
+    path = write({"ms_p50": float("inf")}, {"ms_p50": float("nan"), "impl": "b"})
+    assert [line.split(",")[4] for line in path.read_text().splitlines()] == ["ms_p50", "", ""]
+
+
+def test_without_torch_nothing_is_measured_and_no_row_is_an_error(fake, root, monkeypatch):
+    monkeypatch.setattr(measuring, "has_module", lambda name: name != "torch")
+    with pytest.raises(
+        ModuleNotFoundError, match="measuring fake_chapter needs torch, which is not installed"
+    ):
+        measure(fake, root)
+    assert not root.exists()
+
+
 def test_second_run_measures_nothing(fake, root, monkeypatch):
     count, log = measure(fake, root)
     assert count == 3 and len(fake.CALLS) == 6
@@ -554,6 +574,7 @@ def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
         ("there/b/fake_chapter.csv", lambda text: text.replace("ok", "o,k"), "line 2: 12 cells"),
         ("there/b/fake_chapter.csv", lambda text: text + "=======\n", "line 3: 1 cells"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
+        ("there/b/fake_chapter.csv", lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("ms_p50", "ms"), "does not know: ms"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         ("there/b/machine.json", lambda text: text[:-3], "line 4"),

@@ -231,8 +231,9 @@ def test_content_decides_not_the_date(tmp_path, source):
     lambda out: (out / "valid.txt").unlink(),
     lambda out: (out / "text.json").write_text((out / "text.json").read_text()[:-9]),
     lambda out: (out / "text.json").write_text("[]"),
+    lambda out: (out / "text.json").write_text("[" * 100_000),
     lambda out: (out / "text.json").unlink(),
-], ids=["truncated", "gone", "broken record", "foreign record", "no record"])  # fmt: skip
+], ids=["truncated", "gone", "broken record", "foreign record", "deep record", "no record"])  # fmt: skip
 def test_what_is_not_whole_is_made_anew(tmp_path, source, damage):
     log = []
     wanted, _ = prepare(tmp_path / "out", log=log, source=str(source), train_mb=0)

@@ -65,10 +65,11 @@ def test_wrong_values_are_told_in_a_line(tmp_path, change, names):
 @pytest.mark.parametrize(
     ("name", "content", "names"),
     [
-        ("a.toml", "size = ", "a.toml"), ("a.json", "{", "a.json"), ("a.json", "[1]", "sections of keys"),
+        ("a.toml", "size = ", "a.toml"), ("a.json", "{", "a.json"), ("a.json", "[1]", "not an object"),
         ("a.yaml", "a: 1", ".toml or .json"), ("a.toml", "[model]\nsize = 3\n", "model.size=3"),
         ("a.toml", "[optimizer]\nlr = 1\n", "optimizer.lr"), ("a.toml", "out = 3\n", "out=3"),
-        ("a.toml", b"\xff\xfe", "a.toml"),
+        ("a.toml", b"\xff\xfe", "a.toml"), ("a.json", "[" * 100_000, "a.json"),
+        ("a.json", '{"out": "x", "out": "y"}', "'out' twice"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_told_in_a_line(tmp_path, name, content, names):
@@ -80,6 +81,7 @@ def test_wrong_files_are_told_in_a_line(tmp_path, name, content, names):
 
 def test_flags_are_keys(tmp_path):
     refused(call("train", "--steps", 5, "--minutes", 1), "steps and minutes")
+    refused(call("train", "--steps", 5, "--set", "schedule.steps=6"), "schedule.steps is given twice: 5, 6")
     refused(call("train", "--learning-rate", "fast"), "optimizer.learning_rate='fast'; it must be a number")
     refused(call("tokenize", "--vocab-size", 3), "tokenizer.vocab_size=3")
     assert call("data", "--steps", 5).exit_code == 2, "no flag of `data`"
@@ -88,6 +90,14 @@ def test_flags_are_keys(tmp_path):
 def test_what_cannot_speak_is_told(tmp_path):
     refused(call("generate", "--checkpoint", tmp_path), "neither a checkpoint nor")
     assert call("generate", "--tokens", 0).exit_code == 2
+    for option, value in (
+        ("device", "tpu"),
+        ("temperature", "inf"),
+        ("seed", -1),
+        ("seed", 10**20),
+        ("top-k", -1),
+    ):
+        refused(call("generate", f"--{option}", value), f".{option.replace('-', '_')}=")
 
 
 def test_a_file_has_the_same_values_in_both_formats(tmp_path):

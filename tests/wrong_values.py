@@ -76,6 +76,8 @@ COMMANDS = [
     # ---- the environment
     wrong("doctor", says=("CS336_HOPPER='yes'", HOPPER), HOPPER="yes"),
     wrong("run hardware -p measure=no", says=("CS336_HOPPER='true'", HOPPER), HOPPER="true"),
+    wrong("doctor", says=("CS336_NODES='x'", "from 1"), NODES="x"),
+    wrong("doctor", says=("CS336_NODES='0'", "from 1"), NODES="0"),
     wrong("doctor", says=("CS336_RESULTS", "file is not a folder"), RESULTS="{place}/file"),
     wrong("run hardware -p measure=no", says=("CS336_RESULTS", "not a folder"), RESULTS="{place}/file"),
     wrong("run hardware", says=("CS336_RESULTS", "not a folder"), RESULTS="{place}/file/below"),
@@ -108,6 +110,7 @@ COMMANDS = [
     wrong("bench run --refresh no", says=("'no'", *REFRESH)),  # and not its own defaults
     wrong("bench run --cap-gib x", says=("cap_gib=x", "from 0")),
     wrong("speedrun --minutes 0", says=("minutes=0", "above 0")),
+    wrong("speedrun --dry-run --out /dev/null", says=("--out /dev/null", "not a folder")),
     wrong("speedrun --size huge", says=("size='huge'", "auto, mini")),
     wrong("speedrun --gib 1 --ranks 1 --dtype fp16 --size xl", says=("size='xl'", "allowed: mini, tiny")),
     # ---- run: chapters and options
@@ -172,6 +175,10 @@ COMMANDS = [
     wrong(f"{ROOFS} --json", "", says="--json"),
     # ---- bench flash
     wrong(f"{FLASH} --seq-len 0", says=("seq_len=0", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len 1_28", says=("seq_len=1_28", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len １２８", says=("seq_len=１２８", "1 to 16777216")),
+    wrong(f"{FLASH} --seq-len 0 --dtype fp32 --seq-len=256", says=("seq_len=0", "1 to 16777216")),
+    wrong(f"{FLASH} --json a.json b.json", says="unexpected extra argument"),
     wrong(f"{FLASH} --seq-len 1.5", says=("seq_len=1.5", "1 to 16777216")),
     wrong(f"{FLASH} --seq-len {MANY}", says=(f"seq_len={MANY}", "1 to 16777216")),
     wrong(f"{FLASH} --seq-len 128,,256", says=("seq_len=", "1 to 16777216")),

@@ -28,12 +28,14 @@ def attention(
     flag for determinism, both sum in a fixed order.
 
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`, see `auto.chosen`. Errors: ValueError for shapes, dtypes or
-    devices that do not fit, naming both; ValueError for an unknown `impl`; RuntimeError with the reason for one that
-    this machine cannot run.
+    devices that do not fit, naming both; ValueError for an unknown `impl`, and for an `is_causal` that is no bool;
+    RuntimeError with the reason for an implementation that this machine cannot run.
     """
     from cs336_systems.attention.auto import chosen
     from cs336_systems.attention.usable import usable
 
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal is {is_causal!r}; allowed: True, False")
     if impl == "auto":
         impl = chosen(q)
     if impl not in IMPLEMENTATIONS:

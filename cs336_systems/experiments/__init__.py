@@ -38,6 +38,7 @@ import importlib
 import itertools
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -166,10 +167,9 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
         if word not in allowed:
             raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
         return word
-    try:
-        number = int(word)
-    except ValueError:
-        number = None
+    number = (
+        int(word) if re.fullmatch("[0-9]{1,18}", word) else None
+    )  # and not 1_000, nor other scripts' digits
     if number not in allowed:
         raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
     return number
@@ -193,10 +193,18 @@ def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]
 
 
 def check_environment() -> None:
-    """ValueError for what a variable of the environment cannot be: on any machine, before it is first read."""
+    """ValueError for what a variable of the environment cannot be: on any machine, before it is first read.
+    FileNotFoundError without a current folder."""
     hopper = os.environ.get("CS336_HOPPER", "1")
     if hopper not in ("0", "1"):
         raise ValueError(f"CS336_HOPPER={hopper!r}; allowed: 0, 1")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current folder has been removed; change to another one") from None
+    nodes = os.environ.get("CS336_NODES") or "1"
+    if not re.fullmatch("[1-9][0-9]{0,5}", nodes):
+        raise ValueError(f"CS336_NODES={nodes!r}; allowed: a whole number from 1")
     results = rows.results_root() if os.environ.get("CS336_RESULTS") else Path(".")
     with naming("read CS336_RESULTS,", results):
         there = next((path for path in (results, *results.parents) if path.exists()), results)

@@ -18,6 +18,7 @@ from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
 from cs336_systems.store.files import naming
 from cs336_systems.store.lifeline import Held
+from cs336_systems.store.machine import package_version
 
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
@@ -57,6 +58,10 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     named_machines(results)
     if strict and (found := problems(results)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
+    if not (found := package_version("jupyter-book") or "none").startswith("1."):
+        raise BookError(
+            f"the book needs jupyter-book 1.x, not {found}; `pip install -e .` in the checkout brings it"
+        )
     if pdf:
         missing_latex()
     there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder

@@ -87,7 +87,7 @@ def in_one_line() -> Iterator[None]:
     """What is wrong with a notebook's parameters, or with where it runs, ends its cell in a line, without frames."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         line = f"Error: {error}"
         error._render_traceback_ = lambda: [line]  # what IPython shows
         raise
@@ -183,6 +183,7 @@ class Chapter:
         preset = experiments.resolve_preset(self.preset, machine)
         return experiments.cases(self.experiment, preset, **self.filters)
 
+    @in_one_line()
     def measure(self) -> None:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
         failed = []

@@ -169,8 +169,8 @@ def published(what: str) -> Row:
         raise ValueError(f"{what!r} begins {len(found)} published figures; there are: {known}")
     [(line, figure)] = found
     value = pd.to_numeric(figure["value"], errors="coerce")
-    if not math.isfinite(value):
-        raise StoreError(f"{path}, line {line}: value={figure['value']}: expected a number")
+    if not 0 < value < math.inf:
+        raise StoreError(f"{path}, line {line}: value={figure['value']}: expected a number above 0")
     return Row(figure | {"value": float(value), "status": "ok"}, what)
 
 

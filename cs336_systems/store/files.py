@@ -46,6 +46,8 @@ def read_text(path: Path) -> str | None:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
+            if path.is_symlink():
+                raise
             return None
     try:
         text = data.decode("utf-8-sig")

@@ -19,8 +19,17 @@ from typing import Any
 
 from cs336_systems.store.code import code_digests
 from cs336_systems.store.files import lock
-from cs336_systems.store.machine import environment_digest, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import case_key, csv_path, groups, load, table_name, write, write_environment
+from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
+from cs336_systems.store.rows import (
+    TIME,
+    case_key,
+    csv_path,
+    groups,
+    load,
+    table_name,
+    write,
+    write_environment,
+)
 from cs336_systems.store.status import error_status, loses_context
 
 REFRESH = ("missing", "stale", "all")
@@ -79,7 +88,7 @@ def measure(
 
     Only one process measures a table of a machine at a time; another one waits, and then measures what is left.
     ValueError for a case that no file can keep; StoreError where the table's file is damaged or of another version,
-    before anything is measured, and where it cannot be written.
+    before anything is measured, and where it cannot be written; ModuleNotFoundError without torch.
     """
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
@@ -96,6 +105,8 @@ def measure(
         return sorted(due, key=lambda group: _failed_before(experiment, group, known))
 
     if find_due():
+        if not has_module("torch"):  # or each case would be an error of its own
+            raise ModuleNotFoundError(f"measuring {table} needs torch, which is not installed", name="torch")
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
@@ -124,7 +135,7 @@ def _fill(
         start = time.monotonic()
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         results, context_lost = _run(experiment, group)
-        stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        stamp = f"{datetime.now(UTC):{TIME}}"
         provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
         rows = [
             dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": codes[case]}

@@ -26,6 +26,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,8 @@ from cs336_systems.store.files import StoreError, changing, read_json, read_tabl
 from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
 
+_NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+TIME = "%Y-%m-%dT%H:%M:%SZ"
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
@@ -107,7 +110,7 @@ def _typed(field: str, value: Any, kind: type) -> Any:
 
 
 def _text(value: Any) -> str:
-    if value is None or value != value:
+    if value is None or value != value or value in (math.inf, -math.inf):
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -149,10 +152,10 @@ def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tupl
 def _refuse_words(path: Path, metric: str, cells: list[tuple[int, str]]) -> None:
     """No metric says which type it has: where at least half of the cells are numbers (or lists of such), all are."""
     words = [(line, cell) for line, cell in cells if not _is_number(cell)]
-    damaged = words if 2 * len(words) <= len(cells) else [x for x in words if x[1].lower() == "nan"]
+    damaged = words if 2 * len(words) <= len(cells) else [x for x in words if _NOT_FINITE.fullmatch(x[1])]
     if damaged:
         line, cell = damaged[0]
-        raise StoreError(f"{path}, line {line}: {metric}={cell}: expected a number")
+        raise StoreError(f"{path}, line {line}: {metric}={cell}: expected a finite number")
 
 
 def _is_number(cell: str) -> bool:
@@ -162,7 +165,7 @@ def _is_number(cell: str) -> bool:
         values = [float(part) for part in cell.replace(";", " ").split()]
     except ValueError:
         return False
-    return len(values) > 1 or any(not math.isnan(value) for value in values)
+    return len(values) > 1 or any(map(math.isfinite, values))
 
 
 def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.DataFrame:
@@ -292,12 +295,18 @@ def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...]
     """`load`, for rows whose times are compared."""
     rows = load(experiment, path, numbers=True)
     for key, row in rows.items():
-        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time_utc"]):
+        if not _is_time(row["time_utc"]):
             case = " ".join(map(str, key))
             raise StoreError(
                 f"{path}, {case}: time_utc={row['time_utc']}: expected as in 2026-01-31T23:59:59Z"
             )
     return rows
+
+
+def _is_time(text: str) -> bool:
+    with suppress(ValueError):
+        return f"{datetime.strptime(text, TIME):{TIME}}" == text
+    return False
 
 
 def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:

@@ -104,7 +104,10 @@ def mark_best(path: Path) -> None:
 def best_of(folder: Path) -> Path | None:
     """The best of a folder's checkpoints, if one was marked."""
     mark = folder / "best"
-    return folder / mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
+    try:
+        return folder / mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{mark} is no name of a checkpoint: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -125,7 +128,7 @@ def about(path: Path) -> dict[str, Any]:
         int(told["step"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no checkpoint: checkpoint.json: {error!r}") from error
     return told
 

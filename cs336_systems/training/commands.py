@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336_systems.store.files import read_json
 from cs336_systems.training.config import TrainingConfig, describe, load
 
 # what is changed most, by its flag; all else by --set
@@ -56,7 +58,11 @@ def _config(file: Path | None, changes: list[str] | None, flags: dict[str, Any])
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"--set {text}: expected section.key=value")
+        if key.strip() in told:
+            raise ValueError(f"{key.strip()} is given twice: {told[key.strip()]}, {value.strip()}")
         told[key.strip()] = value.strip()
+    if file and file.suffix == ".json":
+        read_json(file)  # refuses a key that stands there twice, and what nests without end
     return load(file, told)
 
 
@@ -74,6 +80,8 @@ def _told_in_a_line() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         code, why = 2, str(error)
     except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+            raise  # of the output, which `terminal` tells
         if isinstance(error, RuntimeError) and not type(error).__module__.startswith("cs336_systems."):
             raise
         why = str(error)
@@ -172,6 +180,8 @@ def generate(
     with _told_in_a_line():
         from cs336_systems.training import pipeline
 
+        asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        load(None, {"run.device": device} | {f"generation.{key}": value for key, value in asked.items()})
         for prompt in (prompts := prompts or ["Once upon a time"]):
             pipeline.check_asked(prompt, temperature)
         model, tokenizer = pipeline.trained(checkpoint, device)

@@ -101,11 +101,18 @@ def read(file: Path) -> list[dict[str, str]]:
     """The lines of a log, as texts; none where there is no log. ValueError for a file that is none."""
     if not file.is_file():
         return []
-    with open(file, newline="", encoding="utf-8") as opened:
-        reader = csv.DictReader(opened)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{file} is no training log: its columns are {reader.fieldnames}")
-        return [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+    try:
+        with open(file, newline="", encoding="utf-8") as opened:
+            reader = csv.DictReader(opened)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise ValueError(f"its columns are {reader.fieldnames}")
+            # without what a crash has cut off
+            rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+        for row in rows:
+            list(map(float, filter(None, row.values())))
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        raise ValueError(f"{file} is no training log: {error}") from None
+    return rows
 
 
 def picture(out: Path, floor: float | None = None) -> Path:

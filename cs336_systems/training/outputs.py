@@ -52,7 +52,7 @@ def check(folder: Path, name: str) -> None:
     """Reads a stage's files in full; ValueError that names the one which is missing or not what `<name>.json` says."""
     try:
         files = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / name}.json cannot be read: {error}") from None
     for file, expected in files.items():
         if not (folder / file).is_file() or sha256(folder / file) != expected["sha256"]:
@@ -114,7 +114,13 @@ def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, A
         sizes = {file: (folder / file).stat().st_size for file in told["files"]}
         expected = {file: about["bytes"] for file, about in told["files"].items()}
         same = told["from"] == made_from and sizes == expected
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or none of ours: to be made
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # not there, or none of ours: to be made
         return None
     return told if same else None
 

@@ -163,11 +163,13 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     path = Path(config.out) / "result.json"
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("step", "checkpoint", "valid_loss", "bits_per_byte", "floor"):
+            result[key]
         return result if result["digest"] == digest(config) and not result["stopped"] else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove it, or choose another out") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); remove it, or choose another out") from None
 
 
 def _where_to_start(config: TrainingConfig, say: Say) -> str:
@@ -230,19 +232,31 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     from cs336_systems.model import build
     from cs336_systems.training import checkpoints, modes
 
-    path, folder = place, place / "checkpoints"
-    if folder.is_dir():
-        path = checkpoints.best_of(folder) or checkpoints.newest_sound(folder)[0]
+    path, folder, why = place, place / "checkpoints", []
+    if folder.is_dir() and not (path := checkpoints.best_of(folder)):
+        path, why = checkpoints.newest_sound(folder)
     if path is None or not (path / "checkpoint.json").is_file():
-        raise ValueError(f"{place} is neither a checkpoint nor the folder of a run that has one")
+        none = f"{place} is neither a checkpoint nor the folder of a run that has one"
+        raise ValueError("; ".join([none, *why]))
     about, weights, *_ = checkpoints.load(path)
     file = path.resolve().parent.parent / "tokens" / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"no tokenizer for {path}: there is no {file}")
-    sizes = load(None, about["config"]).model.sizes(about["vocab_size"])
+    try:
+        sizes = load(None, about["config"]).model.sizes(about["vocab_size"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: checkpoint.json describes no model: {error!r}") from error
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
-    model.load_state_dict(weights)
-    return model, tokens.load_tokenizer(file)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: checkpoint.json describes another model: {error}") from error
+    tokenizer = tokens.load_tokenizer(file)
+    if tokenizer.get_vocab_size() > sizes.vocab_size:
+        raise ValueError(
+            f"{file} has {tokenizer.get_vocab_size()} tokens; the model of {path} has {sizes.vocab_size}"
+        )
+    return model, tokenizer
 
 
 def check_asked(prompt: str, temperature: float) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store.files import make_folder
 from cs336_systems.training import outputs
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 from cs336_systems.training.forecast import largest_batch, what_fits
@@ -143,6 +144,7 @@ def run(plan: Plan, say: Any = print) -> dict[str, Any]:
 
 def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads."""
+    make_folder("--out", plan.file.parent)
     outputs.write(plan.file, json.dumps(plan.config.to_dict(), indent=1) + "\n")
 
 
