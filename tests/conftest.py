@@ -35,6 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if importlib.util.find_spec("torch") is not None:
+    from distributed import forked  # noqa: F401
+
 
 # nohup and shells in the background ignore these, and so would every process that a test starts and then signals; one
 # that is handled here has its default again in a new process.

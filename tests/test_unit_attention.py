@@ -26,11 +26,11 @@ SHAPES = [(64, 64, 16), (45, 70, 20), (70, 33, 80), (33, 47, 16), (16, 128, 64),
 @pytest.mark.parametrize("impl", OURS)
 def test_matches_fp64(impl, shape, is_causal):
     num_queries, num_keys, d = shape
-    check(impl, fresh(2, num_queries, d), fresh(2, num_keys, d), fresh(2, num_keys, d), is_causal)
+    check(impl, *(fresh(1, n, d) for n in (num_queries, num_keys, num_keys)), is_causal)
 
 
 @pytest.mark.parametrize("impl", OURS)
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (1, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("leading", [(), (2, 3), (1, 2, 1, 2)], ids=str)
 def test_any_leading_axes(impl, leading):
     q, k, v = (fresh(*leading, n, 16) for n in (20, 36, 36))
     check(impl, q, k, v, True)

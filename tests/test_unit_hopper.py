@@ -470,7 +470,6 @@ PROGRAMS = list(dict.fromkeys(
     )
     for d in of
 ))  # fmt: skip
-SMALLEST = PROGRAMS[:4]  # of few programs
 
 
 @pytest.mark.versions
@@ -478,8 +477,11 @@ SMALLEST = PROGRAMS[:4]  # of few programs
     ("kernel", "head_dim", "config", "is_causal", "dtype"),
     [
         *((*program, True, "bf16") for program in PROGRAMS),
-        *((*program, False, "fp16") for program in SMALLEST),
-        *(pytest.param(*program, False, "bf16", marks=pytest.mark.table) for program in PROGRAMS),
+        *(
+            pytest.param(*program, False, dtype, marks=pytest.mark.table)
+            for program in PROGRAMS
+            for dtype in ("bf16", "fp16")
+        ),
     ],
     ids=str,
 )
