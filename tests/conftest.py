@@ -97,6 +97,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Half of the tests, in their order, for each worker, and what is left of one's for the other: a file's fixtures
+    are made once, and no worker waits."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def fresh_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them. The

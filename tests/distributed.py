@@ -83,13 +83,20 @@ def _rank(
         raise
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
     """What the package starts with this interpreter (ranks, fresh processes) is forked, unless there is a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             names = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=_started)
             patch.setattr(lifeline, "subprocess", names)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """`forking` for a file's tests: `pytestmark = pytest.mark.usefixtures("forked")`."""
+    with forking():
         yield
 
 
