@@ -35,6 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if importlib.util.find_spec("torch") is not None:
+    from distributed import forked  # noqa: F401
+
 
 # nohup and shells in the background ignore these, and so would every process that a test starts and then signals; one
 # that is handled here has its default again in a new process.
@@ -92,6 +95,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_gpu and not _has_cuda():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Half of the tests, in their order, for each worker, and what is left of one's for the other: a file's fixtures
+    are made once, and no worker waits."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,37 @@
-"""Runs a function in several processes that form a group: `run(function, world_size, *args)`."""
+"""Runs a function in several processes that form a group: `run(function, world_size, *args)`; and Python programs as
+processes that need not import torch first: `forked`.
+
+Both fork from one process that has imported what takes seconds, and done nothing else: a start costs little.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
+import runpy
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cs336_systems.store import lifeline
+
 COLLECTIVE_TIMEOUT_S = 30  # a collective that waits longer for a rank raises on the others
+
+multiprocessing.set_forkserver_preload(["pytest", "pandas", "torch.distributed", "torch._dynamo"])
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
@@ -27,8 +41,6 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     traceback in the error here (`torch.multiprocessing.ProcessRaisedException`); so does the timeout, in seconds, with
     a TimeoutError.
     """
-    # Processes are forked from one that has imported what takes seconds, and done nothing else: a start costs little.
-    multiprocessing.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
             _rank, (world_size, folder, function, args), world_size, join=False, start_method="forkserver"
@@ -69,3 +81,68 @@ def _rank(
         with contextlib.suppress(FileExistsError), open(f"{folder}/first", "x", encoding="utf-8") as file:
             file.write(f"{rank}\n{traceback.format_exc()}")
         raise
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """What the package starts with this interpreter (ranks, fresh processes) is forked, unless there is a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            names = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=_started)
+            patch.setattr(lifeline, "subprocess", names)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """`forking` for a file's tests: `pytestmark = pytest.mark.usefixtures("forked")`."""
+    with forking():
+        yield
+
+
+def _started(command: Sequence[str], **options: Any) -> Any:
+    own = command[0] == sys.executable
+    return Forked(command[1:], **options) if own else subprocess.Popen(command, **options)
+
+
+class Forked:
+    """As a `subprocess.Popen` of a Python program in a session of its own."""
+
+    def __init__(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], stdout: IO | None = None,
+        stderr: IO | None = None, **ignored: Any,
+    ) -> None:  # fmt: skip
+        files = {number: file.name for number, file in ((1, stdout), (2, stderr)) if file}
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_program, args=(list(arguments), dict(env), files)
+        )
+        process.start()
+        self._process, self.pid = process, process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+        with contextlib.suppress(ProcessLookupError):  # it has ended by now
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0)
+        return self._process.exitcode
+
+
+def _program(arguments: list[str], environment: dict[str, str], files: dict[int, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in files.items():
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    how, what, *sys.argv[1:] = [word for word in arguments if word != "-u"]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(what, {"__name__": "__main__"})

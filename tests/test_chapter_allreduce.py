@@ -21,6 +21,7 @@ from cs336_systems.store import machine, measuring, rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 # ------------------------------------------------------------------------------------------------ grid

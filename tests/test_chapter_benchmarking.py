@@ -24,6 +24,7 @@ from cs336_systems.store import machine
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+pytestmark = pytest.mark.usefixtures("forked")
 TINY = Case("tiny", 16, "forward", batch=2, steps=3)
 
 

@@ -23,6 +23,7 @@ from cs336_systems.store.process import ChildError
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+pytestmark = pytest.mark.usefixtures("forked")
 TINY = Case("tiny", 16, "naive", dtype="fp32")
 TRACED = trace_overlap.Overlap(
     source="nsys", length_ms=10.0, communication_ms=3.0, compute_ms=8.0, overlap_ms=1.0, backward_overlap_ms=1.0,

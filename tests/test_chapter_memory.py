@@ -29,6 +29,7 @@ from cs336_systems.store.process import ChildError
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+pytestmark = pytest.mark.usefixtures("forked")
 
 GIB = 2**30
 MACHINE = "h100-x1"

@@ -26,6 +26,7 @@ from cs336_systems.training import forecast
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.usefixtures("forked")
 
 TABLES = [experiments.load(name) for name in experiments.TABLES["training"]]
 

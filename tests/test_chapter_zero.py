@@ -26,6 +26,8 @@ from cs336_systems.store.machine import machine_name
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TINY = {"size": "tiny", "bucket_mb": 0.25}
 
 

@@ -1,12 +1,8 @@
 """Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from attention_checks import check, fresh, run
+from attention_checks import check, compiler, fresh, run
 
 from cs336_systems.attention import IMPLEMENTATIONS, attention, availability, registry
 
@@ -26,11 +22,11 @@ SHAPES = [(64, 64, 16), (45, 70, 20), (70, 33, 80), (33, 47, 16), (16, 128, 64),
 @pytest.mark.parametrize("impl", OURS)
 def test_matches_fp64(impl, shape, is_causal):
     num_queries, num_keys, d = shape
-    check(impl, fresh(2, num_queries, d), fresh(2, num_keys, d), fresh(2, num_keys, d), is_causal)
+    check(impl, *(fresh(1, n, d) for n in (num_queries, num_keys, num_keys)), is_causal)
 
 
 @pytest.mark.parametrize("impl", OURS)
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (1, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("leading", [(), (2, 3), (1, 2, 1, 2)], ids=str)
 def test_any_leading_axes(impl, leading):
     q, k, v = (fresh(*leading, n, 16) for n in (20, 36, 36))
     check(impl, q, k, v, True)
@@ -282,12 +278,10 @@ def test_what_auto_means_on_a_gpu(capability, missing, dtype, d, expected, compi
     assert factor == places[expected]
 
 
+def _ours_on_the_cpu():
+    attention(*[torch.ones(1, 4, 16)] * 3, impl="flash_triton")
+
+
 def test_kernels_refuse_the_cpu_without_the_interpreter():
-    code = (
-        "import torch; from cs336_systems.attention import attention; x = torch.ones(1, 4, 16)\n"
-        "try: attention(x, x, x, impl='flash_triton')\n"
-        "except (RuntimeError, ValueError) as e: print(e)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "cpu" in out.stdout.lower() or "triton is not installed" in out.stdout, out.stdout + out.stderr
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)cpu|triton is not installed"):
+        compiler().submit(_ours_on_the_cpu).result()

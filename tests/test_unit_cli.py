@@ -17,7 +17,19 @@ from cs336_systems import cli, doctor, experiments, notebooks
 from cs336_systems.store import machine, rows
 
 nbformat = pytest.importorskip("nbformat")
-runner = pytest.importorskip("typer.testing").CliRunner()
+pytest.importorskip("typer")
+import typer.testing  # noqa: E402
+
+runner = typer.testing.CliRunner()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_once():
+    """The command line, which takes longer to make than most calls of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        command = typer.main.get_command(cli.app)
+        patch.setattr(typer.testing, "_get_command", lambda app: command)
+        yield
 
 
 def call(*arguments):

@@ -254,13 +254,15 @@ def train_beside_a_single_process(
 
 
 def train_every_model(seed):
-    """With one to three examples a rank; for a batch of one, gradients have memory that is yet to be read."""
-    ranks = dist.get_world_size()
-    settings = SETTINGS if ranks == 2 else SETTINGS[::3]
-    cases = zip(itertools.cycle((1, 3, 2)), itertools.product(settings, MODELS), strict=False)
-    for examples, ((optimizer, set_to_none), model) in cases:
-        batches = data(4, examples * ranks, seed)
-        train_beside_a_single_process(seed, model, batches, optimizer=optimizer, set_to_none=set_to_none)
+    """Each model in each wrapper, with one to three examples a rank: for a batch of one, gradients have memory that is
+    yet to be read. Optimizer and `set_to_none` take turns; which begins differs from run to run."""
+    batches = [batch for n in (1, 3, 2, 1) for batch in data(1, n * dist.get_world_size(), seed + n)]
+    for (i, model), (j, wrapper) in itertools.product(enumerate(MODELS), enumerate(WRAPPERS)):
+        optimizer, set_to_none = SETTINGS[(i + j + seed) % len(SETTINGS)]
+        one = {wrapper: WRAPPERS[wrapper]}
+        train_beside_a_single_process(
+            seed, model, batches, wrappers=one, optimizer=optimizer, set_to_none=set_to_none
+        )
 
 
 def train_with_unequal_shares(seed):
@@ -303,9 +305,11 @@ def train_with_layers_skipped(seed):
             sum(losses).backward()
 
     batches = [(*batch, plan) for batch, plan in zip(data(len(plans), 2 * ranks, seed), plans, strict=True)]
-    for optimizer, set_to_none in SETTINGS[::3]:
+    for number, wrapper in enumerate(WRAPPERS):
+        optimizer, set_to_none = SETTINGS[::3][(number + seed) % 2]
+        one = {wrapper: WRAPPERS[wrapper]}
         train_beside_a_single_process(
-            seed, "optional", batches, own, whole, optimizer=optimizer, set_to_none=set_to_none
+            seed, "optional", batches, own, whole, wrappers=one, optimizer=optimizer, set_to_none=set_to_none
         )
 
 
@@ -399,8 +403,9 @@ REACHED_LATE = {
 
 
 def start_afresh_after_failures(seed):
-    """Backward passes raise on all ranks, here and there; what follows is as if they had not been."""
-    for model_name, alike in itertools.product(MODELS, (True, False)):
+    """Backward passes raise on all ranks, in the same place or in two; what follows is as if they had not been."""
+    for (i, model_name), (j, wrapper) in itertools.product(enumerate(MODELS), enumerate(WRAPPERS)):
+        alike = (i + j + seed) % 2
         late = REACHED_LATE[model_name][0 if alike else dist.get_rank() % 2]
 
         def after_failures(model, x, y, fails, late=late):
@@ -416,8 +421,9 @@ def start_afresh_after_failures(seed):
 
         pairs = zip(data(3, 4 * dist.get_world_size(), seed), (True, False, True), strict=True)
         batches = [(*batch, fails) for batch, fails in pairs]
+        one = {wrapper: WRAPPERS[wrapper]}
         with about(f"alike={alike}"):
-            train_beside_a_single_process(seed, model_name, batches, after_failures, backward)
+            train_beside_a_single_process(seed, model_name, batches, after_failures, backward, wrappers=one)
 
 
 def fail_on_one_rank(seed):
@@ -745,9 +751,9 @@ def compile_around(where, wrap, module):
 
 
 def train_compiled(seed):
-    for where, wrapper in itertools.product(
-        ("before", "inside", "in place, later", "around"), ("overlapped", "bucketed 0.0016")
-    ):
+    """Each place with one of two wrappers, which change places from run to run."""
+    for number, where in enumerate(("before", "inside", "in place, later", "around")):
+        wrapper = ("overlapped", "bucketed 0.0016")[(number + seed) % 2]
         torch.compiler.reset()
         compiled = {
             f"{wrapper}, compiled {where}": functools.partial(compile_around, where, WRAPPERS[wrapper])

@@ -470,12 +470,7 @@ PROGRAMS = list(dict.fromkeys(
     )
     for d in of
 ))  # fmt: skip
-SMALLEST = PROGRAMS[:4]  # of few programs
-PROGRAMS += [
-    (kernel, d, of[128])
-    for d in (80, 96)
-    for kernel, of in (("forward", hopper.FORWARD_OF_MANY), ("backward", hopper.BACKWARD))
-]
+PROGRAMS += [("forward", 80, hopper.FORWARD_OF_MANY[128]), ("backward", 96, hopper.BACKWARD[128])]
 
 
 @pytest.mark.versions
@@ -483,8 +478,11 @@ PROGRAMS += [
     ("kernel", "head_dim", "config", "is_causal", "dtype"),
     [
         *((*program, True, "bf16") for program in PROGRAMS),
-        *((*program, False, "fp16") for program in SMALLEST),
-        *(pytest.param(*program, False, "bf16", marks=pytest.mark.table) for program in PROGRAMS),
+        *(
+            pytest.param(*program, False, dtype, marks=pytest.mark.table)
+            for program in PROGRAMS
+            for dtype in ("bf16", "fp16")
+        ),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import distributed
 import pytest
 from waiting import running, wait_until
 
@@ -216,7 +217,7 @@ def test_the_rank_that_failed_first_and_how(how, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_SAY_S", 0.5)
     timeout = 4 if how == "skip" else 120  # the others end by the launcher, not by their own time
     arguments = {"how": how, "folder": str(tmp_path)}
-    with pytest.raises(LaunchError) as caught:
+    with distributed.forking(), pytest.raises(LaunchError) as caught:
         launch(here(fail), 2, arguments, collective_timeout_s=timeout, log=no_lines, **CPU)
     words = str(caught.value)
     assert re.fullmatch(FIRST_LINES[how], words.splitlines()[0]), words
@@ -232,7 +233,8 @@ def test_the_rank_that_failed_first_and_how(how, tmp_path, monkeypatch):
 
 
 def test_the_cause_of_an_error_in_other_words():
-    with pytest.raises(LaunchError, match=r"^rank 1 of 2: exit code 0 and no result"):
+    said = r"^rank 1 of 2: exit code 0 and no result"
+    with distributed.forking(), pytest.raises(LaunchError, match=said):
         launch(here(wrap), 2, collective_timeout_s=120, log=no_lines, **CPU)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import distributed
 import pytest
 
 pytest.importorskip("torch")
@@ -83,9 +84,9 @@ def test_a_text_of_ones_own_and_random_tokens(tmp_path):
 def test_two_ranks_have_the_loss_of_one(tmp_path):
     alone = pipeline.train(made(tmp_path / "one", generation__samples=0), lambda line: None)
     said = []
-    both = pipeline.train(
-        made(tmp_path / "two", parallel__nproc=2, optimizer__sharded=True, generation__samples=0), said.append
-    )
+    two = made(tmp_path / "two", parallel__nproc=2, optimizer__sharded=True, generation__samples=0)
+    with distributed.forking():
+        both = pipeline.train(two, said.append)
     assert both["valid_loss"] == pytest.approx(alone["valid_loss"], rel=1e-5)
     assert any("loss" in line and line.startswith("[rank 0]") for line in said)
 

@@ -7,8 +7,6 @@ import csv
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -200,18 +198,20 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
         "c = t.made(sys.argv[1], checkpoints__every=2, schedule__steps=40)\nr = t.Trainer(c, t.data())\n"
         "p, _ = t.checkpoints.newest_sound(r.folder)\nif p: r.resume(p)\nr.run()"
     )
-    arguments = [sys.executable, "-c", code, str(tmp_path / "run"), str(Path(__file__).parent)]
+    start = lambda: distributed.Forked(
+        ["-c", code, str(tmp_path / "run"), str(Path(__file__).parent)], env=os.environ
+    )
     expected = Trainer(made(tmp_path / "alone", schedule__steps=40), data()).run()
     kills, folder = 0, tmp_path / "run" / "checkpoints"
     for _ in range(2):
-        child, before = subprocess.Popen(arguments, stdout=subprocess.DEVNULL), len(checkpoints.found(folder))
+        child, before = start(), len(checkpoints.found(folder))
         while child.poll() is None and len(checkpoints.found(folder)) < before + 3:
             time.sleep(0.005)
         kills += child.poll() is None
         child.kill()
         child.wait()
     assert kills
-    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    assert start().wait() == 0
     path, _ = checkpoints.newest_sound(folder)
     assert path.name == "step-00000040" and log(tmp_path / "run") == log(tmp_path / "alone")
     weights = [checkpoints.weights_of(p) for p in (path, Path(expected["checkpoint"]))]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from cs336_systems import experiments
@@ -216,13 +217,13 @@ class Chapter:
         if self._frame is None:
             frame = pd.concat([self._read(machine) for machine in self.machines or [""]], ignore_index=True)
             self._frame = self._without_gaps_filled_elsewhere(frame)
-        frame = self._frame
+        frame, chosen = self._frame, np.ones(len(self._frame), dtype=bool)
         for field, value in where.items():
             if field not in frame:
                 raise ValueError(f"unknown field {field!r}; allowed: {', '.join(frame.columns)}")
             wanted = list(value) if isinstance(value, list | tuple | set) else [value]
-            frame = frame[frame[field].isin(wanted)]
-        return frame.reset_index(drop=True)
+            chosen &= frame[field].isin(wanted).to_numpy()
+        return frame[chosen].reset_index(drop=True)
 
     def measured(self, **where: Any) -> pd.DataFrame:
         """The rows whose status is `ok`."""

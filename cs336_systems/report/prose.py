@@ -103,9 +103,10 @@ def _repetition(metric: str, run: pd.DataFrame) -> float | None:
     if "repeat" not in run or not (run["repeat"] > 0).any():
         return None
     fields = list(run.columns[: list(run.columns).index("repeat")])
-    pairs = [p[metric].astype(float).dropna() for _, p in run.groupby(fields, dropna=False)]
-    ratios = [p.max() / p.min() for p in pairs if len(p) > 1 and p.min() > 0]
-    return max(ratios) - 1 if ratios else None
+    same = run[metric].astype(float).groupby([run[field] for field in fields], dropna=False)
+    pairs = same.agg(["count", "min", "max"])
+    pairs = pairs[(pairs["count"] > 1) & (pairs["min"] > 0)]
+    return None if pairs.empty else (pairs["max"] / pairs["min"]).max() - 1
 
 
 def every(*conditions: Any) -> bool | None:

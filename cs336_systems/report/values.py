@@ -127,17 +127,18 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
     Raises:
         ValueError: an unknown column, or several rows of one machine (the message says where they differ).
     """
-    found = rows
+    chosen = np.ones(len(rows), dtype=bool)
     for column, value in case.items():
         if column not in rows:
             raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
-        found = found[found[column] == value]
+        chosen &= (rows[column] == value).to_numpy(dtype=bool)
+    found = rows[chosen]
     where = " ".join(str(v) for column, v in case.items() if column != "repeat") or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
-    if "status" in found:
+    if len(found) > 1 and "status" in found:
         there = found[found["status"] != "not measured"]
         found = there if len(there) else found
-    if len(found) and "machine" in found:
+    if len(found) > 1 and "machine" in found:
         found = found[found["machine"] == found["machine"].iloc[0]]
     if len(found) > 1:
         differ = [c for c in found if found[c].astype(str).nunique() > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -53,6 +54,7 @@ def _addend(what: str) -> Fraction:
     return number_format(what.partition(" as ")[0]).round(_HUNDREDTH)
 
 
+@functools.cache
 def predicted_sums(dtype: str, what: str, additions: int = ADDITIONS) -> list[float]:
     """The running sum by exact arithmetic, after 0, 1, … additions."""
     return [float(x) for x in running_sums(number_format(dtype), _addend(what), additions)]
