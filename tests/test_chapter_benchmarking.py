@@ -310,9 +310,9 @@ def test_wrong_values_are_named(arguments, words):
 
 def test_options_reach_the_measurement(monkeypatch, tmp_path):
     asked = {}
-    # for the command line, which refuses a snapshot without a GPU; what reads the rows knows where it is
-    monkeypatch.setattr("cs336_systems.bench.machine_name", machine.machine_name)
+    # for the command line, which refuses a snapshot without a GPU
     monkeypatch.setattr(machine, "machine_name", lambda: "h100-x1")
+    monkeypatch.setattr("cs336_systems.store.measuring.machine_name", machine.machine_name)
 
     def run_group(cases, **options):
         asked.update(options, cases=cases)
