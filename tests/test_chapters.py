@@ -150,7 +150,7 @@ def a_part_of(chapter):
         t for t in experiments.of_chapter(experiments.load(chapter)) if fields[0] in rows.case_fields(t)
     )
     value = experiments.values(table, "full", fields[0])[0]
-    return {"machine": ",".join(others_first) or "auto", fields[0]: str(value)}
+    return {"machine": ",".join(others_first) or "auto", "preset": "full", fields[0]: str(value)}
 
 
 @pytest.mark.parametrize("chapter", experiments.CHAPTERS)

@@ -133,7 +133,8 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
             raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
         chosen &= (rows[column] == value).to_numpy(dtype=bool)
     found = rows[chosen]
-    where = " ".join(str(v) for column, v in case.items() if column != "repeat") or "the row"
+    words = (v if isinstance(v, str) else f"{column}={v}" for column, v in case.items() if column != "repeat")
+    where = " ".join(words) or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
     if len(found) > 1 and "status" in found:
         there = found[found["status"] != "not measured"]
