@@ -260,7 +260,7 @@ def test_the_headlines_frames(results_root):
     overlap = headline.overlap().set_index("label")
     exposed = overlap["exposed_ms"]
     assert exposed["100 MB buckets, in place"] == 10 and exposed["naive"] == 0
-    assert list(headline.training()["label"]) == list(headline.STEPS.values())
+    assert list(headline.training()["label"]) == list(headline.RUNGS.values())
     assert headline.training()["tokens_per_s"].isna().all()
     titles = [ax.get_title(loc="right") for ax in headline.figure().axes]
     assert [title[:1] for title in titles] == ["1", "2", "3"]

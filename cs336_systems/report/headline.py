@@ -15,13 +15,13 @@ from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.tables import in_order
 
-SMALL = {"size": "small", "context_length": 1024, "mode": "train_step", "dtype": "bf16", "repeat": 0}
-STEPS = {  # attention, compile, batch → label
-    ("reference", "off", 4): "plain, eager",
-    ("flash_triton", "off", 4): "+ FlashAttention",
-    ("flash_triton", "default", 4): "+ torch.compile",
-    ("flash_triton", "reduce-overhead", 4): "+ CUDA graphs",
-    ("flash_triton", "default", 64): "compiled, batch 64",
+RUNGS = {  # of the training ladder → label
+    ("fp32",): "plain, fp32",
+    ("tf32",): "+ TF32",
+    ("bf16",): "+ bf16",
+    ("compiled",): "+ torch.compile",
+    ("flash",): "+ FlashAttention",
+    ("graphs",): "+ CUDA graphs",
 }
 WRAPPERS = {  # wrapper, bucket_mb → label
     ("none", 0): "no communication",
@@ -47,9 +47,9 @@ def attention(root: Path | None = None) -> pd.DataFrame:
 
 
 def training(root: Path | None = None) -> pd.DataFrame:
-    """A training step of the small model, optimization by optimization: the chapter's rows in that order."""
-    rows = _chapter("torch_compile", root).rows(**SMALL)
-    return _labeled(rows, ["attention", "compile", "batch"], STEPS)
+    """A training step of the small model on one GPU, optimization by optimization: the ladder's rows in that order."""
+    rows = _chapter("training", root).table("ladder").rows(world_size=1, repeat=0)
+    return _labeled(rows, ["rung"], RUNGS)
 
 
 def overlap(root: Path | None = None) -> pd.DataFrame:
@@ -75,7 +75,7 @@ def figure(root: Path | None = None) -> Figure:
     if harness["over_ours"].notna().any():  # what was not measured takes no bar from the others
         harness = harness[harness["over_ours"].notna()]
     ours = harness["impl"].isin(["flash_triton", "plain_triton"])
-    thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, eager"
+    thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, fp32"
     beside = ~ddp["label"].isin(["naive", "one flat tensor"])
     names = harness["impl"].map(figures.label)
     _bars(axes[0, 0], "1  Attention, time over ours", names, harness["over_ours"], ours)
