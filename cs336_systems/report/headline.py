@@ -74,7 +74,7 @@ def figure(root: Path | None = None) -> Figure:
     harness, ddp = harness[harness["repeat"] == 0], ddp[ddp["wrapper"] != "none"]
     if harness["over_ours"].notna().any():  # what was not measured takes no bar from the others
         harness = harness[harness["over_ours"].notna()]
-    ours = harness["impl"].isin(["flash_triton", "plain_triton"])
+    ours = harness["impl"].isin(["flash_triton", "plain_triton", "flash_cuda"])
     thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, fp32"
     beside = ~ddp["label"].isin(["naive", "one flat tensor"])
     names = harness["impl"].map(figures.label)
