@@ -97,6 +97,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w"))  # noqa: SIM115
 
 
+# options with one file each, whose name is not a list
 ONE_FILE = {"--json", "--out", "--memory-snapshot"}
 
 

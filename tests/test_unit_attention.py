@@ -88,8 +88,8 @@ def test_large_scores(impl):
 @pytest.mark.parametrize(
     ("shape", "splits"), [((5, 100, 16), 2), ((33, 129, 24), 4), ((1, 64, 16), 4), ((17, 97, 40), 2)], ids=str
 )
-def test_keys_in_shares(shape, splits):
-    """O and L over shares of the keys, combined, are those over all of them; O lies as q does."""
+def test_split_keys(shape, splits):
+    """O and L of the splits, combined, are those over all keys; O lies as q does."""
     from cs336_systems.attention.triton.launch import launch_forward
 
     num_queries, num_keys, d = shape

@@ -81,7 +81,7 @@ def test_lengths(impl, dtype, head_dim, lengths, is_causal):
 @pytest.mark.parametrize("lengths", [(1, 5000), (16, 8192), (77, 3001), (300, 40000)], ids=name)
 @kernels([case for case in OWN if case[0] == "flash_triton"])
 def test_few_queries_and_many_keys(impl, dtype, head_dim, lengths):
-    """Keys go in shares to several programs, whose results a kernel combines; the second launch is remembered."""
+    """Keys are split among programs, whose results a kernel combines; the second launch is remembered."""
     num_queries, num_keys = lengths
     for _ in range(2):
         q, k, v = (gpu(2, n, 2, head_dim, dtype=dtype) for n in (num_queries, num_keys, num_keys))

@@ -21,7 +21,7 @@ ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\w+)\.py:(
 def _run(tool: str, *arguments: str) -> str:
     script = Path(__file__).with_name("attention_once.py")
     done = subprocess.run(
-        # calls that the driver refuses are no accesses: cuda-bindings tries functions that a driver may lack
+        # a call that the driver refuses is no access to memory
         [TOOL, "--tool", tool, *["--report-api-errors=no"] * (tool == "memcheck"), sys.executable, str(script),
          *arguments],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},

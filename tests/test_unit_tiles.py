@@ -82,15 +82,19 @@ def test_tiles_of_few_programs(kernel, generation, head_dim, precision):
     check(kernel, generation, head_dim, {"half": "bf16"}.get(precision, precision), programs=0)
 
 
+def on_a_gpu(heads, queries, keys, head_dim):
+    """q and k, as far as tables look at them."""
+    device = types.SimpleNamespace(type="cuda", index=0)
+    return [types.SimpleNamespace(device=device, shape=(1, heads, n, head_dim)) for n in (queries, keys)]
+
+
 def test_few_programs_are_made_more(monkeypatch):
     """Programs in tiles of few have fewer rows; they run while the table's would leave multiprocessors idle."""
     monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
 
     def chosen(kernel, heads, queries, keys, precision="tf32", head_dim=128):
-        device = types.SimpleNamespace(type="cuda", index=0)
-        q, k = (types.SimpleNamespace(device=device, shape=(1, heads, n, head_dim)) for n in (queries, keys))
-        return tiles.tiles_for(kernel, q, k, precision)
+        return tiles.tiles_for(kernel, *on_a_gpu(heads, queries, keys, head_dim), precision)
 
     for kernel, generation, head_dim, precision in OF_FEW:
         many, few = (tiles.tiles(kernel, generation, head_dim, precision, x) for x in (math.inf, 0))
@@ -108,27 +112,23 @@ def test_few_programs_are_made_more(monkeypatch):
     assert chosen("forward", 1, 7, 7, "half", 256) == tiles.tiles("forward", 90, 256, "half")
 
 
-def test_keys_go_in_shares_where_queries_are_few(monkeypatch):
+def test_keys_are_split_where_queries_are_few(monkeypatch):
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
 
     def splits(heads, queries, keys):
-        device = types.SimpleNamespace(type="cuda", index=0)
-        shapes = [(1, heads, n, 64) for n in (queries, keys)]
-        return tiles.splits_for(*(types.SimpleNamespace(device=device, shape=shape) for shape in shapes))
+        return tiles.splits_for(*on_a_gpu(heads, queries, keys, 64))
 
     assert splits(16, 128, 16384) == 16  # 256 programs for 132 multiprocessors
     assert splits(64, 16, 8192) == 4
     assert splits(1, 1, 10**6) == tiles.MAX_SPLITS
-    assert splits(16, 128, 1024) == 2  # shares of 512 keys at least
+    assert splits(16, 128, 1024) == 2  # 512 keys of a program at least
     assert splits(256, 64, 4096) == splits(16, 4096, 4096) == splits(1, 1, 1023) == 1
 
-    def rows(heads, queries, keys, head_dim=64):
-        device = types.SimpleNamespace(type="cuda", index=0)
-        q, k = (types.SimpleNamespace(device=device, shape=(1, heads, n, head_dim)) for n in (queries, keys))
-        return tiles.tiles_for("forward", q, k, "half").block_m
+    def rows(heads, queries, keys):
+        return tiles.tiles_for("forward", *on_a_gpu(heads, queries, keys, 64), "half").block_m
 
     monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
-    assert [rows(256, n, 4096) for n in (16, 17, 64, 65)] == [16, 64, 64, 128]  # 65: keys go in one share
+    assert [rows(256, n, 4096) for n in (16, 17, 64, 65)] == [16, 64, 64, 128]  # 65: keys are not split
     assert rows(4, 512, 65536) == 64 and rows(256, 64, 255) == rows(256, 64, 511) == 128
 
 

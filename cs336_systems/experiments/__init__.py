@@ -167,9 +167,8 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
         if word not in allowed:
             raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
         return word
-    number = (
-        int(word) if re.fullmatch("[0-9]{1,18}", word) else None
-    )  # and not 1_000, nor other scripts' digits
+    # not 1_000, nor digits of other scripts
+    number = int(word) if re.fullmatch("[0-9]{1,18}", word) else None
     if number not in allowed:
         raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
     return number

@@ -19,14 +19,8 @@ from cs336_systems.store.status import failure_is_a_row
 also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (
-    "first_call_s",
-    "second_call_ms",
-    "next_process_s",
-    "compiled",
-    "compiled_later",
-    "backend",
-    "kernels",
-)
+    "first_call_s", "second_call_ms", "next_process_s", "compiled", "compiled_later", "backend", "kernels",
+)  # fmt: skip
 IMPLS = ("flash_triton", "plain_triton", "flash_cuda", "flex_compiled", "fa4", "sdpa_cudnn")
 CACHES = {  # variable → folder of what a compiler keeps
     "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cuda",

@@ -50,7 +50,7 @@ def grid(preset: str) -> list[Case]:
         ((*few, "fa4"), 128, True, "bf16"),
         ((*few, "fa4"), 64, False, "bf16"),
         ((*few, "fa4"), 64, True, "fp16"),
-        (few, 80, True, "bf16"),  # of which FlashAttention-4 gets the gradients wrong
+        (few, 80, True, "bf16"),  # whose gradients FlashAttention-4 gets wrong
         (("flash_triton", "plain_triton", "sdpa_efficient"), 64, True, "fp32"),
         (("flash_triton", "plain_triton", "sdpa_efficient"), 128, True, "fp32"),
     ):

@@ -114,13 +114,8 @@ def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, A
         sizes = {file: (folder / file).stat().st_size for file in told["files"]}
         expected = {file: about["bytes"] for file, about in told["files"].items()}
         same = told["from"] == made_from and sizes == expected
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # not there, or none of ours: to be made
+    # not there, or none of ours: to be made
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return told if same else None
 

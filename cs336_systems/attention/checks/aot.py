@@ -107,7 +107,7 @@ def compile_hopper_kernel(
 ) -> Compiled:
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, to which the launchers pad.
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 

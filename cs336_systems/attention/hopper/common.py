@@ -97,6 +97,7 @@ def mma_of_part(a, b, part):
 
 @gluon.jit
 def times_rows(part, factor):
+    """Each row of a part times its factor."""
     rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     return part * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
 
@@ -110,6 +111,7 @@ def store_parts(parts, tile):
 
 @gluon.jit
 def wait_for_both(outstanding: gl.constexpr, parts, other):
+    """Waits until at most so many matmuls are outstanding, for the parts and another accumulator."""
     done = warpgroup_mma_wait(outstanding, deps=parts + (other,))  # noqa: RUF005 (triton has no stars)
     return done[:-1], done[-1]
 

@@ -159,7 +159,7 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
         programs = few_programs_of(batch * heads, num_queries)
         # with more keys than queries a portable program for queries has more to do than any here
         few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors_of(index)
-        # few queries against many keys: the portable forward kernel shares the keys out among programs
+        # few queries against many keys: the portable forward kernel splits the keys among programs
         shared = k.shape[2] >= CROSS * num_queries and splits_for(q, k) >= 4
         decided = [forward and not shared, forward and not few]
         remember(key, decided)

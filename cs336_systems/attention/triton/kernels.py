@@ -121,8 +121,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
                    PRECISION: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """O and L of one tile of queries of one head (algorithm 1). Grid: (query tiles · batch · heads, SPLITS).
 
-    With SPLITS > 1 (not causal) each program along the second axis takes a share of the keys, and `o_ptr`, `l_ptr` are
-    (SPLITS, batch, heads, n_q, d) and (SPLITS, batch, heads, n_q): what `combine_kernel` makes O and L of.
+    With SPLITS > 1 (not causal) the programs along the second axis split the keys, as Flash-Decoding does (Dao et al.,
+    2023). `o_ptr` and `l_ptr` are then (SPLITS, batch, heads, n_q, d) and (SPLITS, batch, heads, n_q), which
+    `combine_kernel` combines.
     """
     index = tl.program_id(0) % batch_heads
     # with a causal mask the last queries see the most keys: heaviest tiles first, so that the light ones fill the end
@@ -174,13 +175,13 @@ def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr, o_batch, o_head, o_row,
                    batch_heads, heads, num_queries,
                    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    SPLITS: tl.constexpr):  # fmt: skip
-    """O and L of ROWS queries of one head from those over each share of its keys: O = Σ exp(L_s − L) O_s,
+    """O and L of ROWS queries of one head from O_s and L_s of each split of its keys: O = Σ exp(L_s − L) O_s,
     L = log Σ exp(L_s). Grid: (cdiv(n_q, ROWS) · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
     first_query = (tl.program_id(0) // batch_heads) * ROWS
     queries = first_query + tl.arange(0, ROWS)
     inside = queries < num_queries
-    all_rows = tl.cast(batch_heads, tl.int64) * num_queries  # of one share
+    all_rows = tl.cast(batch_heads, tl.int64) * num_queries  # of one split
     row = tl.cast(index, tl.int64) * num_queries
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):

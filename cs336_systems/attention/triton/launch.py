@@ -179,7 +179,8 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream.
 
-    splits: into how many shares the keys go, each for a program of its own (None: `tiles.splits_for`).
+    splits: among how many programs the keys are split, without a mask only, at most as many as there are tiles of keys
+    (None: `tiles.splits_for`).
     """
     if elsewhere(q):
         with torch.cuda.device(q.device):
@@ -218,7 +219,7 @@ def launch_forward(
 
 
 def _parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for O and L over each share of the keys, fp32: (splits, batch, heads, n_q, d) and without d."""
+    """Room for O and L of each split, fp32: (splits, batch, heads, n_q, d) and (splits, batch, heads, n_q)."""
     make = functools.partial(torch.empty, device=q.device, dtype=torch.float32)
     return make((splits, *q.shape)), make((splits, *q.shape[:3]))
 
@@ -226,7 +227,7 @@ def _parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _first_combination(
     o_parts: torch.Tensor, l_parts: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor
 ) -> list[Launch]:
-    """Makes O and L of their parts."""
+    """Combines O and L of all splits, and returns what the next launch needs."""
     batch, heads, num_queries, head_dim = o.shape
     arguments = dict(parts_ptr=o_parts, l_parts_ptr=l_parts, o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(

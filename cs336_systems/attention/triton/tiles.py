@@ -153,13 +153,13 @@ WITHOUT_WGMMA = {
     "fp32": (*[_T(32, 32, 4, 1)] * 3, *[_T(16, 16, 8, 1)] * 2),
 }
 
-# of the forward kernel where keys are at least CROSS times as many: generation, precision, d → queries of a program →
-# tiles, whose queries are not many more than there are
+# The forward kernel's tiles where keys are at least CROSS times as many as queries: few of their rows are empty.
+# generation, precision, d → queries of a program → tiles
 CROSS = 4
 FEW_QUERIES = {(90, "half", d): {16: _T(16, 64, 4, 3), 64: _T(64, 64, 4, 3)} for d in (64, 128)}
 
-# and where its keys go in shares: queries of a program, at most; programs that a multiprocessor is to hold; a share's
-# keys, at least; shares, at most
+# For splitting its keys among programs: most queries of a program, programs that a multiprocessor should hold, fewest
+# keys of a program, most splits
 SPLIT_ROWS, PROGRAMS, SPLIT_KEYS, MAX_SPLITS = 128, 2, 512, 32
 
 OLDEST = min(TABLE)
@@ -236,8 +236,8 @@ def few_programs_of(batch_heads: int, length: int) -> int:
 
 
 def splits_for(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Into how many shares the keys of tensors q, k (batch, heads, n, d) go in the forward kernel without a mask: a
-    power of two, 1 where programs for queries alone keep their GPU busy, or the keys are few."""
+    """Among how many programs the forward kernel, without a mask, splits the keys of tensors q, k (batch, heads, n, d):
+    a power of two; 1 where the queries alone make enough programs for their GPU, or the keys are few."""
     if q.device.type != "cuda":
         return 1
     batch, heads, num_queries, _ = q.shape

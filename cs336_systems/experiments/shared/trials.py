@@ -45,8 +45,8 @@ PER_CASE = (*peers.PER_CASE, *_AROUND)
 COMPILED_PLAIN = "reference_compiled"  # plain attention under torch.compile, the rest of the model eager
 ATTENTIONS = (*IMPLEMENTATIONS, COMPILED_PLAIN)
 WARMUP = 3
-# gently: at the trainer's own choice, twice as high and risen after three steps, training magnifies rounding until two
-# runs of the same program part by a nat
+# the highest learning rate, and the share of the steps in which it rises: at the trainer's own, higher and reached in a
+# few steps, training magnifies rounding until two runs of the same program part visibly
 LEARNING_RATE, RISING = 6e-4, 0.5
 EPOCH_MB = 1000.0
 LAST = 5

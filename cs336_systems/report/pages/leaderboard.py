@@ -235,13 +235,14 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ shapes
 PEERS = tuple(impl for impl in shapes.PEERS if impl != "flash_triton")
 LEAST_MS = 0.02  # below it a kernel's time is mostly its launch
-OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ from which on results are not those of rounding
+OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ that is more than rounding
 _PASSES = [(part, peer) for part in shapes.PARTS for peer in PEERS]
 
 
 def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
-    fastest peer, and `over_best`, our time over its. A peer whose results are others is none there."""
+    fastest peer, and `over_best`, our time over its. A peer whose results are wrong there does not
+    count."""
     index = ["machine", *(field for field in shapes.GROUP if field != "part"), "part"]
     rows = rows[(rows["repeat"] == 0) & ~(rows["apart"].astype(float) > OTHER_RESULTS)]
     wide = rows.loc[rows["impl"] == "flash_triton", index]
