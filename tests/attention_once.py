@@ -36,10 +36,12 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
     elif kernels == "hopper":
         from cs336_systems.attention.hopper import launch as launcher
 
-        tables = launcher.FORWARD, launcher.FORWARD_OF_MANY, launcher.FORWARD_OF_LONG
+        tables = (
+            launcher.FORWARD, launcher.FORWARD_OF_SHORT, launcher.FORWARD_OF_MANY, launcher.FORWARD_OF_LONG,
+        )  # fmt: skip
 
         def configs(d):  # all that are in use: shapes as small as these get the first only
-            return list(dict.fromkeys((table[launcher.padded(d)],) for table in tables))
+            return list(dict.fromkeys((table[launcher.columns_of(d)],) for table in tables))
 
     elif kernels == "split":
         from cs336_systems.attention.hopper import split_launch as launcher

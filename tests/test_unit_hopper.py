@@ -34,6 +34,9 @@ def name(value):
     return str(value).removeprefix("torch.").replace(", ", "x")
 
 
+TABLES = (hopper.FORWARD, hopper.FORWARD_OF_SHORT, hopper.FORWARD_OF_MANY, hopper.FORWARD_OF_LONG)
+
+
 # --------------------------------------------------------------------------------- what they take
 def test_layouts_that_tma_reads():
     x = zeros(2, 3, 100, 64)
@@ -123,13 +126,16 @@ def test_who_is_served_is_asked_for_each_layout(monkeypatch):
         assert hopper.serves(part, x, x, x)
         assert hopper.serves(part, *[x.half()] * 3)
         assert not hopper.serves(part, *[x.float()] * 3)
-        for other in (spread, unaligned, x[:, :, :255]):
+        for other in (spread, unaligned):
             assert not hopper.serves(part, other, x, x)
             assert not hopper.serves(part, x, other, other)
         for other in (spread, unaligned):
             assert not hopper.serves(part, x, x, other)
         shortest = x[:, :, :256]
         assert hopper.serves(part, shortest, x, x) and hopper.serves(part, x, shortest, shortest)
+        short = x[:, :, :255]
+        assert not hopper.serves(part, x, short, short) and not hopper.serves(part, short, shortest, shortest)
+        assert hopper.serves(part, short, x, x) is (part == "backward")  # four keys and more for each query
 
 
 def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
@@ -298,16 +304,20 @@ def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, 
     assert not any((x - buffer.data_ptr()) % 128 for x in addresses)
 
 
-def test_small_programs_unless_there_are_many_and_rows_are_long():
-    few, many, long = hopper.FORWARD, hopper.FORWARD_OF_MANY, hopper.FORWARD_OF_LONG
-    assert few[64] != many[64] != long[64] and few[128] != many[128]
-    for batch_heads, queries, keys, d, expected in (
-        (1, 4096, 4096, 64, few[64]), (16, 512, 512, 64, few[64]), (16, 1024, 1024, 64, many[64]),
-        (768, 1024, 1024, 64, many[64]), (16, 4096, 4096, 64, long[64]), (16, 4096, 4095, 64, many[64]),
-        (1, 16384, 16384, 64, many[64]),  # long, but not many
-        (16, 512, 512, 80, few[128]), (1, 16384, 16384, 80, many[128]), (1000, 4096, 4096, 80, many[128]),
+def test_larger_programs_for_many_queries_that_see_many_keys():
+    few, short, many, long = TABLES
+    for batch_heads, queries, keys, d, is_causal, expected in (
+        (1, 4096, 4096, 64, False, few), (16, 512, 512, 64, False, few), (16, 512, 512, 80, True, few),
+        (768, 512, 512, 128, True, short), (768, 1023, 4096, 128, True, short), (768, 4096, 300, 96, False, short),
+        (768, 512, 512, 128, False, many), (768, 1024, 1024, 64, True, many), (768, 1024, 1024, 96, True, many),
+        (16, 4096, 4096, 64, True, long), (16, 4096, 1536, 64, False, long), (16, 4096, 1535, 64, False, many),
+        (1, 16384, 16384, 64, True, many),  # not so many
+        # larger programs would have a third, or a fifth, of their rows past the last query
+        (768, 256, 4096, 64, False, short), (768, 192, 8192, 128, False, short), (768, 320, 8192, 80, False, short),
     ):  # fmt: skip
-        assert hopper.forward_config(batch_heads, queries, keys, d, 132) == expected
+        config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
+        assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d)
+    assert few[64] != many[64] != long[64] and short[128] != many[128] != few[128] and many[96] != many[128]
 
 
 def test_a_section_is_what_the_cache_holds():
@@ -397,9 +407,10 @@ needs_interpreter = pytest.mark.skipif(
 
 @needs_interpreter
 @pytest.mark.parametrize("one_number", [False, True], ids=["whole", "one number"])
-@pytest.mark.parametrize("d", [64, 40])
+@pytest.mark.parametrize("d", [64, 40, 80])
 def test_what_backward_starts_from(d, one_number):
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    padded_d, width = hopper.padded(d), hopper.columns_of(d)
     batch, heads, rows, padded_rows, tile_rows = 2, 3, 100, 128, 16
 
     def new(*shape):
@@ -409,11 +420,11 @@ def test_what_backward_starts_from(d, one_number):
     do = new(batch, heads, 1, 1).expand(batch, heads, rows, d) if one_number else new(batch, heads, rows, d)
     logsumexp = fresh(batch, heads, rows, device=device, requires_grad=False)
     stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
-    dq = torch.full((batch * heads, padded_rows, 64), float("nan"), device=device)
-    tile = torch.full((batch, heads, tile_rows, 64), float("nan"), dtype=torch.float16, device=device)
+    dq = torch.full((batch * heads, padded_rows // 64, 64 * padded_d), float("nan"), device=device)
+    tile = torch.full((batch, heads, tile_rows, padded_d), float("nan"), dtype=torch.float16, device=device)
     prepare_kernel[(padded_rows // 64 * batch * heads,)](
         o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows,
-        HEAD_DIM=d, D=64, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
+        HEAD_DIM=d, WIDTH=width, D=padded_d, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
     )  # fmt: skip
     delta = (o.double() * do.double()).sum(-1).flatten(0, 1)
     torch.testing.assert_close(
@@ -421,7 +432,8 @@ def test_what_backward_starts_from(d, one_number):
     )
     torch.testing.assert_close(stats[:, 1, :rows].double(), -delta, rtol=1e-5, atol=1e-5)
     assert (stats[:, 0, rows:] == float("-inf")).all() and (stats[:, 1, rows:] == 0).all()
-    assert (dq == 0).all()
+    assert (dq[:, :, : 64 * width] == 0).all()
+    assert dq[:, :, 64 * width :].isnan().all()  # nothing is added there
     if one_number:
         assert torch.equal(tile[..., :d], do[:, :, :1].expand(batch, heads, tile_rows, d))
         assert (tile[..., d:] == 0).all()
@@ -429,7 +441,7 @@ def test_what_backward_starts_from(d, one_number):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("padded_d", "d", "transposed"), [(64, 40, False), (64, 40, True), (128, 104, False)]
+    ("padded_d", "d", "transposed"), [(64, 40, False), (64, 40, True), (128, 104, False), (128, 88, False)]
 )
 def test_the_sum_becomes_dq(padded_d, d, transposed):
     """A thread of a product's result has two columns next to each other, and the same two eight rows below; 32 threads
@@ -445,9 +457,16 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
         for j in range(padded_d // 64):
             tile = total[:, i * 64 : i * 64 + 64, j * 64 : j * 64 + 64]
             ordered[:, i, j, at.flatten().to(device)] = (tile.mT if transposed else tile).flatten(1)
+    width = hopper.columns_of(d)
+    if width < padded_d:  # two parts: 64 columns, and as many rows' worth of the others as there are
+        rest = ordered[:, :, 1].clone()
+        ordered[:, :, 1] = float("nan")
+        ordered[:, :, 1, : 64 * (width - 64)] = rest[:, :, : 64 * (width - 64)]
     dq = torch.full((2, rows, 3, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     numbers = (*dq.stride()[:3], 3, rows, padded_rows, 0.25)
-    finish_kernel[(2 * of_heads,)](ordered, dq, *numbers, HEAD_DIM=d, D=padded_d, TRANSPOSED=transposed)
+    finish_kernel[(2 * of_heads,)](
+        ordered, dq, *numbers, HEAD_DIM=d, WIDTH=width, D=padded_d, TRANSPOSED=transposed
+    )
     assert torch.equal(dq, (total[:, :rows, :d] * 0.25).half().view(2, 3, rows, d))
 
 
@@ -463,14 +482,12 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
 
 
 PROGRAMS = list(dict.fromkeys(
-    (kernel, d, of[d])
-    for kernel, of in (
-        ("forward", hopper.FORWARD), ("backward", hopper.BACKWARD), ("forward", hopper.FORWARD_OF_MANY),
-        ("forward", hopper.FORWARD_OF_LONG),
-    )
-    for d in of
+    (kernel, d, config)
+    for kernel, tables in (("forward", TABLES), ("backward", [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]))
+    for table in tables
+    for d, config in table.items()
+    if d in (64, 128) or kernel == "backward" or config is hopper.FORWARD_OF_MANY[d]
 ))  # fmt: skip
-PROGRAMS += [("forward", 80, hopper.FORWARD_OF_MANY[128]), ("backward", 96, hopper.BACKWARD[128])]
 
 
 @pytest.mark.versions
@@ -581,6 +598,17 @@ def test_other_configurations(on_hopper, d, forward, backward, is_causal):
         _, k, v = gpu(2, num_keys, 3, 2, d, dtype=torch.float16).transpose(1, 3).unbind(2)
         q, grad_o = (gpu(2, 2, num_queries, d, dtype=torch.float16) for _ in range(2))
         check_both_ways(q, k, v, grad_o, is_causal, forward=forward, backward=backward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 80, 96, 128])
+def test_configurations_in_use(on_hopper, d, is_causal):
+    """Of shapes as small as these the rule would choose the first only."""
+    for forward in dict.fromkeys(table[d] for table in TABLES):
+        for num_queries, num_keys in ((333, 517), (517, 333), (1, 70), (64, 64), (193, 129)):
+            lengths = (num_queries, num_keys, num_keys, num_queries)
+            check_both_ways(*(gpu(2, 3, n, d) for n in lengths), is_causal, forward=forward)
 
 
 @pytest.mark.gpu

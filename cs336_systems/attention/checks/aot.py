@@ -128,7 +128,9 @@ def compile_hopper_kernel(
         function = forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
-        constants |= dict(GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap)
+        constants |= dict(
+            GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap, ALONE=config.alone
+        )
     else:
         function = backward_keys_kernel
         rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (config.block_m, KEYS, GROUP))

@@ -10,11 +10,12 @@ from cs336_systems.attention.triton.kernels import LOG2_E
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
 def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
-                   do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-                   ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
+                   do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                   D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
     """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
 
-    stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. TILE_ROWS > 0:
+    stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
+    of 64 rows the backward kernel adds to the first 64 · WIDTH only. TILE_ROWS > 0:
     dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
     (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
     """
@@ -37,9 +38,10 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     tl.store(stats, logsumexp * -LOG2_E, mask=rows < padded_queries)
     tl.store(stats + padded_queries, -delta, mask=rows < padded_queries)
     dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
-    tl.store(
-        dq_at, tl.zeros((ROWS, D), tl.float32), mask=(rows < padded_queries)[:, None] & (columns < D)[None, :]
-    )
+    zeroed = (rows < padded_queries)[:, None] & (columns < D)[None, :]
+    if WIDTH < D:
+        zeroed = zeroed & (tl.arange(0, ROWS) * D < ROWS * WIDTH)[:, None]
+    tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
     if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
             value = tl.load(do_ptr + batch * do_batch + head * do_head)
@@ -51,11 +53,12 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
 def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, padded_queries, scale,
-                  HEAD_DIM: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+                  HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """dQ = scale times its fp32 sum, in q's dtype and layout.
 
     The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
-    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Grid: (⌈num_queries / 64⌉ · batch_heads,).
+    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ; those of columns from WIDTH on were never zeroed.
+    Grid: (⌈num_queries / 64⌉ · batch_heads,).
     """
     tiles = tl.cdiv(num_queries, 64)
     tile = tl.program_id(0) % tiles
@@ -64,7 +67,9 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]
-    dq = tl.load(sum_ptr + (index * padded_queries + tile * 64) * D + tl.arange(0, 64 * D))
+    numbers = tl.arange(0, 64 * D)
+    sum_at = sum_ptr + (index * padded_queries + tile * 64) * D + numbers
+    dq = tl.load(sum_at, mask=numbers < 64 * WIDTH, other=0.0) if WIDTH < D else tl.load(sum_at)
     # half of D, part, warp, thread of 8, thread of 4, half, one of two
     dq = dq.reshape(D // 64, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)

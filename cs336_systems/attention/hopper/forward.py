@@ -1,6 +1,7 @@
 """Forward: GROUPS · 64 queries per program, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa.
+another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; a program of one group
+does without (ALONE), since its warps' registers make room for another program on the multiprocessor.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -56,10 +57,39 @@ def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.cons
 
 
 @gluon.jit
+def _load_pair(k_desc, v_desc, tiles, barriers, b, h, t, steps, WAIT: gl.constexpr, STAGES: gl.constexpr):
+    """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both. WAIT:
+    until what was in their place has been read."""
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, full, empty = barriers
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    D: gl.constexpr = k_smem.shape[4]
+    slot = t % STAGES
+    first_key = (steps - 1 - t) * BLOCK_N
+    if WAIT:
+        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
+    both = (t > 0) & (t < steps)
+    mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
+    mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
+    async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
+    async_load(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot), pred=t > 0)
+
+
+@gluon.jit
+def _free(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
+    """Tile t has been read: a producer may load another in its place, or, without one, this group does."""
+    if len(loads) > 0:
+        if t + STAGES <= steps:
+            _load_pair(loads[1], loads[2], tiles, barriers, head // heads, head % heads, t + STAGES, steps, False,
+                       STAGES)  # fmt: skip
+    else:
+        mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
+
+
+@gluon.jit
 def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
                       IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                       STAGES: gl.constexpr):  # fmt: skip
-    """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
     tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
@@ -70,21 +100,15 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
         async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
     steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):
-        slot = t % STAGES
-        first_key = (steps - 1 - t) * BLOCK_N
-        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
-        both = (t > 0) & (t < steps)
-        mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
-        mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
-        async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
-        async_load(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot), pred=t > 0)
+        _load_pair(k_desc, v_desc, tiles, barriers, b, h, t, steps, True, STAGES)
 
 
 @gluon.jit
-def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries, num_keys, c,
-                   IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """64 queries: the online softmax over their keys, then O and L."""
+    """64 queries: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where this group
+    loads them itself, otherwise empty."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -99,6 +123,14 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
     all_steps = _key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
 
+    if len(loads) > 0:
+        mbarrier.expect(q_full.index(G), WG * D * 2)
+        async_load(loads[0], [head // heads, head % heads, first_query, 0], q_full.index(G), q_smem.index(G))
+        for i in gl.static_range(STAGES):
+            if i <= steps:
+                _load_pair(
+                    loads[1], loads[2], tiles, barriers, head // heads, head % heads, i, steps, False, STAGES
+                )
     t = 0
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
@@ -116,7 +148,7 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
     k = k_smem.index(slot).reshape([BLOCK_N, D])
     s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty.index(slot), count=1)
+    _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
     keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     seen = (keys < num_keys)[None, :]
     if IS_CAUSAL:
@@ -142,13 +174,13 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            mbarrier.arrive(empty.index(slot), count=1)
+            _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            mbarrier.arrive(empty.index(slot), count=1)
+            _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
@@ -171,7 +203,7 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, ALONE: gl.constexpr, REST: gl.constexpr,
                    num_warps: gl.constexpr):  # fmt: skip
     """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -194,28 +226,51 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    elif ALONE:
+        _forward_group(
+            (q_desc, k_desc, v_desc),
+            o_desc,
+            l_ptr,
+            tiles,
+            barriers,
+            heads,
+            batch_heads,
+            section,
+            row_tiles,
+            num_queries,
+            num_keys,
+            c,
+            IS_CAUSAL,
+            0,
+            GROUPS,
+            BLOCK_N,
+            D,
+            STAGES,
+            OVERLAP,
+            REST,
+        )
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),

@@ -32,15 +32,21 @@ _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 
 @dataclass(frozen=True)
 class Forward:
     """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
-    the matmul of the previous one within a group. programs: how many of one group a multiprocessor is to hold."""
+    the matmul of the previous one within a group. programs: how many of one group a multiprocessor is to hold. alone:
+    that group loads its tiles itself, without a producer's warps beside it."""
 
     groups: int
     block_n: int
     stages: int
     overlap: bool
     programs: int = 2
+    alone: bool = False
 
     def __post_init__(self) -> None:
+        if self.alone and self.groups != 1:
+            raise ValueError(
+                f"alone=True with groups={self.groups}; alone=True is allowed with groups=1 only"
+            )
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
         # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
@@ -50,7 +56,8 @@ class Forward:
     @property
     def registers(self) -> int | None:
         """Registers per thread on average, where several programs are to fit a multiprocessor."""
-        return 65536 // (256 * self.programs) // 8 * 8 if self.groups == 1 else None
+        threads = 128 if self.alone else 256
+        return min(248, 65536 // (threads * self.programs) // 8 * 8) if self.groups == 1 else None
 
 
 @dataclass(frozen=True)
@@ -80,11 +87,15 @@ class Backward:
             )
 
 
-# by padded head dimension: where each program has a multiprocessor to itself; of many; and of many with long rows
-FORWARD = {64: Forward(1, 128, 2, True), 128: Forward(1, 64, 2, True)}
-FORWARD_OF_MANY = {64: Forward(1, 64, 2, False, programs=3), 128: Forward(2, 128, 2, True)}
-FORWARD_OF_LONG = {64: Forward(3, 128, 2, False), 128: FORWARD_OF_MANY[128]}
-LONG = 4096  # keys
+# by the columns that matmuls compute with: where each program has a multiprocessor to itself; of many programs, by how
+# many keys a query sees on average: fewer than SHORT, in between, LONG and more
+_ONE, _ALONE, _TWO = Forward(1, 64, 2, True), Forward(1, 64, 2, True, alone=True), Forward(2, 128, 2, False)
+FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
+FORWARD_OF_SHORT = {64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE}
+FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
+FORWARD_OF_LONG = FORWARD_OF_MANY | {64: Forward(3, 128, 2, False)}
+SHORT, LONG = 512, 1536
+_PADDING = 1.15  # times the queries: rows of larger programs up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
 
@@ -125,29 +136,44 @@ def rest_of(head_dim: int) -> int:
     return next((rest for rest in (16, 32) if 64 < head_dim <= 64 + rest), 0)
 
 
+def columns_of(head_dim: int) -> int:
+    """The columns that matmuls compute with: 64, 80, 96 or 128."""
+    rest = rest_of(head_dim)
+    return 64 + rest if rest else padded(head_dim)
+
+
 def dq_tile(rest: int) -> tuple[int, int]:
     """What TMA adds to dQ at once: 64 rows of 64 columns, in other order, or of a part's rest."""
     return DQ_ROWS.value * (rest or 64) // 64, DQ_COLUMNS.value
 
 
 def forward_config(
-    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, multiprocessors: int
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Small programs, two or three of which fit a multiprocessor, while there are few of them or their rows are short:
+    """Small programs, two to four of which fit a multiprocessor, while there are few of them or their rows are short:
     one begins or ends beside the matmuls of another. Larger ones, which read keys and values less often, for long rows.
     A rule made from times of an H100 and an H200."""
-    d = padded(head_dim)
-    if batch_heads * triton.cdiv(num_queries, FORWARD[d].groups * GROUP) <= multiprocessors:
-        return FORWARD[d]
-    large = FORWARD_OF_LONG[d]
-    programs = batch_heads * triton.cdiv(num_queries, large.groups * GROUP)
-    return large if num_keys >= LONG and programs >= 2 * multiprocessors else FORWARD_OF_MANY[d]
+    columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
+    few, short, many, long = (
+        x[columns] for x in (FORWARD, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG)
+    )
+    if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
+        return few
+    seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
+    if seen < SHORT:
+        return short
+    is_long = seen >= LONG and batch_heads * triton.cdiv(groups, long.groups) >= 2 * multiprocessors
+    config = long if is_long else many
+    return config if triton.cdiv(groups, config.groups) * config.groups <= _PADDING * groups else short
 
 
 def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
     (batch, heads, n, d)."""
-    if q.dtype == torch.float32 or q.shape[2] < MIN_LENGTH or k.shape[2] < MIN_LENGTH:
+    if q.dtype == torch.float32 or k.shape[2] < MIN_LENGTH:
+        return False
+    # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
+    if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
     index = q.get_device()
@@ -191,7 +217,7 @@ def launch_forward(
     num_keys, d = k.shape[2], padded(head_dim)
     if config is None:
         config = forward_config(
-            batch * heads, num_queries, num_keys, head_dim, multiprocessors_of(q.get_device())
+            batch * heads, num_queries, num_keys, head_dim, is_causal, multiprocessors_of(q.get_device())
         )
     row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
     descriptors = (
@@ -202,8 +228,8 @@ def launch_forward(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim),
-        num_warps=4,
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
+        REST=rest_of(head_dim), num_warps=4,
     )  # fmt: skip
     options = {} if config.registers is None else {"maxnreg": config.registers}
     plan = first_launch(
@@ -291,6 +317,7 @@ def launch_backward(
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
+    rest, width = rest_of(head_dim), columns_of(head_dim)
     query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, KEYS)
     rows = query_tiles * settings.block_m
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
@@ -309,15 +336,15 @@ def launch_backward(
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, D=d, ROWS=_ROWS,
-        TILE_ROWS=settings.block_m if one_number else 0,
+        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
+        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0,
     )  # fmt: skip
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, GROUP, d),
         descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
-        descriptor(dq_sum, 1, *dq_tile(rest_of(head_dim)), swizzled=False),
+        descriptor(dq_sum, 1, *dq_tile(rest), swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
     arguments = dict(
@@ -325,7 +352,7 @@ def launch_backward(
         key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
         c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
         DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
-        K_REGISTERS=settings.k_registers, REST=rest_of(head_dim), num_warps=4,
+        K_REGISTERS=settings.k_registers, REST=rest, num_warps=4,
     )  # fmt: skip
     plans.append(
         first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments)
@@ -333,8 +360,8 @@ def launch_backward(
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, D=d,
-        TRANSPOSED=settings.dq_group,
+        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
+        D=d, TRANSPOSED=settings.dq_group,
     )  # fmt: skip
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
