@@ -2,7 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/attention_once.py hopper
 
-A number after the name says how many of the shapes are run. Without the caching allocator, tensors are allocations of
+A number after the name says how many of the shapes are run, one more which head dimension alone: most of the time goes
+into compiling, which processes do side by side. Without the caching allocator, tensors are allocations of
 their own, so that a step past the end of one is seen. `turing` are the CUDA C++ kernels by the path of compute
 capability 7.5; all are compiled in this process, where they are not on disk.
 """
@@ -26,7 +27,7 @@ OF = {  # head dimensions and dtypes
 }
 
 
-def main(kernels: str, shapes: int = len(SHAPES)) -> None:
+def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -> None:
     configs = lambda d: [()]
     if kernels in ("cuda", "turing"):
         from cs336_systems.attention.cuda import launch as launcher
@@ -49,6 +50,7 @@ def main(kernels: str, shapes: int = len(SHAPES)) -> None:
         from cs336_systems.attention.triton import launch as launcher
 
     dims, dtypes = OF[kernels]
+    dims = dims if head_dim is None else (head_dim,)
     for many, d, dtype, shape, is_causal, whole in itertools.product(
         (False, True) if kernels != "hopper" else (False,),
         dims,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from attention_once import OF, SHAPES
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 needs_tool = pytest.mark.skipif(
@@ -41,21 +42,22 @@ def _need(kernels: str) -> None:
 
 @pytest.mark.gpu
 @needs_tool
-@pytest.mark.parametrize("kernels", ["portable", "hopper", "split", "cuda", "turing"])
-def test_memory_is_accessed_where_it_may_be(kernels):
+@pytest.mark.parametrize(("kernels", "d"), [(kernels, d) for kernels, (dims, _) in OF.items() for d in dims])
+def test_memory_is_accessed_where_it_may_be(kernels, d):
     _need(kernels)
-    said = _run("memcheck", kernels)
+    said = _run("memcheck", kernels, str(len(SHAPES)), str(d))
     assert "ERROR SUMMARY: 0 errors" in said, said[-2000:]
 
 
 @pytest.mark.gpu
 @needs_tool
-def test_no_race_but_what_the_tool_sees_in_the_compilers_own_code():
+@pytest.mark.parametrize("d", OF["hopper"][0])
+def test_no_race_but_what_the_tool_sees_in_the_compilers_own_code(d):
     """What it reports is of the bytes by which `warp_specialize` tells each warp what to run. The compiler writes them
     before a barrier (`BAR.SYNC 1` in the machine code) that all warps pass, and a warp reads its own after it; the tool
     does not take that barrier into account. Accesses of the kernels' own are at other lines."""
     _need("hopper")
-    said = _run("racecheck", "hopper", "1")
+    said = _run("racecheck", "hopper", "1", str(d))
     assert "RACECHECK SUMMARY" in said
     found = ACCESS.findall(said)
     assert len(found) >= 2 * said.count("Race reported"), "reports are not understood"
