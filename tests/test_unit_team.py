@@ -86,7 +86,8 @@ def pids(folder):
 
 
 def test_tasks_one_after_the_other(tmp_path):
-    """Ranks that are not needed, too many, a failed task, one out of time; then one that works."""
+    """Ranks that are not needed, too many, a failed task, one out of time; then one that works, and a leader that
+    raises, which ends the run. Rank 0 serves the store, not torchrun's agent as in the other tests."""
     script = (
         SMALL
         + """
@@ -104,12 +105,13 @@ def test_tasks_one_after_the_other(tmp_path):
         attempt("raise", "fail", 2)
         attempt("late", "sleep", 2, timeout_s=0.5)
         attempt("two", "total", 2)
-    json.dump([found, lines], open(folder + "/found.json", "w"))
+        json.dump([found, lines], open(folder + "/found.json", "w"))
+        raise KeyError("why")
     """
     )
-    run = torchrun(script, tmp_path)
+    run = torchrun(script, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     printed = run.communicate(timeout=300)[0]
-    assert run.returncode == 0, printed
+    assert run.returncode != 0 and "KeyError: 'why'" in printed, printed
     found, lines = json.loads((tmp_path / "found.json").read_text())
     assert found["one"] == [{"rank": 0, "local_world_size": 1, "sum": 1}]
     assert found["two"] == [{"rank": rank, "local_world_size": 2, "sum": 3} for rank in (0, 1)]
@@ -122,21 +124,6 @@ def test_tasks_one_after_the_other(tmp_path):
     assert [line for line in lines if "sum" in line] == ["[rank 0] sum 1", "[rank 0] sum 3"]
     assert printed.count("[rank 1] sum 3") == 1
     assert not any(map(running, pids(tmp_path)))
-
-
-def test_a_leader_that_raises_ends_the_run_and_rank_0_may_serve_the_store(tmp_path):
-    """Where torchrun's agent does not."""
-    script = (
-        SMALL
-        + """
-    with team.leading():
-        print(launch(m + "total", 2, {"folder": folder}, **CPU))
-        raise KeyError("why")
-    """
-    )
-    run = torchrun(script, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    printed = run.communicate(timeout=300)[0]
-    assert run.returncode != 0 and "KeyError: 'why'" in printed and "'sum': 3" in printed, printed
 
 
 def test_a_process_of_torchruns_that_is_killed_ends_the_run(tmp_path):

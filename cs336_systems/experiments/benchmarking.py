@@ -39,7 +39,7 @@ def grid(preset: str) -> list[Case]:
         return [
             *_shape("tiny", 64, ("fp32",)),
             *_shape("tiny", 128, ("fp32",), again=True),
-            *_cold("tiny", 128, (0, 1)),
+            *_cold("tiny", 128, (0,)),
         ]
     cases = []
     for size in HANDOUT_SIZES:

@@ -127,7 +127,7 @@ def grid(preset: str) -> list[Case]:
         ),
     ]
     if preset == "smoke":
-        return [*small, *_steps("tiny", 64, ("fp32", "bf16"), batch=1)]  # bf16 is slow on most CPUs
+        return [*small, *_steps("tiny", 64, ("fp32", "bf16"), batch=1, steps=4)]  # bf16 is slow on most CPUs
     return [*small, *(case for size in HANDOUT_SIZES for case in _steps(size, CONTEXT, steps.DTYPES))]
 
 
@@ -140,12 +140,12 @@ def _norm_inputs() -> list[tuple[float, float, int]]:
     ]
 
 
-def _steps(size: str, context_length: int, dtypes: Sequence[str], batch: int = 4) -> list[Case]:
-    """All modes and dtypes of a size, and one of them twice (A/A)."""
+def _steps(size: str, context_length: int, dtypes: Sequence[str], **fields: int) -> list[Case]:
+    """All modes and dtypes of a size, and one of them twice (A/A). fields: other batch and steps."""
     kinds = [(mode, dtype, 0) for dtype in dtypes for mode in accounting.MODES]
     kinds.append(("forward_backward", dtypes[-1], 1))
     found = [
-        steps.Case(size, context_length, mode, dtype, batch=batch, repeat=repeat)
+        steps.Case(size, context_length, mode, dtype, repeat=repeat, **fields)
         for mode, dtype, repeat in kinds
     ]
     return [Case(kind="step", **dataclasses.asdict(case)) for case in found]

@@ -38,10 +38,10 @@ def grid(preset: str) -> list[Case]:
     """Both grids, or a small model on a CPU."""
     if preset == "smoke":
         return [
-            Case("tiny", 64, "train_step", attention="reference"),
-            Case("tiny", 64, "train_step", attention="reference", repeat=1),
-            Case("tiny", 64, "train_step", attention="reference", compile="default"),
-            Case("tiny", 64, "train_step", attention="sdpa"),
+            Case("tiny", 64, "forward", attention="reference"),
+            Case("tiny", 64, "forward", attention="reference", repeat=1),
+            Case("tiny", 64, "forward", attention="reference", compile="default"),
+            Case("tiny", 64, "forward", attention="sdpa"),
         ]
     cases = [case for size in HANDOUT_SIZES for case in _sizes(size, SIZES_CONTEXT, "bf16")]
     for size, batches in SPEED_BATCHES.items():
