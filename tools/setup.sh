@@ -26,7 +26,8 @@ if [[ ! -x .venv/bin/pip ]]; then
   "$python" -m venv .venv
 fi
 
-export PIP_NO_COMPILE=1  # modules are compiled when first imported, and only those
+# modules are compiled when they are first imported, unless Python is told not to keep what it compiles
+export PIP_NO_COMPILE=1
 
 # pip says hundreds of times that a file in a --find-links folder is none of its own
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither' >&2); }
@@ -35,7 +36,7 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v 'i
 pip install -q --retries 0 uv 2>/dev/null || true
 uv() {
   .venv/bin/python -m uv pip install -q --python .venv/bin/python ${PIP_FIND_LINKS:+--find-links "$PIP_FIND_LINKS"} \
-    -c constraints.txt "$@" 2>/dev/null
+    ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} -c constraints.txt "$@" 2>/dev/null
 }
 
 torch=$(sed -n 's/^torch==//p' constraints.txt)
