@@ -2,9 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/attention_once.py hopper
 
-A number after the name says how many of the shapes are run, one more which head dimension alone: most of the time goes
-into compiling, which processes do side by side. Without the caching allocator, tensors are allocations of
-their own, so that a step past the end of one is seen. `turing` are the CUDA C++ kernels by the path of compute
+A second argument says how many of the shapes are run, a third which head dimension alone: compiling takes most of the
+time, and processes do it side by side. Without the caching allocator, tensors are allocations of their own, so that a
+step past the end of one is seen. `turing` are the CUDA C++ kernels by the path of compute
 capability 7.5; all are compiled in this process, where they are not on disk.
 """
 

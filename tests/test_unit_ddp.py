@@ -261,7 +261,7 @@ def train_every_model(seed, each_wrapper=None):
     for (i, model), (j, wrapper) in itertools.product(enumerate(MODELS), enumerate(WRAPPERS)):
         if (i + j + seed) % len(MODELS) >= (each_wrapper or len(MODELS)):
             continue
-        optimizer, set_to_none = SETTINGS[(i + j + seed) % len(SETTINGS)]
+        optimizer, set_to_none = SETTINGS[(i + 2 * j + seed // len(MODELS)) % len(SETTINGS)]
         one = {wrapper: WRAPPERS[wrapper]}
         train_beside_a_single_process(
             seed, model, batches, wrappers=one, optimizer=optimizer, set_to_none=set_to_none

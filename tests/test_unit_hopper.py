@@ -136,6 +136,8 @@ def test_who_is_served_is_asked_for_each_layout(monkeypatch):
         short = x[:, :, :255]
         assert not hopper.serves(part, x, short, short) and not hopper.serves(part, short, shortest, shortest)
         assert hopper.serves(part, short, x, x) is (part == "backward")  # four keys and more for each query
+        fewer = x[:, :, :1019]
+        assert not hopper.serves(part, short, fewer, fewer)
 
 
 def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
@@ -312,7 +314,7 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
         (768, 512, 512, 128, False, many), (768, 1024, 1024, 64, True, many), (768, 1024, 1024, 96, True, many),
         (16, 4096, 4096, 64, True, long), (16, 4096, 1536, 64, False, long), (16, 4096, 1535, 64, False, many),
         (1, 16384, 16384, 64, True, many),  # not so many
-        # larger programs would have a third, or a fifth, of their rows past the last query
+        # larger programs would have a sixth to a third of their rows past the last query
         (768, 256, 4096, 64, False, short), (768, 192, 8192, 128, False, short), (768, 320, 8192, 80, False, short),
     ):  # fmt: skip
         config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
@@ -486,25 +488,21 @@ PROGRAMS = list(dict.fromkeys(
     for kernel, tables in (("forward", TABLES), ("backward", [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]))
     for table in tables
     for d, config in table.items()
-    if d in (64, 128) or kernel == "backward" or config is hopper.FORWARD_OF_MANY[d]
 ))  # fmt: skip
 
 
-LIKE_OTHERS = (
-    ("forward", 80),
-    ("backward", 96),
-)  # in parts as ("forward", 96), in tiles as ("backward", 128)
+IN_PARTS = (80, 96)  # head dimensions whose tiles are those of 128, in two parts
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "config", "is_causal", "dtype"),
     [
-        *((*program, True, "bf16") for program in PROGRAMS if program[:2] not in LIKE_OTHERS),
+        *((*program, True, "bf16") for program in PROGRAMS if program[1] not in IN_PARTS),
         *(
             pytest.param(*program, True, "bf16", marks=pytest.mark.table)
             for program in PROGRAMS
-            if program[:2] in LIKE_OTHERS
+            if program[1] in IN_PARTS
         ),
         *(
             pytest.param(*program, False, dtype, marks=pytest.mark.table)
@@ -634,6 +632,8 @@ def test_strided_tensors_and_gradients_of_one_number(on_hopper, d):
         check_both_ways(q, k, v, gpu(2, 3, 1, 1).expand(do.shape), True)
         check_both_ways(q, k, v, gpu(2 * 3 * 333 * d + 1)[1:].view(do.shape), True)
     check_both_ways(q, k, v, gpu(2, 3, 333, 1).expand(do.shape), True)
+    for _ in range(2):
+        check_both_ways(gpu(2, 3, 1, d), k, v, gpu(2, 3, 1, 1).expand(2, 3, 1, d), False)
 
 
 @pytest.mark.gpu

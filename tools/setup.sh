@@ -27,22 +27,27 @@ if [[ ! -x .venv/bin/pip ]]; then
 fi
 
 # modules are compiled when they are first imported, unless Python is told not to keep what it compiles
-export PIP_NO_COMPILE=1
+[[ -n ${PYTHONDONTWRITEBYTECODE:-} ]] || export PIP_NO_COMPILE=1
 
 # pip says hundreds of times that a file in a --find-links folder is none of its own
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither' >&2); }
 
-# uv takes a tenth of pip's time. It does not read pip's configuration: what it cannot do, pip does, and says why not.
-pip install -q --retries 0 uv 2>/dev/null || true
-uv() {
-  .venv/bin/python -m uv pip install -q --python .venv/bin/python ${PIP_FIND_LINKS:+--find-links "$PIP_FIND_LINKS"} \
-    ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} -c constraints.txt "$@" 2>/dev/null
-}
+quick=(-q --retries 0 --timeout 20 -c constraints.txt)
+# uv takes a tenth of pip's time, but does not read pip's configuration: an index in the place of PyPI is for pip, and
+# where uv fails pip tries again, whose message is the one shown
+if pip config list | grep -qE '[.](index-url|no-index)=' || ! pip install "${quick[@]}" uv 2>/dev/null; then
+  uv() { false; }
+else
+  uv() {
+    UV_HTTP_TIMEOUT=20 .venv/bin/python -m uv pip install -q --python .venv/bin/python \
+      ${PIP_FIND_LINKS:+--find-links "${PIP_FIND_LINKS// /,}"} \
+      ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} -c constraints.txt "$@" 2>/dev/null
+  }
+fi
 
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 installed=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 cpu_only=https://download.pytorch.org/whl/cpu
-quick=(-q --retries 0 --timeout 20 -c constraints.txt)
 if [[ $1 == cuda ]]; then
   if [[ $installed == *+cpu ]]; then pip uninstall -q -y torch; fi
   echo "installing torch $torch with CUDA (several GB at the first time)"
@@ -55,7 +60,7 @@ elif [[ $installed != "$torch"* ]]; then
     uv "torch==$torch+cpu" --extra-index-url "$cpu_only" --index-strategy unsafe-best-match ||
     pip install "${quick[@]}" "torch==$torch+cpu" 2>/dev/null ||
     pip install "${quick[@]}" "torch==$torch+cpu" --extra-index-url "$cpu_only" 2>/dev/null ||
-    pip install -q "torch==$torch" -c constraints.txt
+    uv "torch==$torch" || pip install -q "torch==$torch" -c constraints.txt
 fi
 echo "installing the project and its dependencies"
 uv -e ".[dev${2:+,$2}]" || pip install -q -e ".[dev${2:+,$2}]" -c constraints.txt

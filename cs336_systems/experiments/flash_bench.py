@@ -71,10 +71,8 @@ def grid(preset: str) -> list[Case]:
     if preset == "smoke":
         return [
             Case(1, seq_len, 64, dtype, impl, repeat)
-            for dtype, seq_lens in (
-                ("bf16", (128, 256)),
-                ("fp32", (128, 256, 512)),
-            )  # bf16 is slow on most CPUs
+            # bf16 is slow on most CPUs
+            for dtype, seq_lens in (("bf16", (128, 256)), ("fp32", (128, 256, 512)))
             for seq_len in seq_lens
             for impl, repeat in _twice(("flash_triton", "flash_torch", "reference", "sdpa"), "reference")
         ]

@@ -15,7 +15,7 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
-    of 64 rows the backward kernel adds to the first 64 · WIDTH only. TILE_ROWS > 0:
+    of 64 rows only the first 64 · WIDTH are zeroed: the backward kernel adds to no others. TILE_ROWS > 0:
     dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
     (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
     """
@@ -57,8 +57,8 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
     """dQ = scale times its fp32 sum, in q's dtype and layout.
 
     The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
-    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ; those of columns from WIDTH on were never zeroed.
-    Grid: (⌈num_queries / 64⌉ · batch_heads,).
+    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Of 64 rows' numbers
+    only the first 64 · WIDTH were zeroed, and are read. Grid: (⌈num_queries / 64⌉ · batch_heads,).
     """
     tiles = tl.cdiv(num_queries, 64)
     tile = tl.program_id(0) % tiles

@@ -1,7 +1,7 @@
 """Forward: GROUPS · 64 queries per program, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; a program of one group
-does without (ALONE), since its warps' registers make room for another program on the multiprocessor.
+can do without (ALONE): the registers of the producer's warps go to its own, or to one more program.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -236,28 +236,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     elif ALONE:
-        _forward_group(
-            (q_desc, k_desc, v_desc),
-            o_desc,
-            l_ptr,
-            tiles,
-            barriers,
-            heads,
-            batch_heads,
-            section,
-            row_tiles,
-            num_queries,
-            num_keys,
-            c,
-            IS_CAUSAL,
-            0,
-            GROUPS,
-            BLOCK_N,
-            D,
-            STAGES,
-            OVERLAP,
-            REST,
-        )
+        _forward_group((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles,
+                       num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([

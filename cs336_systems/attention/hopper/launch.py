@@ -88,14 +88,15 @@ class Backward:
 
 
 # by the columns that matmuls compute with: where each program has a multiprocessor to itself; of many programs, by how
-# many keys a query sees on average: fewer than SHORT, in between, LONG and more
+# many keys a query sees (all, or with a causal mask half of the smaller length): fewer than SHORT, in between, LONG and
+# more
 _ONE, _ALONE, _TWO = Forward(1, 64, 2, True), Forward(1, 64, 2, True, alone=True), Forward(2, 128, 2, False)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
 FORWARD_OF_SHORT = {64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE}
 FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = FORWARD_OF_MANY | {64: Forward(3, 128, 2, False)}
 SHORT, LONG = 512, 1536
-_PADDING = 1.15  # times the queries: rows of larger programs up to which they are worth it
+_PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
 
@@ -151,8 +152,8 @@ def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
     """Small programs, two to four of which fit a multiprocessor, while there are few of them or their rows are short:
-    one begins or ends beside the matmuls of another. Larger ones, which read keys and values less often, for long rows.
-    A rule made from times of an H100 and an H200."""
+    one begins or ends beside the matmuls of another. Larger ones, which read keys and values less often, for long rows,
+    unless too many of their own would lie past the last query. A rule made from times of an H100 and an H200."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
     few, short, many, long = (
         x[columns] for x in (FORWARD, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG)
