@@ -142,11 +142,11 @@ def test_another_class_is_run_but_its_attention_is_its_own():
         work.step("train_step", attention="sdpa")
 
 
-class Bigram(torch.nn.Embedding):
-    """A model with the constructor of `TransformerLM`: a table of logits."""
+class Bigram(torch.nn.Sequential):
+    """A model with the constructor of `TransformerLM`: logits of the next token by the last one."""
 
     def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
-        super().__init__(vocab_size, vocab_size)
+        super().__init__(torch.nn.Embedding(vocab_size, d_model), torch.nn.Linear(d_model, vocab_size))
 
 
 @pytest.mark.gpu
