@@ -491,18 +491,20 @@ PROGRAMS = list(dict.fromkeys(
 ))  # fmt: skip
 
 
-IN_PARTS = (80, 96)  # head dimensions whose tiles are those of 128, in two parts
+def much_like_another(kernel, d, config):
+    """Tiles of 128 in two parts, and those of few programs."""
+    return d in (80, 96) or config is hopper.FORWARD[d]
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "config", "is_causal", "dtype"),
     [
-        *((*program, True, "bf16") for program in PROGRAMS if program[1] not in IN_PARTS),
+        *((*program, True, "bf16") for program in PROGRAMS if not much_like_another(*program)),
         *(
             pytest.param(*program, True, "bf16", marks=pytest.mark.table)
             for program in PROGRAMS
-            if program[1] in IN_PARTS
+            if much_like_another(*program)
         ),
         *(
             pytest.param(*program, False, dtype, marks=pytest.mark.table)
