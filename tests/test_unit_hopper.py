@@ -492,7 +492,7 @@ PROGRAMS = list(dict.fromkeys(
 
 
 def much_like_another(kernel, d, config):
-    """Tiles of 128 in two parts, and those of few programs."""
+    """Left to `make test-table`: what differs from 128 columns by its parts only, and what is for few programs."""
     return d in (80, 96) or config is hopper.FORWARD[d]
 
 

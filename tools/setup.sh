@@ -33,7 +33,7 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither' >&2); }
 
 quick=(-q --retries 0 --timeout 20 -c constraints.txt)
-# uv takes a tenth of pip's time, but does not read pip's configuration: an index in the place of PyPI is for pip, and
+# uv is far faster than pip, but does not read pip's configuration: an index in the place of PyPI is for pip, and
 # where uv fails pip tries again, whose message is the one shown
 if pip config list | grep -qE '[.](index-url|no-index)=' || ! pip install "${quick[@]}" uv 2>/dev/null; then
   uv() { false; }
