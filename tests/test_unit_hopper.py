@@ -311,7 +311,8 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
     for batch_heads, queries, keys, d, is_causal, expected in (
         (1, 4096, 4096, 64, False, few), (16, 512, 512, 64, False, few), (16, 512, 512, 80, True, few),
         (768, 512, 512, 128, True, short), (768, 1023, 4096, 128, True, short), (768, 4096, 300, 96, False, short),
-        (768, 512, 512, 128, False, many), (768, 1024, 1024, 64, True, many), (768, 1024, 1024, 96, True, many),
+        (768, 512, 512, 128, False, short), (768, 1536, 1536, 96, True, short), (768, 1024, 1024, 64, True, many),
+        (768, 1024, 1024, 128, False, many), (768, 2048, 2048, 96, True, many), (768, 2048, 2048, 128, False, long),
         (16, 4096, 4096, 64, True, long), (16, 4096, 1536, 64, False, long), (16, 4096, 1535, 64, False, many),
         (1, 16384, 16384, 64, True, many),  # not so many
         # larger programs would have a sixth to a third of their rows past the last query
@@ -319,7 +320,7 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
     ):  # fmt: skip
         config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
         assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d)
-    assert few[64] != many[64] != long[64] and short[128] != many[128] != few[128] and many[96] != many[128]
+    assert few[64] != many[64] != long[64] and len({table[128] for table in TABLES}) == 4
 
 
 def test_a_section_is_what_the_cache_holds():

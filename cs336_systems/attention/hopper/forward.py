@@ -57,31 +57,46 @@ def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.cons
 
 
 @gluon.jit
-def _load_pair(k_desc, v_desc, tiles, barriers, b, h, t, steps, WAIT: gl.constexpr, STAGES: gl.constexpr):
-    """Tile t of K comes together with tile t − 1 of V, since they are needed together: one barrier for both. WAIT:
-    until what was in their place has been read."""
+def _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES: gl.constexpr):
+    """Tile t of K. It comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty = barriers
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
     slot = t % STAGES
-    first_key = (steps - 1 - t) * BLOCK_N
-    if WAIT:
-        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
     both = (t > 0) & (t < steps)
     mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
     mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
     async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
-    async_load(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot), pred=t > 0)
 
 
 @gluon.jit
-def _free(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
-    """Tile t has been read: a producer may load another in its place, or, without one, this group does."""
+def _load_values(v_desc, tiles, barriers, b, h, t, first_key, V_TILES: gl.constexpr, STAGES: gl.constexpr):
+    """Tile t − 1 of V."""
+    q_smem, k_smem, v_smem, o_smem = tiles
+    at = [b, h, first_key + v_smem.shape[3], 0]
+    async_load(v_desc, at, barriers[1].index(t % STAGES), v_smem.index(t % V_TILES), pred=t > 0)
+
+
+@gluon.jit
+def _load_own(loads, tiles, barriers, heads, head, t, steps, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """A group's own load of tile t of K, or of tile t − 1 of V; none past the last one."""
+    if t <= steps:
+        first_key = (steps - 1 - t) * tiles[1].shape[3]
+        if KEYS:
+            _load_keys(loads[1], tiles, barriers, head // heads, head % heads, t, first_key, steps, STAGES)
+        else:
+            _load_values(loads[2], tiles, barriers, head // heads, head % heads, t, first_key, 1, STAGES)
+
+
+@gluon.jit
+def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """Tile t of K has been read, and, unless it is the FIRST, tile t − 1 of V: a producer may load others in their
+    place, or, without one, this group does, which has a place for one tile of V only."""
     if len(loads) > 0:
-        if t + STAGES <= steps:
-            _load_pair(loads[1], loads[2], tiles, barriers, head // heads, head % heads, t + STAGES, steps, False,
-                       STAGES)  # fmt: skip
+        if not FIRST:
+            _load_own(loads, tiles, barriers, heads, head, t + 1, steps, False, STAGES)
+        _load_own(loads, tiles, barriers, heads, head, t + STAGES, steps, True, STAGES)
     else:
         mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
 
@@ -100,7 +115,11 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
         async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
     steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):
-        _load_pair(k_desc, v_desc, tiles, barriers, b, h, t, steps, True, STAGES)
+        slot = t % STAGES
+        first_key = (steps - 1 - t) * BLOCK_N
+        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
+        _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES)
+        _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES, STAGES)
 
 
 @gluon.jit
@@ -114,6 +133,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
+    V_TILES: gl.constexpr = 1 if len(loads) > 0 else STAGES
     DTYPE: gl.constexpr = q_smem.dtype
 
     tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
@@ -127,10 +147,8 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
         mbarrier.expect(q_full.index(G), WG * D * 2)
         async_load(loads[0], [head // heads, head % heads, first_query, 0], q_full.index(G), q_smem.index(G))
         for i in gl.static_range(STAGES):
-            if i <= steps:
-                _load_pair(
-                    loads[1], loads[2], tiles, barriers, head // heads, head % heads, i, steps, False, STAGES
-                )
+            _load_own(loads, tiles, barriers, heads, head, i, steps, True, STAGES)
+        _load_own(loads, tiles, barriers, heads, head, 1, steps, False, STAGES)
     t = 0
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
@@ -148,7 +166,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
     k = k_smem.index(slot).reshape([BLOCK_N, D])
     s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
-    _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
+    _free(loads, tiles, barriers, heads, head, t, steps, True, STAGES)
     keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     seen = (keys < num_keys)[None, :]
     if IS_CAUSAL:
@@ -164,7 +182,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
         slot = t % STAGES
         parity = (t // STAGES) & 1
         k = k_smem.index(slot).reshape([BLOCK_N, D])
-        v = v_smem.index(slot).reshape([BLOCK_N, D])
+        v = v_smem.index(t % V_TILES).reshape([BLOCK_N, D])
         mbarrier.wait(full.index(slot), parity)
         if OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
@@ -174,20 +192,20 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, steps, False, STAGES)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _free(loads, tiles, barriers, heads, head, t, steps, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, steps, False, STAGES)
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
     t += 1
     slot = t % STAGES
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    v = v_smem.index(slot).reshape([BLOCK_N, D])
+    v = v_smem.index(t % V_TILES).reshape([BLOCK_N, D])
     acc = [mma_of_part(p, v, x) for x in acc]
     logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
     gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
@@ -208,9 +226,12 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
-    o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
+    if ALONE:  # noqa: SIM108 (when O is stored, Q has been read)
+        o_smem = q_smem
+    else:
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1 if ALONE else STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)

@@ -88,14 +88,18 @@ class Backward:
 
 
 # by the columns that matmuls compute with: where each program has a multiprocessor to itself; of many programs, by how
-# many keys a query sees (all, or with a causal mask half of the smaller length): fewer than SHORT, in between, LONG and
+# many keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and
 # more
-_ONE, _ALONE, _TWO = Forward(1, 64, 2, True), Forward(1, 64, 2, True, alone=True), Forward(2, 128, 2, False)
+_ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
+_ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
-FORWARD_OF_SHORT = {64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE}
-FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
-FORWARD_OF_LONG = FORWARD_OF_MANY | {64: Forward(3, 128, 2, False)}
-SHORT, LONG = 512, 1536
+FORWARD_OF_SHORT = {
+    64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
+    128: Forward(1, 64, 2, True, alone=True),
+}  # fmt: skip
+FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: _TWO}
+FORWARD_OF_LONG = FORWARD_OF_MANY | {64: Forward(3, 128, 2, False), 128: Forward(2, 128, 2, True)}
+SHORT, LONG = 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
 
@@ -161,7 +165,7 @@ def forward_config(
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
-    if seen < SHORT:
+    if seen <= SHORT:
         return short
     is_long = seen >= LONG and batch_heads * triton.cdiv(groups, long.groups) >= 2 * multiprocessors
     config = long if is_long else many
