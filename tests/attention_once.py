@@ -37,12 +37,8 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
     elif kernels == "hopper":
         from cs336_systems.attention.hopper import launch as launcher
 
-        tables = (
-            launcher.FORWARD, launcher.FORWARD_OF_SHORT, launcher.FORWARD_OF_MANY, launcher.FORWARD_OF_LONG,
-        )  # fmt: skip
-
         def configs(d):  # all that are in use: shapes as small as these get the first only
-            return list(dict.fromkeys((table[launcher.columns_of(d)],) for table in tables))
+            return list(dict.fromkeys((table[launcher.columns_of(d)],) for table in launcher.FORWARD_TABLES))
 
     elif kernels == "split":
         from cs336_systems.attention.hopper import split_launch as launcher

@@ -87,18 +87,21 @@ class Backward:
             )
 
 
-# by the columns that matmuls compute with: where each program has a multiprocessor to itself; of many programs, by how
-# many keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and
-# more
+# by the columns that matmuls compute with: where each program has a multiprocessor to itself; where a multiprocessor
+# gets AT_ONCE programs of 64 queries at most; of more, by how many keys a query sees (all, or with a causal mask half
+# of the smaller length): SHORT and fewer, in between, LONG and more
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
+FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
     128: Forward(1, 64, 2, True, alone=True),
 }  # fmt: skip
 FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: _TWO}
-FORWARD_OF_LONG = FORWARD_OF_MANY | {64: Forward(3, 128, 2, False), 128: Forward(2, 128, 2, True)}
+FORWARD_OF_LONG = FORWARD_AT_ONCE | {64: Forward(3, 128, 2, False)}
+FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
+AT_ONCE = 4
 SHORT, LONG = 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
@@ -155,20 +158,23 @@ def dq_tile(rest: int) -> tuple[int, int]:
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Small programs, two to four of which fit a multiprocessor, while there are few of them or their rows are short:
-    one begins or ends beside the matmuls of another. Larger ones, which read keys and values less often, for long rows,
-    unless too many of their own would lie past the last query. A rule made from times of an H100 and an H200."""
+    """Small programs, two to four of which fit a multiprocessor, where rows are short and there are many: one begins or
+    ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, and where no
+    program waits to begin when another ends; not where too many of their rows would lie past the last query. A rule
+    made from times of an H100 and an H200."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, short, many, long = (
-        x[columns] for x in (FORWARD, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG)
-    )
+    few, at_once, short, many, long = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
-    if seen <= SHORT:
-        return short
-    is_long = seen >= LONG and batch_heads * triton.cdiv(groups, long.groups) >= 2 * multiprocessors
-    config = long if is_long else many
+    if batch_heads * groups <= AT_ONCE * multiprocessors:
+        config = at_once
+    elif seen <= SHORT:
+        config = short
+    elif seen < LONG:
+        config = many
+    else:
+        config = long if batch_heads * triton.cdiv(groups, long.groups) >= 2 * multiprocessors else at_once
     return config if triton.cdiv(groups, config.groups) * config.groups <= _PADDING * groups else short
 
 
