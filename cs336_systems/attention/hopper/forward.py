@@ -71,11 +71,14 @@ def _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES: gl.co
 
 
 @gluon.jit
-def _load_values(v_desc, tiles, barriers, b, h, t, first_key, V_TILES: gl.constexpr, STAGES: gl.constexpr):
-    """Tile t − 1 of V."""
+def _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES: gl.constexpr):
+    """Tile t − 1 of V, `first_key` being that of tile t of K."""
     q_smem, k_smem, v_smem, o_smem = tiles
-    at = [b, h, first_key + v_smem.shape[3], 0]
-    async_load(v_desc, at, barriers[1].index(t % STAGES), v_smem.index(t % V_TILES), pred=t > 0)
+    q_full, full, empty = barriers
+    V_TILES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[3]
+    at = [b, h, first_key + BLOCK_N, 0]
+    async_load(v_desc, at, full.index(t % STAGES), v_smem.index(t % V_TILES), pred=t > 0)
 
 
 @gluon.jit
@@ -86,13 +89,13 @@ def _load_own(loads, tiles, barriers, heads, head, t, steps, KEYS: gl.constexpr,
         if KEYS:
             _load_keys(loads[1], tiles, barriers, head // heads, head % heads, t, first_key, steps, STAGES)
         else:
-            _load_values(loads[2], tiles, barriers, head // heads, head % heads, t, first_key, 1, STAGES)
+            _load_values(loads[2], tiles, barriers, head // heads, head % heads, t, first_key, STAGES)
 
 
 @gluon.jit
 def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Tile t of K has been read, and, unless it is the FIRST, tile t − 1 of V: a producer may load others in their
-    place, or, without one, this group does, which has a place for one tile of V only."""
+    place. Without one, this group does; it has a place for one tile of V only, so that the next may follow."""
     if len(loads) > 0:
         if not FIRST:
             _load_own(loads, tiles, barriers, heads, head, t + 1, steps, False, STAGES)
@@ -119,7 +122,7 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
         first_key = (steps - 1 - t) * BLOCK_N
         mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
         _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES)
-        _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES, STAGES)
+        _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES)
 
 
 @gluon.jit
@@ -133,7 +136,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
-    V_TILES: gl.constexpr = 1 if len(loads) > 0 else STAGES
+    V_TILES: gl.constexpr = v_smem.shape[0]
     DTYPE: gl.constexpr = q_smem.dtype
 
     tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)

@@ -33,7 +33,7 @@ _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 
 class Forward:
     """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
     the matmul of the previous one within a group. programs: how many of one group a multiprocessor is to hold. alone:
-    that group loads its tiles itself, without a producer's warps beside it."""
+    that group loads its tiles itself, without a producer's warps beside it, and holds one tile of V."""
 
     groups: int
     block_n: int
