@@ -119,8 +119,8 @@ def on_a_hopper_gpu(monkeypatch):
 
 def test_who_is_served_is_asked_for_each_layout(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
-    x = zeros(1, 9, 1024, 128)
-    spread = zeros(1, 1, 1024, 128).expand(1, 9, 1024, 128)
+    x = zeros(1, 40, 1024, 128)
+    spread = zeros(1, 1, 1024, 128).expand(1, 40, 1024, 128)
     unaligned = zeros(x.numel() + 8)[1 : x.numel() + 1].view(x.shape)
     for part in ("forward", "backward") * 2:
         assert hopper.serves(part, x, x, x)
@@ -131,12 +131,12 @@ def test_who_is_served_is_asked_for_each_layout(monkeypatch):
             assert not hopper.serves(part, x, other, other)
         for other in (spread, unaligned):
             assert not hopper.serves(part, x, x, other)
-        shortest = x[:, :, :256]
+        shortest = x[:, :, :64]
         assert hopper.serves(part, shortest, x, x) and hopper.serves(part, x, shortest, shortest)
-        short = x[:, :, :255]
+        short = x[:, :, :63]
         assert not hopper.serves(part, x, short, short) and not hopper.serves(part, short, shortest, shortest)
         assert hopper.serves(part, short, x, x) is (part == "backward")  # four keys and more for each query
-        fewer = x[:, :, :1019]
+        fewer = x[:, :, :251]
         assert not hopper.serves(part, short, fewer, fewer)
 
 
@@ -145,7 +145,10 @@ def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     for heads, queries, keys, few in (
         (1, 2112, 2112, True), (1, 2113, 2113, False), (4, 528, 528, True), (4, 529, 529, False),
-        (8, 256, 256, True), (1, 2112, 256, True), (1, 256, 257, False), (1, 2113, 256, False),
+        (8, 256, 256, True), (1, 2112, 600, True), (1, 256, 257, False), (1, 2113, 600, False),
+        # of few keys for many queries up to 33 programs of 128 keys
+        (33, 512, 128, True), (34, 512, 128, False), (16, 2113, 129, True), (17, 2113, 129, False),
+        (33, 512, 129, False),
     ):  # fmt: skip
         q, k = (zeros(1, heads, n, 64) for n in (queries, keys))
         assert hopper.serves("forward", q, k, k)
@@ -313,16 +316,26 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
         (768, 512, 512, 128, True, short), (768, 1023, 4096, 128, True, short), (768, 4096, 300, 96, False, short),
         (768, 512, 512, 128, False, short), (768, 1536, 1536, 96, True, short), (768, 1024, 1024, 64, True, many),
         (768, 1024, 1024, 128, False, many), (768, 2048, 2048, 96, True, many), (768, 2048, 2048, 128, False, long),
-        (16, 4096, 4096, 64, True, long), (16, 4096, 1536, 64, False, long), (16, 4096, 1535, 64, False, many),
+        (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long), (18, 4096, 1535, 64, False, many),
         # all fit at once, or are not so many that larger ones are worth it
-        (1, 16384, 16384, 64, True, at_once), (16, 1024, 1024, 128, True, at_once), (16, 2048, 2048, 80, True, at_once),
-        (1, 40960, 40960, 64, True, at_once), (33, 1088, 1088, 64, True, many), (33, 1024, 1024, 64, True, at_once),
+        (1, 16384, 16384, 64, True, at_once), (16, 1024, 1024, 128, False, at_once),
+        (16, 2048, 2048, 80, True, at_once), (1, 40960, 40960, 64, True, at_once), (17, 4096, 4096, 64, True, at_once),
+        (22, 1536, 1537, 64, False, at_once), (22, 1537, 1537, 80, False, many), (16, 1024, 1024, 128, True, short),
+        (4, 19008, 19008, 128, True, long), (4, 18816, 18816, 128, True, at_once),
         # larger programs would have a sixth to a third of their rows past the last query
         (768, 256, 4096, 64, False, short), (768, 192, 8192, 128, False, short), (768, 320, 8192, 80, False, short),
     ):  # fmt: skip
         config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
         assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d)
-    assert len({table[64] for table in TABLES}) == len({table[128] for table in TABLES}) == 4
+    assert len({table[64] for table in TABLES}) == 4 and len({table[128] for table in TABLES}) == 5
+
+
+def test_few_queries_and_many_keys():
+    for queries, keys, d, few in (
+        (1, 1, 64, True), (64, 64, 128, True), (65, 10_000, 128, False), (65, 260, 64, True), (65, 259, 64, False),
+        (128, 512, 64, True), (129, 10_000, 64, False),
+    ):  # fmt: skip
+        assert hopper.few_queries(queries, keys, d) is few
 
 
 def test_a_section_is_what_the_cache_holds():
@@ -486,9 +499,14 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     return aot.compile_hopper_kernel(kernel, head_dim, dtype, config, is_causal=is_causal)
 
 
+FEW = [
+    {d: tiles for d in (64, 96, 128) if tiles <= len(hopper.FEW_REGISTERS[hopper.padded(d)])}
+    for tiles in (1, 2)
+]
+OF_BACKWARD = [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
-    for kernel, tables in (("forward", TABLES), ("backward", [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]))
+    for kernel, tables in (("forward", TABLES), ("backward", OF_BACKWARD), ("few", FEW))
     for table in tables
     for d, config in table.items()
 ))  # fmt: skip
@@ -522,13 +540,18 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
 ):
     compiled = compiler().submit(_compile, kernel, head_dim, is_causal, config, dtype).result()
     assert not compiled.serialized and not compiled.wrong_descriptors
-    assert compiled.spill_bytes <= {"forward": 0, "backward": 64 + MORE_SPILLS}[kernel]
+    assert compiled.spill_bytes <= (64 + MORE_SPILLS if kernel == "backward" else 0)
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
-    assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel == "backward")
-    if kernel == "forward" and config.groups == 1:  # so many fit a multiprocessor
-        assert config.programs * compiled.registers * compiled.num_threads <= 65536
-        assert config.programs * (compiled.shared_bytes / 1024 + 1) <= SHARED_MEMORY_KIB[90] + 1
+    assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel != "forward")
+    programs = 1  # that are to fit a multiprocessor
+    if kernel == "few":
+        programs = {64: (4, 3), 128: (3,)}[hopper.padded(head_dim)][config - 1]
+    elif kernel == "forward" and config.groups == 1:
+        programs = config.programs
+    if programs > 1:
+        assert programs * compiled.registers * compiled.num_threads <= 65536
+        assert programs * (compiled.shared_bytes / 1024 + 1) <= SHARED_MEMORY_KIB[90] + 1
 
 
 LADDER = [step for step in STEPS.values() if step.launcher.startswith(HOPPER) and step.config is not None]
@@ -623,6 +646,23 @@ def test_configurations_in_use(on_hopper, d, is_causal):
         for num_queries, num_keys in ((333, 517), (517, 333), (1, 70), (64, 64), (193, 129)):
             lengths = (num_queries, num_keys, num_keys, num_queries)
             check_both_ways(*(gpu(2, 3, n, d) for n in lengths), is_causal, forward=forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [40, 64, 80, 96, 104, 128])
+def test_few_queries(on_hopper, d, is_causal):
+    """The kernel that holds them all, of one tile and (d up to 64) of two: whole, ragged, in sections of heads."""
+    for batch, heads, num_queries, num_keys in (
+        (2, 3, 64, 64), (2, 3, 50, 700), (1, 2, 16, 3000), (2, 5, 128, 512), (1, 3, 70, 1001), (300, 9, 1, 130),
+    ):  # fmt: skip
+        lengths = (num_queries, num_keys, num_keys, num_queries)
+        check_both_ways(*(gpu(batch, heads, n, d) for n in lengths), is_causal)
+    q, do = (gpu(2, n, 3, d).transpose(1, 2) for n in (60, 60))
+    k, v = (gpu(2, 300, 6, d)[:, :, ::2].transpose(1, 2) for _ in range(2))
+    check_both_ways(q, k, v, do, is_causal)
+    for _ in range(2):  # launched again: another number
+        check_both_ways(q, k, v, gpu(2, 3, 1, 1).expand(do.shape), is_causal)
 
 
 @pytest.mark.gpu

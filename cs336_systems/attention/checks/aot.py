@@ -103,17 +103,19 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, config: Forward | Backward, *, is_causal: bool = True
+    kernel: str, head_dim: int, dtype: str, config: Forward | Backward | int, *, is_causal: bool = True
 ) -> Compiled:
-    """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0.
+    """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
+    pass of `"few"` queries, whose `config` is how many tiles of 64 of them it holds.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
+    from cs336_systems.attention.hopper.backward_few import few_queries_kernel
     from cs336_systems.attention.hopper.forward import forward_kernel
-    from cs336_systems.attention.hopper.launch import GROUP, KEYS, dq_tile, padded, rest_of
+    from cs336_systems.attention.hopper.launch import FEW_REGISTERS, GROUP, KEYS, dq_tile, padded, rest_of
     from cs336_systems.attention.hopper.tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
@@ -123,26 +125,37 @@ def compile_hopper_kernel(
         )
 
     rest, head_dim = rest_of(head_dim), padded(head_dim)
-    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, STAGES=config.stages, num_warps=4)
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
+    options = FUSED | {"num_warps": 4}
     if kernel == "forward":
         function = forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
-            GROUPS=config.groups, BLOCK_N=config.block_n, OVERLAP=config.overlap, ALONE=config.alone
-        )
+            GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
+            ALONE=config.alone,
+        )  # fmt: skip
+        if config.registers:
+            options["maxnreg"] = config.registers
     else:
-        function = backward_keys_kernel
-        rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (config.block_m, KEYS, GROUP))
+        few = kernel == "few"
+        block_m, block_n = (GROUP, GROUP) if few else (config.block_m, KEYS)
+        rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (block_m, block_n, GROUP))
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
             dq_desc=descriptor(1, *dq_tile(rest), of="fp32", swizzled=False),
-            stats_desc=descriptor(1, config.block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
+            stats_desc=descriptor(1, block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
         )  # fmt: skip
-        constants |= dict(
-            BLOCK_M=config.block_m, DO_STEP=1, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
-            K_REGISTERS=config.k_registers,
-        )  # fmt: skip
+        constants["DO_STEP"] = 1
+        if few:
+            function, constants["TILES"] = few_queries_kernel, config
+            options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
+        else:
+            function = backward_keys_kernel
+            constants |= dict(
+                BLOCK_M=block_m, STAGES=config.stages, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
+                K_REGISTERS=config.k_registers,
+            )  # fmt: skip
     names = function.arg_names
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature.get(name, "i32") for name in names}
@@ -150,9 +163,6 @@ def compile_hopper_kernel(
     source = GluonASTSource(
         function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
     )
-    options = FUSED | {"num_warps": 4}
-    if kernel == "forward" and config.registers:
-        options["maxnreg"] = config.registers
     return _compiled(source, 90, options)
 
 
@@ -162,7 +172,9 @@ def hopper_refused() -> str | None:
     try:
         from cs336_systems.attention.hopper.launch import BACKWARD, FORWARD, FORWARD_OF_SHORT
 
-        for kernel, configs in (("forward", FORWARD), ("forward", FORWARD_OF_SHORT), ("backward", BACKWARD)):
+        few = dict.fromkeys((64, 128), 1)
+        tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD, few)
+        for kernel, configs in zip(("forward", "forward", "backward", "few"), tables, strict=True):
             for head_dim in (64, 128):
                 compiled = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim])
                 if compiled.serialized or compiled.wrong_descriptors:

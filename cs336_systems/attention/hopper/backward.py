@@ -123,18 +123,38 @@ def _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_ke
 
 
 @gluon.jit
-def _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, masked, query_tiles, num_keys, c, dk, dv,
-                    IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+def _no_key_seen(tiles, barriers, G: gl.constexpr):
+    """Passes over the first tile of queries, of which none sees this group's keys: its dSᵀ is zero."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    BLOCK_M: gl.constexpr = q_smem.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    ds_smem.index(0).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], q_smem.dtype, s_layout))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    # the next waits at these barriers are for their next phases
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(do_full.index(0), 0)
+    mbarrier.arrive(q_empty.index(0), count=1)
+    mbarrier.arrive(do_empty.index(0), count=1)
+
+
+@gluon.jit
+def _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, start, masked, query_tiles, num_keys, c,
+                    dk, dv, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
                     STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """All tiles of queries, the masked ones first, for a group's 64 keys."""
+    """All tiles of queries from `start` on, the masked ones first, for a group's 64 keys. The program's first tile is
+    `first`."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     p = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if AHEAD:
-        s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES, 0)
+        s = scores(tiles, barriers, k, start - first, BLOCK_M, D, STAGES, 0)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = weights(s, tiles, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
+        p = weights(
+            s, tiles, first_key, start, start - first, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES
+        )
     # ahead, the last of these computes the first P that needs no mask; masking does not change it
-    for i in range(first, masked):
+    for i in range(start, masked):
         p, dk, dv = _backward_step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p,
                                    dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
     for i in range(masked, query_tiles):
@@ -213,15 +233,15 @@ def _late_step(dq_desc, tiles, barriers, head, first_key, i, t, num_keys, c, s, 
 
 
 @gluon.jit
-def _late_steps(dq_desc, tiles, barriers, head, first_key, first, masked, query_tiles, num_keys, c, dk, dv,
+def _late_steps(dq_desc, tiles, barriers, head, first_key, first, start, masked, query_tiles, num_keys, c, dk, dv,
                 IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
                 STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`_backward_steps` of `_late_step`, and dQ of the last tile."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
-    s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES, REST)
+    s = scores(tiles, barriers, k, start - first, BLOCK_M, D, STAGES, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for i in range(first, masked):
+    for i in range(start, masked):
         s, dk, dv = _late_step(dq_desc, tiles, barriers, head, first_key, i, i - first, num_keys, c, s, dk, dv,
                                True, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
     for i in range(masked, query_tiles):
@@ -253,20 +273,27 @@ def _backward_group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_hea
     if K_REGISTERS:  # shared memory is busy enough
         k = k.load(gl.DotOperandLayout(0, s_layout, 2))
     first = 0
+    start = 0
     masked = 0
     if IS_CAUSAL:
         first = first_key // BLOCK_M
+        start = first
+        if G == 1 and BLOCK_M == WG:  # noqa: SIM102 (known at compile time, the next one is not)
+            if first < query_tiles:
+                _no_key_seen(tiles, barriers, G)
+                start = first + 1
         masked = gl.minimum(
-            first + (2 * WG + BLOCK_M - 1) // BLOCK_M, query_tiles
+            first + ((G + 1) * WG + BLOCK_M - 1) // BLOCK_M, query_tiles
         )  # until here they meet the diagonal
     if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
         masked = query_tiles
     if D == 128:
-        dk, dv = _late_steps(dq_desc, tiles, barriers, head, first_key, first, masked, query_tiles, num_keys, c,
+        dk, dv = _late_steps(dq_desc, tiles, barriers, head, first_key, first, start, masked, query_tiles, num_keys, c,
                              dk, dv, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
     else:
-        dk, dv = _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, masked, query_tiles, num_keys,
-                                 c, dk[0], dv[0], IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP, AHEAD)  # fmt: skip
+        dk, dv = _backward_steps(dq_desc, tiles, barriers, k, v, head, first_key, first, start, masked, query_tiles,
+                                 num_keys, c, dk[0], dv[0], IS_CAUSAL, G, BLOCK_M, D, STAGES, DQ_GROUP,
+                                 AHEAD)  # fmt: skip
         dk, dv = (dk,), (dv,)
     # no matmul reads this group's rows of V any more: the results are staged there
     at = [head // heads, head % heads, first_key + G * WG, 0]

@@ -107,13 +107,19 @@ def store_dq(dq, tile):
 
 
 @gluon.jit
-def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
-    """Adds a group's half of dQ of tile i of the queries to what other programs have added."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    tma.store_wait(0)  # the addition before has read its tile
-    store_dq(dq, dq_smem.index(G))
+def add_tile(dq_desc, dq, tile, head, index):
+    """Adds a tile of dQ, the head's index-th of 64 by 64 numbers, to what other programs have added, by way of `tile`
+    in shared memory."""
+    store_dq(dq, tile)
     fence_async_shared()
     ROWS: gl.constexpr = dq_desc.block_type.shape[1]
     for r in gl.static_range(0, dq.shape[1] // 4, ROWS):
-        at = [head, (2 * i + G) * DQ_ROWS + r, 0]
-        async_atomic_add(dq_desc, at, dq_smem.index(G).slice(r, ROWS, 1))
+        async_atomic_add(dq_desc, [head, index * DQ_ROWS + r, 0], tile.slice(r, ROWS, 1))
+
+
+@gluon.jit
+def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
+    """Adds a group's half of dQ of tile i of the queries."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    tma.store_wait(0)  # the addition before has read its tile
+    add_tile(dq_desc, dq, dq_smem.index(G), head, 2 * i + G)

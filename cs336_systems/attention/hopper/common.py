@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -18,6 +18,14 @@ def _async_atomic_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
     )
+
+
+@builtin
+def reinterpreted(memory, dtype, shape, layout, _semantic=None):
+    """Shared memory as one of another dtype, shape and layout: a method that Gluon 3.9 renamed."""
+    dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
+    shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
+    return _semantic.memdesc_reinterpret(memory, dtype, shape, layout)
 
 
 # TMA copies a tile to shared memory, to global memory, and adds one to global memory: names of Gluon 3.8, the only ones

@@ -199,6 +199,8 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
+            if GROUPS == 3 and D == 128:  # in turn: registers do not suffice for both at once
+                acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             _free(loads, tiles, barriers, heads, head, t, steps, False, STAGES)

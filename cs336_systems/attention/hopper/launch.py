@@ -11,6 +11,7 @@ import triton
 
 from cs336_systems.attention.hopper.backward import backward_keys_kernel
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
@@ -21,10 +22,12 @@ LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a warpgroup
 KEYS = 128  # keys of a program of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
-MIN_LENGTH = 256  # queries and keys from which on the forward kernel is faster than the portable one
+MIN_LENGTH = 64  # queries and keys from which on the forward kernel is faster than the portable one
 # up to so many programs per multiprocessor, in tiles for few, the portable backward kernels are faster than the three
 # here: tiles as large as these make fewer programs, and the time is that of the longest one
 PORTABLE_BACKWARD = 1
+# the same of a few keys for many queries: up to so many programs here per multiprocessor
+PORTABLE_BACKWARD_OF_KEYS = 0.25
 _ROWS = 64  # of a program of the two small kernels
 _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 MiB on an H100)
 
@@ -87,9 +90,10 @@ class Backward:
             )
 
 
-# by the columns that matmuls compute with: where each program has a multiprocessor to itself; where a multiprocessor
-# gets AT_ONCE programs of 64 queries at most; of more, by how many keys a query sees (all, or with a causal mask half
-# of the smaller length): SHORT and fewer, in between, LONG and more
+# by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many keys
+# a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and more. But
+# of more than SHORT one of their own where a multiprocessor gets AT_ONCE programs of 64 queries at most, or fewer than
+# LONG_PROGRAMS of the table for LONG
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
@@ -99,12 +103,15 @@ FORWARD_OF_SHORT = {
     128: Forward(1, 64, 2, True, alone=True),
 }  # fmt: skip
 FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: _TWO}
-FORWARD_OF_LONG = FORWARD_AT_ONCE | {64: Forward(3, 128, 2, False)}
+FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
-AT_ONCE = 4
+AT_ONCE, LONG_PROGRAMS = 4, 3
 SHORT, LONG = 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
+# of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
+# two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
+FEW_REGISTERS = {64: (128, 168), 128: (168,)}
 
 
 # ------------------------------------------------------------------------------------------------ who is served
@@ -167,15 +174,22 @@ def forward_config(
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
-    if batch_heads * groups <= AT_ONCE * multiprocessors:
-        config = at_once
-    elif seen <= SHORT:
+    if seen <= SHORT:
         config = short
+    elif batch_heads * groups <= AT_ONCE * multiprocessors:
+        config = at_once
     elif seen < LONG:
         config = many
     else:
-        config = long if batch_heads * triton.cdiv(groups, long.groups) >= 2 * multiprocessors else at_once
+        programs = batch_heads * triton.cdiv(groups, long.groups)
+        config = long if programs >= LONG_PROGRAMS * multiprocessors else at_once
     return config if triton.cdiv(groups, config.groups) * config.groups <= _PADDING * groups else short
+
+
+def few_queries(num_queries: int, num_keys: int, d: int) -> bool:
+    """Whether the backward pass of a padded head dimension d takes the kernel for few queries."""
+    held = GROUP * len(FEW_REGISTERS[d]) if num_keys >= CROSS * num_queries else GROUP
+    return num_queries <= held
 
 
 def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -193,9 +207,12 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     if decided is None:
         forward = reason_against(q, k, v) is None
         batch, heads, num_queries, _ = q.shape
-        programs = few_programs_of(batch * heads, num_queries)
+        multiprocessors, programs = multiprocessors_of(index), few_programs_of(batch * heads, num_queries)
         # with more keys than queries a portable program for queries has more to do than any here
-        few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors_of(index)
+        few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors
+        if CROSS * k.shape[2] <= num_queries:
+            programs = batch * heads * triton.cdiv(k.shape[2], KEYS)
+            few = few or programs <= PORTABLE_BACKWARD_OF_KEYS * multiprocessors
         # few queries against many keys: the portable forward kernel splits the keys among programs
         shared = k.shape[2] >= CROSS * num_queries and splits_for(q, k) >= 4
         decided = [forward and not shared, forward and not few]
@@ -296,7 +313,7 @@ def launch_backward(
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: three kernels on the device's current stream.
 
     dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
-    expanded; it is copied otherwise where TMA cannot read it.
+    expanded; it is copied otherwise where TMA cannot read it. `config`: of the kernel for any number of queries.
     """
     if elsewhere(q):
         with torch.cuda.device(q.device):
@@ -323,13 +340,15 @@ def launch_backward(
         return dq, dk, dv
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
+    few = config is None and few_queries(num_queries, num_keys, d)
     settings = config or BACKWARD[d]
     settings.check(d)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
     rest, width = rest_of(head_dim), columns_of(head_dim)
-    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, KEYS)
+    keys = GROUP if few else KEYS
+    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, keys)
     rows = query_tiles * settings.block_m
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
@@ -353,26 +372,28 @@ def launch_backward(
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
     descriptors = (
-        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, KEYS, d), descriptor(v, 1, 1, GROUP, d),
+        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
         descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
         descriptor(dq_sum, 1, *dq_tile(rest), swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
-    arguments = dict(
+    kernel, options = backward_keys_kernel, {}
+    if few:
+        kernel, options = few_queries_kernel, {"maxnreg": FEW_REGISTERS[d][query_tiles - 1]}
+    values = dict(
         heads=heads, batch_heads=batch_heads, section=_section(batch_heads, 8 * num_queries * d),
         key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
-        c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, D=d, STAGES=settings.stages,
-        DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
+        c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d,
+        STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, REST=rest, num_warps=4,
     )  # fmt: skip
-    plans.append(
-        first_launch(backward_keys_kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments)
-    )
+    arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
+    plans.append(first_launch(kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments, **options))
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
-        D=d, TRANSPOSED=settings.dq_group,
+        D=d, TRANSPOSED=settings.dq_group and not few,
     )  # fmt: skip
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)

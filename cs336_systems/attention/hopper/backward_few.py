@@ -1,0 +1,124 @@
+"""Backward of a few queries and many keys: 64 keys per program, which holds all the queries at once.
+
+Almost all time goes into reading K and V and writing dK and dV. So there is no loop whose tiles one would load ahead:
+several small programs share a multiprocessor, and while one waits for memory others compute. The matmuls are those of
+`backward`, in one group, and all results leave from where what they are made of lay: dQ's sum from Q and dO, dK from K,
+dV from V.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS, add_tile, weights
+from cs336_systems.attention.hopper.common import (
+    WG,
+    accumulators,
+    async_load,
+    async_store,
+    mma_of_part,
+    mma_over_columns,
+    place,
+    reinterpreted,
+    rounded,
+    store_parts,
+    wait_for_both,
+    widened,
+)
+
+
+@gluon.jit
+def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Issues dQ = dS K of 64 queries, of WIDTH columns from FIRST on."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    empty = gl.zeros([WG, WIDTH], gl.float32, layout)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(FIRST, WIDTH, 1), empty, use_acc=False, is_async=True)
+
+
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_keys"])
+def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
+                       section, key_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr, TILES: gl.constexpr,
+                       D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys of one head, and their part of dQ of TILES · 64 queries.
+    Grid: (key_tiles · batch_heads,)."""
+    dtype: gl.constexpr = q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    PARTS: gl.constexpr = 2 if REST else 1
+    HALVES: gl.constexpr = D // 64
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], v_desc.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [WG, WG], gl.NVMMASharedLayout(128, 16, 2))
+    # 64 rows of Q and dO in 16 bits take as much as theirs of dQ in fp32
+    dq_smem = gl.allocate_shared_memory(gl.float32, [TILES * HALVES, 1, DQ_ROWS, DQ_COLUMNS], dq_desc.layout)
+    rows_smem = reinterpreted(dq_smem, dtype, [2 * TILES, 1, 1, WG, D], q_desc.layout)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [2 * TILES, 1, WG], stats_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * TILES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * TILES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+
+    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
+    b, h, first_key = head // heads, head % heads, tile * WG
+    # for each tile of queries what its scores need, then the rest; K and V come with the first
+    of_tile: gl.constexpr = WG * D * 2
+    for i in gl.static_range(TILES):
+        mbarrier.expect(full.index(2 * i), (2 * of_tile if i == 0 else of_tile) + 2 * WG * 4)
+        if i == 0:
+            async_load(k_desc, [b, h, first_key, 0], full.index(0), k_smem.index(0))
+        async_load(q_desc, [b, h, i * WG, 0], full.index(2 * i), rows_smem.index(2 * i))
+        for which in gl.static_range(2):
+            async_load(
+                stats_desc, [2 * head + which, i * WG], full.index(2 * i), stats_smem.index(2 * i + which)
+            )
+        mbarrier.expect(full.index(2 * i + 1), 2 * of_tile if i == 0 else of_tile)
+        if i == 0:
+            async_load(v_desc, [b, h, first_key, 0], full.index(1), v_smem.index(0))
+        async_load(do_desc, [b, h, i * WG * DO_STEP, 0], full.index(2 * i + 1), rows_smem.index(2 * i + 1))
+
+    k = k_smem.index(0).reshape([WG, D])
+    v = v_smem.index(0).reshape([WG, D])
+    tiles = (rows_smem, k_smem, v_smem, rows_smem, ds_smem, dq_smem, stats_smem)
+    dk = accumulators(D, REST)
+    dv = accumulators(D, REST)
+    empty = gl.zeros([WG, WG], gl.float32, s_layout)
+    for i in gl.static_range(TILES):
+        q = rows_smem.index(2 * i).reshape([WG, D])
+        do = rows_smem.index(2 * i + 1).reshape([WG, D])
+        mbarrier.wait(full.index(2 * i), 0)
+        s = mma_over_columns(k, q, empty, REST)
+        mbarrier.wait(full.index(2 * i + 1), 0)
+        dp = mma_over_columns(v, do, empty, REST)
+        s = warpgroup_mma_wait(PARTS, deps=(s,))
+        p16 = rounded(weights(s, tiles, first_key, i, i, num_keys, c, True, IS_CAUSAL, 0, WG, TILES), dtype)
+        dv = [mma_of_part(p16, do, x) for x in dv]
+        minus_d = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(PARTS, deps=(dp,))
+        ds = rounded(widened(p16) * (dp + minus_d[None, :]), dtype)
+        ds_smem.store(ds)
+        fence_async_shared()
+        dv = [warpgroup_mma_wait(0, deps=(x,)) for x in dv]
+        if i == TILES - 1:  # dV is complete, and its registers are needed
+            store_parts(dv, v)
+            fence_async_shared()
+            async_store(dv_desc, [b, h, first_key, 0], v_smem.index(0))
+        dk = [mma_of_part(ds, q, x) for x in dk]
+        dq = _part_of_dq(ds_smem, k, 0, 64)
+        dk, dq = wait_for_both(0, dk, dq)
+        add_tile(dq_desc, dq, dq_smem.index(i * HALVES), head, i * HALVES)
+        if HALVES == 2:
+            dq = _part_of_dq(ds_smem, k, 64, REST if REST else 64)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_tile(dq_desc, dq, dq_smem.index(i * HALVES + 1), head, i * HALVES + 1)
+
+    store_parts([x * scale for x in dk], k)
+    fence_async_shared()
+    async_store(dk_desc, [b, h, first_key, 0], k_smem.index(0))
+    tma.store_wait(0)
