@@ -46,7 +46,8 @@ def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_keys"])
 def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
                        section, key_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr, TILES: gl.constexpr,
-                       D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                       D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
+                       num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one head, and their part of dQ of TILES · 64 queries.
     Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype

@@ -90,10 +90,10 @@ class Backward:
             )
 
 
-# by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many keys
-# a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and more. But
-# of more than SHORT one of their own where a multiprocessor gets AT_ONCE programs of 64 queries at most, or fewer than
-# LONG_PROGRAMS of the table for LONG
+# by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many
+# keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and more.
+# But those that see more than SHORT have one of their own where a multiprocessor gets AT_ONCE programs of 64 queries at
+# most, or fewer than LONG_PROGRAMS of the table for LONG
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
