@@ -70,12 +70,25 @@ def test_configurations_that_would_hang_or_be_wrong_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"allowed: {allowed}$"):
             hopper.Forward(**dict(groups=2, block_n=128, stages=2, overlap=False) | wrong)
-    with pytest.raises(ValueError, match="ahead=True with stages=1; allowed: 2 and more"):
+    with pytest.raises(ValueError, match="ahead=True, persistent=False with stages=1; allowed: 2 and more"):
         hopper.Backward(64, 1, True, True)
+    with pytest.raises(ValueError, match="ahead=False, persistent=True with stages=1; allowed: 2 and more"):
+        hopper.Backward(64, 1, persistent=True)
     with pytest.raises(ValueError, match="allowed with dq_group=True only"):
         hopper.Backward(64, 2, False, True)
-    for d, wrong, allowed in ((64, (64, 2), "block_m=64, dq_group=True or block_m=128, dq_group=False"),
-                              (128, (64, 2, True), "block_m=64, dq_group=False")):  # fmt: skip
+    for persistent in (
+        dict(dq_group=True),
+        dict(ahead=True),
+        dict(dq_group=True, ahead=True, k_registers=True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"ahead=dq_group and k_registers=False only|with dq_group=True only"
+        ):
+            hopper.Backward(64, 2, persistent=True, **persistent)
+    of_64 = "block_m=64, dq_group=True, persistent=False or block_m=64, dq_group=True, persistent=True or .*"
+    of_128 = "block_m=64, dq_group=False, persistent=True"
+    for d, wrong, allowed in ((64, (64, 2), of_64), (64, (64, 2, False, False, False, True), of_64),
+                              (128, (64, 2), of_128), (128, (64, 2, True, True, False, True), of_128)):  # fmt: skip
         with pytest.raises(ValueError, match=f"padded to {d}; allowed: {allowed}$"):
             hopper.Backward(*wrong).check(d)
         x = zeros(1, 1, 64, d)
@@ -437,13 +450,17 @@ def test_what_backward_starts_from(d, one_number):
     o = new(batch, rows, heads, d).transpose(1, 2)
     do = new(batch, heads, 1, 1).expand(batch, heads, rows, d) if one_number else new(batch, heads, rows, d)
     logsumexp = fresh(batch, heads, rows, device=device, requires_grad=False)
-    stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
+    counted = not one_number
+    memory = torch.full((batch * heads * 2 + 1, padded_rows), float("nan"), device=device)
+    stats = memory[:-1].view(batch * heads, 2, padded_rows)
     dq = torch.full((batch * heads, padded_rows // 64, 64 * padded_d), float("nan"), device=device)
     tile = torch.full((batch, heads, tile_rows, padded_d), float("nan"), dtype=torch.float16, device=device)
     prepare_kernel[(padded_rows // 64 * batch * heads,)](
         o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows,
-        HEAD_DIM=d, WIDTH=width, D=padded_d, ROWS=64, TILE_ROWS=tile_rows if one_number else 0,
+        HEAD_DIM=d, WIDTH=width, D=padded_d, ROWS=64, TILE_ROWS=tile_rows if one_number else 0, COUNTER=counted,
     )  # fmt: skip
+    assert memory[-1, 0].view(torch.int32) == 0 if counted else memory[-1, 0].isnan()
+    assert memory[-1, 1:].isnan().all()
     delta = (o.double() * do.double()).sum(-1).flatten(0, 1)
     torch.testing.assert_close(
         stats[:, 0, :rows].double(), -logsumexp.flatten(0, 1).double() * math.log2(math.e)
@@ -540,7 +557,9 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
 ):
     compiled = compiler().submit(_compile, kernel, head_dim, is_causal, config, dtype).result()
     assert not compiled.serialized and not compiled.wrong_descriptors
-    assert compiled.spill_bytes <= (64 + MORE_SPILLS if kernel == "backward" else 0)
+    # where a tile of keys ends and the next begins registers are saved, not beside its matmuls
+    few = (256 if head_dim == 128 else 128) + MORE_SPILLS
+    assert compiled.spill_bytes <= (few if kernel == "backward" else 0)
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel != "forward")

@@ -207,8 +207,9 @@ _BACKWARD += [
          f"{HOPPER}launch_backward",
          ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True, "k_registers": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
-    Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: the configuration in use",
-         "What the module's own table says for this head dimension.",
+    Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: persistent programs, which draw tiles of keys: in use",
+         "A tile of keys begins while the last one ends. With 128 tiles of queries to a tile of keys on average, "
+         "beginnings and ends are a fiftieth of the time here; of rows of 512 tokens they are half.",
          f"{HOPPER}launch_backward", None, _HOPPER_BACKWARD, Traits(1, "design")),
 ]  # fmt: skip
 

@@ -114,8 +114,17 @@ def compile_hopper_kernel(
 
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
+    from cs336_systems.attention.hopper.backward_single import single_keys_kernel
     from cs336_systems.attention.hopper.forward import forward_kernel
-    from cs336_systems.attention.hopper.launch import FEW_REGISTERS, GROUP, KEYS, dq_tile, padded, rest_of
+    from cs336_systems.attention.hopper.launch import (
+        FEW_REGISTERS,
+        GROUP,
+        KEYS,
+        columns_of,
+        dq_tile,
+        padded,
+        rest_of,
+    )
     from cs336_systems.attention.hopper.tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
@@ -124,7 +133,7 @@ def compile_hopper_kernel(
             f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
         )
 
-    rest, head_dim = rest_of(head_dim), padded(head_dim)
+    columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
@@ -133,7 +142,7 @@ def compile_hopper_kernel(
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
-            ALONE=config.alone,
+            ALONE=config.alone, PERSISTENT=config.persistent(is_causal, columns),
         )  # fmt: skip
         if config.registers:
             options["maxnreg"] = config.registers
@@ -150,8 +159,12 @@ def compile_hopper_kernel(
         if few:
             function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
+        elif config.persistent:
+            function, signature["counter_ptr"] = backward_keys_kernel, "*i32"
+            constants |= dict(BLOCK_M=block_m, STAGES=config.stages)
         else:
-            function = backward_keys_kernel
+            function = single_keys_kernel
+            del constants["REST"]
             constants |= dict(
                 BLOCK_M=block_m, STAGES=config.stages, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
                 K_REGISTERS=config.k_registers,

@@ -11,13 +11,14 @@ from cs336_systems.attention.triton.kernels import LOG2_E
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
 def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
                    do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                   D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr):  # fmt: skip
+                   D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, COUNTER: tl.constexpr):  # fmt: skip
     """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
     of 64 rows only the first 64 · WIDTH are zeroed: the backward kernel adds to no others. TILE_ROWS > 0:
     dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
-    (batch_heads, TILE_ROWS, D). Grid: (padded_queries / ROWS · batch_heads,).
+    (batch_heads, TILE_ROWS, D). COUNTER: a row more of stats begins with a 0.
+    Grid: (padded_queries / ROWS · batch_heads,).
     """
     tiles = tl.cdiv(padded_queries, ROWS)
     tile = tl.program_id(0) % tiles
@@ -42,6 +43,9 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     if WIDTH < D:
         zeroed = zeroed & (tl.arange(0, ROWS) * D < ROWS * WIDTH)[:, None]
     tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
+    if COUNTER:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.store(stats_ptr + tl.num_programs(0) // tiles * 2 * padded_queries, 0.0)
     if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
             value = tl.load(do_ptr + batch * do_batch + head * do_head)

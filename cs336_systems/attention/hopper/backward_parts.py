@@ -18,10 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper.common import (
     WG,
     async_atomic_add,
-    async_load,
     exp2,
     mma_over_columns,
-    place,
 )
 
 # a tile of dQ, 64 x 64 numbers in fp32 in the order of `store_dq`, as TMA sees it: in shared memory and in its sum
@@ -29,50 +27,23 @@ DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, heads, batch_heads, section,
-                       key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-                       STAGES: gl.constexpr, DO_STEP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
-    b, h = head // heads, head % heads
-    first_key = tile * 2 * WG
-    mbarrier.expect(kv_full.index(0), 2 * 2 * WG * D * 2)
-    async_load(k_desc, [b, h, first_key, 0], kv_full.index(0), k_smem.index(0))
-    for g in gl.static_range(2):
-        async_load(v_desc, [b, h, first_key + g * WG, 0], kv_full.index(0), v_smem.index(g))
-    first = 0
-    if IS_CAUSAL:
-        first = first_key // BLOCK_M
-    last = query_tiles
-    if AHEAD:  # the groups issue the scores of one tile more, of zeros, also where no query sees these keys
-        last = gl.maximum(first, query_tiles) + 1
-    for i in range(first, last):
-        t = i - first
-        slot = t % STAGES
-        parity = ((t // STAGES) & 1) ^ 1
-        mbarrier.wait(q_empty.index(slot), parity)
-        mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        async_load(q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot))
-        for which in gl.static_range(2):
-            async_load(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
-                       stats_smem.index(2 * slot + which))  # fmt: skip
-        if i < query_tiles:
-            mbarrier.wait(do_empty.index(slot), parity)
-            mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
-            async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
-
-
-@gluon.jit
 def scores(
-    tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr
+    tiles,
+    barriers,
+    k,
+    t,
+    BLOCK_M: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    REST: gl.constexpr,
+    awaited=True,
 ):
-    """Issues Sᵀ = K Qᵀ of tile t of the queries."""
+    """Issues Sᵀ = K Qᵀ of tile t of the queries; of whatever lies there if it is not awaited."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     slot = t % STAGES
-    mbarrier.wait(q_full.index(slot), (t // STAGES) & 1)
+    mbarrier.wait(q_full.index(slot), (t // STAGES) & 1, pred=awaited)
     empty = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     return mma_over_columns(k, q, empty, REST)

@@ -1,7 +1,8 @@
-"""Forward: GROUPS · 64 queries per program, keys from the right end to the left, so that only the first step needs a
+"""Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; a program of one group
-can do without (ALONE): the registers of the producer's warps go to its own, or to one more program.
+another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; a program of one group can
+do without (ALONE): the registers of the producer's warps go to its own, or to one more program. A PERSISTENT program
+takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of this one run.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -57,13 +58,14 @@ def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.cons
 
 
 @gluon.jit
-def _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES: gl.constexpr):
-    """Tile t of K. It comes together with tile t − 1 of V, since they are needed together: one barrier for both."""
+def _load_keys(k_desc, tiles, barriers, b, h, begun, t, first_key, steps, STAGES: gl.constexpr):
+    """Tile t of K, after `begun` tiles for other queries. It comes together with tile t − 1 of V, since they are needed
+    together: one barrier for both."""
     q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
+    q_full, full, empty, q_empty = barriers
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
-    slot = t % STAGES
+    slot = (begun + t) % STAGES
     both = (t > 0) & (t < steps)
     mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
     mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
@@ -71,14 +73,15 @@ def _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES: gl.co
 
 
 @gluon.jit
-def _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES: gl.constexpr):
+def _load_values(v_desc, tiles, barriers, b, h, begun, t, first_key, STAGES: gl.constexpr):
     """Tile t − 1 of V, `first_key` being that of tile t of K."""
     q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
+    q_full, full, empty, q_empty = barriers
     V_TILES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[3]
     at = [b, h, first_key + BLOCK_N, 0]
-    async_load(v_desc, at, full.index(t % STAGES), v_smem.index(t % V_TILES), pred=t > 0)
+    slot = begun + t
+    async_load(v_desc, at, full.index(slot % STAGES), v_smem.index(slot % V_TILES), pred=t > 0)
 
 
 @gluon.jit
@@ -87,9 +90,9 @@ def _load_own(loads, tiles, barriers, heads, head, t, steps, KEYS: gl.constexpr,
     if t <= steps:
         first_key = (steps - 1 - t) * tiles[1].shape[3]
         if KEYS:
-            _load_keys(loads[1], tiles, barriers, head // heads, head % heads, t, first_key, steps, STAGES)
+            _load_keys(loads[1], tiles, barriers, head // heads, head % heads, 0, t, first_key, steps, STAGES)
         else:
-            _load_values(loads[2], tiles, barriers, head // heads, head % heads, t, first_key, STAGES)
+            _load_values(loads[2], tiles, barriers, head // heads, head % heads, 0, t, first_key, STAGES)
 
 
 @gluon.jit
@@ -105,41 +108,63 @@ def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, ST
 
 
 @gluon.jit
-def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
-                      IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                      STAGES: gl.constexpr):  # fmt: skip
+def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_keys,
+               IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
+    before, with `begun` tiles of keys; the new number of these is returned."""
     q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
-    tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
+    q_full, full, empty, q_empty = barriers
     b, h = head // heads, head % heads
     first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
     for g in gl.static_range(GROUPS):
+        if done is not None:
+            mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
         mbarrier.expect(q_full.index(g), WG * D * 2)
         async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
     steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):
-        slot = t % STAGES
+        slot = (begun + t) % STAGES
         first_key = (steps - 1 - t) * BLOCK_N
-        mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)
-        _load_keys(k_desc, tiles, barriers, b, h, t, first_key, steps, STAGES)
-        _load_values(v_desc, tiles, barriers, b, h, t, first_key, STAGES)
+        mbarrier.wait(empty.index(slot), (((begun + t) // STAGES) & 1) ^ 1)
+        _load_keys(k_desc, tiles, barriers, b, h, begun, t, first_key, steps, STAGES)
+        _load_values(v_desc, tiles, barriers, b, h, begun, t, first_key, STAGES)
+    return begun + steps + 1
 
 
 @gluon.jit
-def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """64 queries: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where this group
-    loads them itself, otherwise empty."""
+def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
+                      IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                      STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
+    if PERSISTENT:
+        done = 0
+        begun = 0
+        for item in range(gl.program_id(0), row_tiles * batch_heads, gl.num_programs(0)):
+            tile, head = place(item, row_tiles, batch_heads, section)
+            begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun, row_tiles,
+                               num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+            done += 1  # noqa: SIM113 (the compiler has no `enumerate`)
+    else:
+        tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
+        _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_keys, IS_CAUSAL,
+                   GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_queries,
+                  num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                  D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """64 queries of a tile: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where
+    this group loads them itself, otherwise empty. A persistent program has had `done` tiles of queries before, with
+    `begun` tiles of keys; the new number of these is returned."""
     q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty = barriers
+    q_full, full, empty, q_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
     V_TILES: gl.constexpr = v_smem.shape[0]
     DTYPE: gl.constexpr = q_smem.dtype
 
-    tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
     first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
     first_query = first_of_tile + G * WG
     queries = first_query + gl.arange(0, WG, s_rows)
@@ -152,7 +177,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
         for i in gl.static_range(STAGES):
             _load_own(loads, tiles, barriers, heads, head, i, steps, True, STAGES)
         _load_own(loads, tiles, barriers, heads, head, 1, steps, False, STAGES)
-    t = 0
+    t = begun
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
         mbarrier.arrive(empty.index(t % STAGES), count=1)
@@ -164,7 +189,7 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     slot = t % STAGES
-    mbarrier.wait(q_full.index(G), 0)
+    mbarrier.wait(q_full.index(G), 0 if done is None else done & 1)
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
     k = k_smem.index(slot).reshape([BLOCK_N, D])
     s = mma_over_columns(q, k, zeros, REST)
@@ -207,6 +232,8 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
+    if done is not None:
+        mbarrier.arrive(q_empty.index(G), count=1)
     t += 1
     slot = t % STAGES
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
@@ -216,10 +243,35 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
     gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
     share = 1.0 / row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
+    if done is not None:
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)  # O of the tile before has left
     acc = [times_rows(x, share) for x in acc]
     store_parts(acc, o_smem.index(G).reshape([WG, D]))
     fence_async_shared()
     async_store(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
+    return t + 1
+
+
+@gluon.jit
+def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                   PERSISTENT: gl.constexpr):  # fmt: skip
+    """64 queries of this program's tile, or of all its tiles."""
+    if PERSISTENT:
+        done = 0
+        begun = 0
+        for item in range(gl.program_id(0), row_tiles * batch_heads, gl.num_programs(0)):
+            tile, head = place(item, row_tiles, batch_heads, section)
+            begun = _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles,
+                                  num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
+                                  REST)  # fmt: skip
+            done += 1  # noqa: SIM113
+    else:
+        tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
+        _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_queries,
+                      num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -227,8 +279,9 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                    STAGES: gl.constexpr, OVERLAP: gl.constexpr, ALONE: gl.constexpr, REST: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
-    """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,)."""
+                   PERSISTENT: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,), or, PERSISTENT, any number of
+    programs."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
     if ALONE:  # noqa: SIM108 (when O is stored, Q has been read)
@@ -241,43 +294,49 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = q_full
+    if PERSISTENT:
+        q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     for i in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(i), count=1)
+        if PERSISTENT:
+            mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
     tiles = (q_smem, k_smem, v_smem, o_smem)
-    barriers = (q_full, full, empty)
+    barriers = (q_full, full, empty, q_empty)
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     elif ALONE:
         _forward_group((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles,
-                       num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)  # fmt: skip
+                       num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                       PERSISTENT)  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)),
+                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 1], [240, 24])  # fmt: skip

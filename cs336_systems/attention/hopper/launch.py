@@ -13,6 +13,7 @@ from cs336_systems.attention.hopper.backward import backward_keys_kernel
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
+from cs336_systems.attention.hopper.backward_single import single_keys_kernel
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
@@ -62,31 +63,48 @@ class Forward:
         threads = 128 if self.alone else 256
         return min(248, 65536 // (threads * self.programs) // 8 * 8) if self.groups == 1 else None
 
+    def persistent(self, is_causal: bool, head_dim: int) -> bool:
+        """Whether a program to a multiprocessor takes tiles of queries one after another: those of several groups,
+        without a mask, where all tiles have the same work. Three groups of 128 columns leave no registers for it."""
+        return not is_causal and (self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128))
+
 
 @dataclass(frozen=True)
 class Backward:
     """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead (with dq_group only): a
-    tile's P is computed beside the last matmuls of the previous tile. k_registers: K is read from registers."""
+    tile's P is computed beside the last matmuls of the previous tile. k_registers: K is read from registers.
+    persistent: a program to a multiprocessor takes tiles of keys one after another; else there is one for each."""
 
     block_m: int
     stages: int
     dq_group: bool = False
     ahead: bool = False
     k_registers: bool = False
+    persistent: bool = False
 
     def __post_init__(self) -> None:
+        if self.persistent and (self.ahead != self.dq_group or self.k_registers):
+            raise ValueError("persistent=True is allowed with ahead=dq_group and k_registers=False only")
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
-        if self.ahead and self.stages < 2:  # it would wait for a tile in a slot that it still occupies
-            raise ValueError(f"ahead=True with stages={self.stages}; allowed: 2 and more")
+        if (
+            self.ahead or self.persistent
+        ) and self.stages < 2:  # it would wait for a tile in a slot that it still occupies
+            raise ValueError(
+                f"ahead={self.ahead}, persistent={self.persistent} with stages={self.stages}; allowed: 2 and more"
+            )
 
     def check(self, d: int) -> None:
-        """ValueError where groups could not share the work of a padded head dimension d so."""
-        allowed = {64: {(64, True), (128, False)}, 128: {(64, False)}}[d]
-        if (self.block_m, self.dq_group) not in allowed:
+        """ValueError where groups could not share the work of a padded head dimension d so, or no kernel does."""
+        allowed = {
+            64: {(64, True, True), (64, True, False), (128, False, False)},
+            128: {(64, False, True)},
+        }[d]
+        if (self.block_m, self.dq_group, self.persistent) not in allowed:
+            text = "block_m={}, dq_group={}, persistent={}".format
             raise ValueError(
-                f"block_m={self.block_m}, dq_group={self.dq_group} for a head dimension padded to {d}; allowed: "
-                + " or ".join(f"block_m={m}, dq_group={of_its_own}" for m, of_its_own in sorted(allowed))
+                f"{text(self.block_m, self.dq_group, self.persistent)} for a head dimension padded to {d}; allowed: "
+                + " or ".join(text(*each) for each in sorted(allowed))
             )
 
 
@@ -108,7 +126,7 @@ FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FO
 AT_ONCE, LONG_PROGRAMS = 4, 3
 SHORT, LONG = 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
-BACKWARD = {64: Backward(64, 3, True, True), 128: Backward(64, 2)}
+BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
 FEW_REGISTERS = {64: (128, 168), 128: (168,)}
@@ -247,7 +265,10 @@ def launch_forward(
         config = forward_config(
             batch * heads, num_queries, num_keys, head_dim, is_causal, multiprocessors_of(q.get_device())
         )
-    row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
+    row_tiles, persistent = (
+        triton.cdiv(num_queries, config.groups * GROUP),
+        config.persistent(is_causal, head_dim),
+    )
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
@@ -257,12 +278,13 @@ def launch_forward(
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
-        REST=rest_of(head_dim), num_warps=4,
+        REST=rest_of(head_dim), PERSISTENT=persistent, num_warps=4,
     )  # fmt: skip
     options = {} if config.registers is None else {"maxnreg": config.registers}
-    plan = first_launch(
-        forward_kernel, (row_tiles * batch * heads, 1, 1), descriptors, 1, arguments, **options
-    )
+    programs = row_tiles * batch * heads
+    if persistent:
+        programs = min(programs, multiprocessors_of(q.get_device()))
+    plan = first_launch(forward_kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
     remember(key, [plan])
     return o, logsumexp
 
@@ -326,7 +348,7 @@ def launch_backward(
         o.stride(), do.stride(), (o_at | do_at | l_at) % 16 and (o_at % 16, do_at % 16, l_at % 16),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        prepare, main, finish, workspace, copied = plans
+        prepare, main, finish, workspace, copied, counter = plans
         if copied:
             do = do.clone(memory_format=torch.contiguous_format)
             do_at = do.data_ptr()
@@ -335,7 +357,7 @@ def launch_backward(
         tile_at = tile_at if workspace.tile else do_at
         prepare.again(index, (), o_at, do_at, l_at, stats_at, sum_at, tile_at)
         described = q.data_ptr(), k.data_ptr(), v.data_ptr(), tile_at, dk.data_ptr(), dv.data_ptr()
-        main.again(index, (*described, sum_at, stats_at))
+        main.again(index, (*described, sum_at, stats_at), *(stats_at + offset for offset in counter))
         finish.again(index, (), sum_at, dq.data_ptr())
         return dq, dk, dv
     batch, heads, num_queries, head_dim = q.shape
@@ -343,6 +365,7 @@ def launch_backward(
     few = config is None and few_queries(num_queries, num_keys, d)
     settings = config or BACKWARD[d]
     settings.check(d)
+    persistent = settings.persistent and not few
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -355,7 +378,7 @@ def launch_backward(
     if copied:  # to the start of an allocation, which is aligned: a contiguous view may begin anywhere
         do = do.clone(memory_format=torch.contiguous_format)
     workspace = Workspace(
-        (batch_heads * 2, rows),
+        (batch_heads * 2 + persistent, rows),  # the last row's first number is the counter
         (batch_heads, rows * d // DQ_COLUMNS.value, DQ_COLUMNS.value),
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, settings.block_m, d) if one_number else None,
@@ -367,7 +390,7 @@ def launch_backward(
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
-        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0,
+        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0, COUNTER=persistent,
     )  # fmt: skip
     plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
     block_m = settings.block_m
@@ -377,18 +400,20 @@ def launch_backward(
         descriptor(dq_sum, 1, *dq_tile(rest), swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
-    kernel, options = backward_keys_kernel, {}
+    kernel, programs, options = single_keys_kernel, key_tiles * batch_heads, {}
+    if persistent:
+        kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
     if few:
         kernel, options = few_queries_kernel, {"maxnreg": FEW_REGISTERS[d][query_tiles - 1]}
     values = dict(
-        heads=heads, batch_heads=batch_heads, section=_section(batch_heads, 8 * num_queries * d),
-        key_tiles=key_tiles, query_tiles=query_tiles, num_keys=num_keys,
-        c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d,
+        counter_ptr=stats[-1].view(torch.int32), heads=heads, batch_heads=batch_heads,
+        section=_section(batch_heads, 8 * num_queries * d), key_tiles=key_tiles, query_tiles=query_tiles,
+        num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d,
         STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, REST=rest, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    plans.append(first_launch(kernel, (key_tiles * batch_heads, 1, 1), descriptors, 0, arguments, **options))
+    plans.append(first_launch(kernel, (programs, 1, 1), descriptors, int(persistent), arguments, **options))
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(
@@ -398,5 +423,8 @@ def launch_backward(
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
-    remember(key, [*plans, workspace, copied])
+    counter = (
+        (8 * batch_heads * rows,) if persistent else ()
+    )  # where it lies behind the first statistic, in bytes
+    remember(key, [*plans, workspace, copied, counter])
     return dq, dk, dv

@@ -1,0 +1,192 @@
+"""A tile of queries for the 64 keys of a group of the backward kernels: the matmuls, and what runs beside them. At
+D = 64 that is `step`; at D = 128, where three groups would lack registers, `late_step`.
+"""
+
+# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336_systems.attention.hopper.backward_parts import add_half, scores, weights
+from cs336_systems.attention.hopper.common import (
+    WG,
+    mma_of_part,
+    mma_over_columns,
+    rounded,
+    wait_for_both,
+    widened,
+)
+
+
+@gluon.jit
+def step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, last, num_keys, c, p, dk, dv, MASKED: gl.constexpr,
+         IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+         DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """Tile i of the queries, the t-th of this program. With AHEAD, p has been computed already, and that of the next
+    tile is computed here: its exponentials overlap dK's matmul. `last`: one past the last
+    tile, or None."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    DTYPE: gl.constexpr = q_smem.dtype
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    q = q_smem.index(slot).reshape([BLOCK_M, D])
+    do = do_smem.index(slot).reshape([BLOCK_M, D])
+
+    if not AHEAD:
+        s = scores(tiles, barriers, k, t, BLOCK_M, D, STAGES, 0)
+    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
+    mbarrier.wait(do_full.index(slot), parity)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+    if not AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+    p16 = rounded(p, DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
+    minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+    if AHEAD:
+        following = t + 1
+        if last is not None:  # at the end they are of this tile again, and unused
+            following = gl.where(i + 1 < last, t + 1, t)
+        s = scores(tiles, barriers, k, following, BLOCK_M, D, STAGES, 0)
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    # from the rounded P, so that the fp32 one need not stay in registers
+    ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
+
+    ds_slot = t & 1
+    ds_tile = ds_smem.index(ds_slot)
+    if DQ_GROUP:
+        mbarrier.wait(ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
+    ds_tile.slice(G * WG, WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    if AHEAD:
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+        dv, s = warpgroup_mma_wait(1, deps=(dv, s))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        p = weights(s, tiles, first_key, i + 1, following, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+        mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    elif DQ_GROUP:
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    else:  # each group computes half of dQ: of its rows
+        half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        mbarrier.wait(ds_full.index(ds_slot), (t // 2) & 1)
+        k_all = k_smem.index(0).reshape([2 * WG, D])
+        ds_half = ds_tile.slice(G * WG, WG, 1).permute((1, 0))
+        empty = gl.zeros([WG, D], gl.float32, half_layout)
+        dq = warpgroup_mma(ds_half, k_all, empty, use_acc=False, is_async=True)
+        # this matmul runs while dQ is stored
+        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        add_half(dq_desc, dq, tiles, head, i, G)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    return p, dk, dv
+
+
+@gluon.jit
+def no_key_seen(tiles, barriers, t, STAGES: gl.constexpr, G: gl.constexpr):
+    """Passes over a tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is zero."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    BLOCK_M: gl.constexpr = q_smem.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    ds_smem.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], q_smem.dtype, s_layout))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(t % 3), count=1)
+    # the next waits at these barriers are for their next phases
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    mbarrier.wait(q_full.index(slot), parity)
+    mbarrier.wait(do_full.index(slot), parity)
+    mbarrier.arrive(q_empty.index(slot), count=1)
+    mbarrier.arrive(do_empty.index(slot), count=1)
+
+
+@gluon.jit
+def zero(t):
+    """0, from the index of a tile so that the compiler cannot fold it: it would keep all descriptors of K and V, which
+    do not change, in registers that the accumulators need."""
+    return t >> 30
+
+
+@gluon.jit
+def late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):
+    """Issues a group's half of dQ of tile t: of its columns, over the keys of both groups."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    WIDTH: gl.constexpr = REST if REST and G else 64
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    slot = (t + 3) % 3
+    # before the first tile: a matmul whose result is unused
+    mbarrier.wait(ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
+    empty = gl.zeros([WG, WIDTH], gl.float32, half_layout)
+    k_half = k_smem.index(zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, WIDTH, 1)
+    return warpgroup_mma(ds_smem.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def late_step(dq_desc, tiles, barriers, head, first_key, i, t, begun, last, num_keys, c, s, dk, dv,
+              MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
+    not right after both have stored their dSᵀ, and the next tile's scores, s, are issued before dK is done. The first
+    tile of these keys was the program's `begun`-th.
+
+    A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    PARTS: gl.constexpr = 2 if REST else 1
+    DTYPE: gl.constexpr = q_smem.dtype
+    slot = t % STAGES
+    q = q_smem.index(slot).reshape([BLOCK_M, D])
+    do = do_smem.index(slot).reshape([BLOCK_M, D])
+    k = k_smem.index(zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
+    v = v_smem.index(G + zero(t)).reshape([WG, D])
+
+    mbarrier.wait(do_full.index(slot), (t // STAGES) & 1)
+    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
+    dp = mma_over_columns(v, do, dp, REST)
+    p16 = rounded(
+        weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
+    )
+    dv = [mma_of_part(p16, do, x) for x in dv]
+    dq = late_dq(tiles, barriers, t - 1, G, D, REST)
+    minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+    dp = warpgroup_mma_wait(PARTS + 1, deps=(dp,))
+    # from the rounded P, so that the fp32 one need not stay in registers
+    ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
+    ds_slot = t % 3
+    ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    dk = [mma_of_part(ds, q, x) for x in dk]
+    dv, dq = wait_for_both(PARTS, dv, dq)
+    mbarrier.arrive(do_empty.index(slot), count=1)
+    if t > begun:  # while dK's matmul runs
+        add_half(dq_desc, dq, tiles, head, i - 1, G)
+    s = scores(tiles, barriers, k, gl.where(i + 1 < last, t + 1, t), BLOCK_M, D, STAGES, REST)
+    dk, s = wait_for_both(0, dk, s)
+    mbarrier.arrive(q_empty.index(slot), count=1)
+    return s, dk, dv
