@@ -209,7 +209,7 @@ _BACKWARD += [
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: persistent programs, which draw tiles of keys: in use",
          "A tile of keys begins while the last one ends. With 128 tiles of queries to a tile of keys on average, "
-         "beginnings and ends are a fiftieth of the time here; of rows of 512 tokens they are half.",
+         "beginnings and ends are a small part of the time here; of short sequences they are a large one.",
          f"{HOPPER}launch_backward", None, _HOPPER_BACKWARD, Traits(1, "design")),
 ]  # fmt: skip
 

@@ -137,7 +137,7 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, b
 
 @gluon.jit
 def _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G: gl.constexpr):
-    """A group's dK and dV at D = 64, from tiles of their own."""
+    """At D = 64: a group's dV and dK, which leave from tiles of their own."""
     dk_tile = results_smem.index(2 * G)
     dv_tile = results_smem.index(2 * G + 1)
     tma.store_wait(0)  # the results before have left
@@ -151,8 +151,8 @@ def _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G: gl.cons
 @gluon.jit
 def _end(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, dk, dv, at, head, first, t, query_tiles, scale,
          G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """A group's half of dQ of the last tile, the t-th, and its dK and dV at D = 128, where they take the places of dQ
-    and of V."""
+    """At D = 128: a group's half of dQ of the last tile, the t-th, then its dV and dK, which leave from the places of V
+    and of dQ."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     drawn_smem, k_full, k_empty, v_full, v_empty = work
     dq = late_dq(tiles, barriers, t, G, D, REST)
@@ -179,9 +179,8 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
     drawn_smem, k_full, k_empty, v_full, v_empty = work
     BUFFERS: gl.constexpr = drawn_smem.shape[0]
     SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128  # a tile of queries sees no key of this group
-    meeting: gl.constexpr = (
-        G + 1 if D == 128 else 2
-    ) * WG  # queries that meet the diagonal, from the tile's first key on
+    # queries that meet the diagonal, from the tile's first key on
+    meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
     begun = 0  # tiles of queries of the turns before
     item = _drawn(work, turn, 4)
@@ -216,15 +215,15 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
                 k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
                 v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
                 p, dk, dv = step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
-                                          num_keys, c, p, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
-                                          True)  # fmt: skip
+                                 num_keys, c, p, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
+                                 True)  # fmt: skip
             for i in range(masked, query_tiles):
                 t = begun + i - first
                 k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
                 v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
                 p, dk, dv = step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
-                                          num_keys, c, p, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
-                                          True)  # fmt: skip
+                                 num_keys, c, p, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
+                                 True)  # fmt: skip
             dk, dv = (dk,), (dv,)
         else:
             for i in range(start, masked):

@@ -1,6 +1,6 @@
-"""The parts of the backward kernel's steps: loading, scores, weights, and adding to dQ.
+"""The parts of the backward kernels' steps: scores, weights, and adding to dQ.
 
-`tiles` are its tiles in shared memory, `barriers` those that say which are full and which are free again.
+`tiles` are their tiles in shared memory, `barriers` those that say which are full and which are free again.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)

@@ -31,8 +31,8 @@ def step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, last, num_keys, 
          IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
          DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """Tile i of the queries, the t-th of this program. With AHEAD, p has been computed already, and that of the next
-    tile is computed here: its exponentials overlap dK's matmul. `last`: one past the last
-    tile, or None."""
+    tile is computed here: its exponentials overlap dK's matmul. `last`: one past the last tile,
+    which none follows; or None, where the producer loads one tile more."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -126,7 +126,7 @@ def no_key_seen(tiles, barriers, t, STAGES: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def zero(t):
     """0, from the index of a tile so that the compiler cannot fold it: it would keep all descriptors of K and V, which
-    do not change, in registers that the accumulators need."""
+    stay the same for a tile of keys, in registers that the accumulators need."""
     return t >> 30
 
 

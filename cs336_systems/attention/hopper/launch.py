@@ -21,7 +21,7 @@ from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multipr
 
 LOG2_E = math.log2(math.e)
 GROUP = 64  # queries or keys of a warpgroup
-KEYS = 128  # keys of a program of the backward kernel
+KEYS = 128  # of a tile of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
 MIN_LENGTH = 64  # queries and keys from which on the forward kernel is faster than the portable one
 # up to so many programs per multiprocessor, in tiles for few, the portable backward kernels are faster than the three
@@ -265,10 +265,8 @@ def launch_forward(
         config = forward_config(
             batch * heads, num_queries, num_keys, head_dim, is_causal, multiprocessors_of(q.get_device())
         )
-    row_tiles, persistent = (
-        triton.cdiv(num_queries, config.groups * GROUP),
-        config.persistent(is_causal, head_dim),
-    )
+    row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
+    persistent = config.persistent(is_causal, head_dim)
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
@@ -293,7 +291,8 @@ def launch_forward(
 @dataclass(frozen=True)
 class Workspace:
     """What the three kernels share, one behind the other in one fp32 buffer, since allocating three costs the host
-    more: two statistics per row, the accumulator of dQ, and in 16 bits a tile of a dO that is an expanded scalar."""
+    more: two statistics per row (with the backward kernel's counter behind them), the accumulator of dQ, and in 16 bits
+    a tile of a dO that is an expanded scalar."""
 
     stats: tuple[int, int]
     dq_sum: tuple[int, int, int]
@@ -423,8 +422,7 @@ def launch_backward(
     plans.append(
         first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
     )
-    counter = (
-        (8 * batch_heads * rows,) if persistent else ()
-    )  # where it lies behind the first statistic, in bytes
+    # where the counter lies behind the first statistic, in bytes
+    counter = (8 * batch_heads * rows,) if persistent else ()
     remember(key, [*plans, workspace, copied, counter])
     return dq, dk, dv
