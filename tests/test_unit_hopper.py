@@ -14,9 +14,8 @@ import triton
 
 from cs336_systems.attention import attention, available, flash_triton
 from cs336_systems.attention.available import hopper_reason
+from cs336_systems.attention.hopper import backward_ends, tma
 from cs336_systems.attention.hopper import launch as hopper
-from cs336_systems.attention.hopper import tma
-from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import launch as portable
 from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB
@@ -76,6 +75,10 @@ def test_configurations_that_would_hang_or_be_wrong_are_refused():
         hopper.Backward(64, 1, persistent=True)
     with pytest.raises(ValueError, match="allowed with dq_group=True only"):
         hopper.Backward(64, 2, False, True)
+    with pytest.raises(ValueError, match=r"alone=True with groups=3; .* groups=1 and 2 only"):
+        hopper.Forward(3, 128, 2, False, alone=True)
+    with pytest.raises(ValueError, match="alone=True with stages=1; allowed: 2 and more"):
+        hopper.Forward(2, 64, 1, False, alone=True)
     for persistent in (
         dict(dq_group=True),
         dict(ahead=True),
@@ -310,24 +313,29 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
 def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, one_number):
     batch_heads, rows, d = shape
     tile = (1, batch_heads, 64, d) if one_number else None
-    workspace = hopper.Workspace((2 * batch_heads, rows), (batch_heads, rows * d // 64, 64), tile)
+    counters = 1 + batch_heads
+    workspace = hopper.Workspace((2 * batch_heads, rows), (batch_heads, rows * d // 64, 64), counters, tile)
     buffer = workspace.empty(torch.device("cpu"))
     parts = [x for x in workspace.tensors(buffer, torch.float16) if x is not None]
-    assert [tuple(x.shape) for x in parts] == [x for x in (workspace.stats, workspace.dq_sum, tile) if x]
-    assert [x.dtype for x in parts] == [torch.float32, torch.float32, torch.float16][: len(parts)]
+    shapes = (workspace.stats, workspace.dq_sum, (counters + -counters % 4,), tile)
+    assert [tuple(x.shape) for x in parts] == [x for x in shapes if x]
+    assert [x.dtype for x in parts] == [torch.float32, torch.float32, torch.int32, torch.float16][
+        : len(parts)
+    ]
     addresses = workspace.addresses(buffer.data_ptr())
     assert addresses[: len(parts)] == tuple(x.data_ptr() for x in parts)
     ends = [x.data_ptr() + x.nbytes for x in parts]  # one behind the other, and nothing more
     assert ends == [*addresses[1 : len(parts)], buffer.data_ptr() + buffer.nbytes]
-    assert not any((x - buffer.data_ptr()) % 128 for x in addresses)
+    assert not any((x - buffer.data_ptr()) % 16 for x in addresses)
 
 
 def test_larger_programs_for_many_queries_that_see_many_keys():
-    few, at_once, short, many, long = TABLES
+    few, at_once, short, many, long, pair = TABLES
     for batch_heads, queries, keys, d, is_causal, expected in (
         (1, 4096, 4096, 64, False, few), (16, 512, 512, 64, False, few), (16, 512, 512, 80, True, few),
         (768, 512, 512, 128, True, short), (768, 1023, 4096, 128, True, short), (768, 4096, 300, 96, False, short),
-        (768, 512, 512, 128, False, short), (768, 1536, 1536, 96, True, short), (768, 1024, 1024, 64, True, many),
+        (768, 512, 512, 128, False, short), (768, 1536, 1536, 96, True, pair), (768, 896, 896, 80, True, short),
+        (768, 1024, 1024, 64, True, many),
         (768, 1024, 1024, 128, False, many), (768, 2048, 2048, 96, True, many), (768, 2048, 2048, 128, False, long),
         (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long), (18, 4096, 1535, 64, False, many),
         # all fit at once, or are not so many that larger ones are worth it
@@ -355,6 +363,7 @@ def test_a_section_is_what_the_cache_holds():
     assert hopper._section(16, 4 * 16384 * 64) == 4
     assert hopper._section(3, 1) == 2
     assert hopper._section(100, 2**40) == 1
+    assert hopper._section(3, 1, exact=True) == 3 and hopper._section(3, 2**40, exact=True) == 1
 
 
 # --------------------------------------------------------------------------------- launching again
@@ -436,10 +445,19 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def launched_alone(monkeypatch):
+    """Interpreted kernels wait for no others: the instructions are the GPU's."""
+    if portable.INTERPRETED:
+        for waiting in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(backward_ends, waiting, lambda: None)
+
+
 @needs_interpreter
+@pytest.mark.parametrize("zeroed", [False, True], ids=["nothing to add to", "zeros"])
 @pytest.mark.parametrize("one_number", [False, True], ids=["whole", "one number"])
 @pytest.mark.parametrize("d", [64, 40, 80])
-def test_what_backward_starts_from(d, one_number):
+def test_what_backward_starts_from(d, one_number, zeroed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     padded_d, width = hopper.padded(d), hopper.columns_of(d)
     batch, heads, rows, padded_rows, tile_rows = 2, 3, 100, 128, 16
@@ -450,24 +468,22 @@ def test_what_backward_starts_from(d, one_number):
     o = new(batch, rows, heads, d).transpose(1, 2)
     do = new(batch, heads, 1, 1).expand(batch, heads, rows, d) if one_number else new(batch, heads, rows, d)
     logsumexp = fresh(batch, heads, rows, device=device, requires_grad=False)
-    counted = not one_number
-    memory = torch.full((batch * heads * 2 + 1, padded_rows), float("nan"), device=device)
-    stats = memory[:-1].view(batch * heads, 2, padded_rows)
+    stats = torch.full((batch * heads, 2, padded_rows), float("nan"), device=device)
+    counters = torch.full((batch * heads + 2,), 7, dtype=torch.int32, device=device)
     dq = torch.full((batch * heads, padded_rows // 64, 64 * padded_d), float("nan"), device=device)
     tile = torch.full((batch, heads, tile_rows, padded_d), float("nan"), dtype=torch.float16, device=device)
-    prepare_kernel[(padded_rows // 64 * batch * heads,)](
-        o, do, logsumexp, stats, dq, tile, *o.stride()[:3], *do.stride(), heads, rows, padded_rows,
-        HEAD_DIM=d, WIDTH=width, D=padded_d, ROWS=64, TILE_ROWS=tile_rows if one_number else 0, COUNTER=counted,
+    backward_ends.prepare_kernel[(padded_rows // 64 * batch * heads,)](
+        o, do, logsumexp, stats, dq, tile, counters, *o.stride()[:3], *do.stride(), heads, rows, padded_rows,
+        HEAD_DIM=d, WIDTH=width, D=padded_d, ROWS=64, TILE_ROWS=tile_rows if one_number else 0, ZEROED=zeroed,
     )  # fmt: skip
-    assert memory[-1, 0].view(torch.int32) == 0 if counted else memory[-1, 0].isnan()
-    assert memory[-1, 1:].isnan().all()
+    assert counters.tolist() == [0] * (1 + batch * heads) + [7]
     delta = (o.double() * do.double()).sum(-1).flatten(0, 1)
     torch.testing.assert_close(
         stats[:, 0, :rows].double(), -logsumexp.flatten(0, 1).double() * math.log2(math.e)
     )
     torch.testing.assert_close(stats[:, 1, :rows].double(), -delta, rtol=1e-5, atol=1e-5)
     assert (stats[:, 0, rows:] == float("-inf")).all() and (stats[:, 1, rows:] == 0).all()
-    assert (dq[:, :, : 64 * width] == 0).all()
+    assert (dq[:, :, : 64 * width] == 0).all() if zeroed else dq.isnan().all()
     assert dq[:, :, 64 * width :].isnan().all()  # nothing is added there
     if one_number:
         assert torch.equal(tile[..., :d], do[:, :, :1].expand(batch, heads, tile_rows, d))
@@ -499,21 +515,24 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
         ordered[:, :, 1, : 64 * (width - 64)] = rest[:, :, : 64 * (width - 64)]
     dq = torch.full((2, rows, 3, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     numbers = (*dq.stride()[:3], 3, rows, padded_rows, 0.25)
-    finish_kernel[(2 * of_heads,)](
+    backward_ends.finish_kernel[(2 * of_heads,)](
         ordered, dq, *numbers, HEAD_DIM=d, WIDTH=width, D=padded_d, TRANSPOSED=transposed
     )
     assert torch.equal(dq, (total[:, :rows, :d] * 0.25).half().view(2, 3, rows, d))
 
 
 # --------------------------------------------------------------------------------- what the compiler says
-# The ptxas of triton 3.9 keeps on the stack what the masked steps of the backward kernels read, a few of a program's
+# The ptxas of triton 3.9 keeps on the stack what the masked steps of the backward kernels read, a few of a program's,
+# and what persistent forward programs need once a tile
 MORE_SPILLS = 384 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
 
 
 def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     from cs336_systems.attention.checks import aot
 
-    return aot.compile_hopper_kernel(kernel, head_dim, dtype, config, is_causal=is_causal)
+    zeroed = kernel != "backward without zeros"
+    kernel = kernel.removesuffix(" without zeros")
+    return aot.compile_hopper_kernel(kernel, head_dim, dtype, config, is_causal=is_causal, zeroed=zeroed)
 
 
 FEW = [
@@ -523,7 +542,8 @@ FEW = [
 OF_BACKWARD = [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
-    for kernel, tables in (("forward", TABLES), ("backward", OF_BACKWARD), ("few", FEW))
+    for kernel, tables in (("forward", TABLES), ("backward", OF_BACKWARD), ("backward without zeros", OF_BACKWARD),
+                           ("few", FEW))
     for table in tables
     for d, config in table.items()
 ))  # fmt: skip
@@ -557,16 +577,20 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
 ):
     compiled = compiler().submit(_compile, kernel, head_dim, is_causal, config, dtype).result()
     assert not compiled.serialized and not compiled.wrong_descriptors
-    # where a tile of keys ends and the next begins registers are saved, not beside its matmuls
-    few = (256 if head_dim == 128 else 128) + MORE_SPILLS
-    assert compiled.spill_bytes <= (few if kernel == "backward" else 0)
+    # where a persistent program ends a tile and begins the next registers are saved, not beside matmuls
+    few = 0
+    if kernel.startswith("backward"):
+        few = (256 if head_dim == 128 else 128) + MORE_SPILLS
+    elif kernel == "forward" and config.persistent(is_causal, head_dim):
+        few = MORE_SPILLS
+    assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     assert ("cp.reduce.async.bulk.tensor" in compiled.ptx) == (kernel != "forward")
     programs = 1  # that are to fit a multiprocessor
     if kernel == "few":
         programs = {64: (4, 3), 128: (3,)}[hopper.padded(head_dim)][config - 1]
-    elif kernel == "forward" and config.groups == 1:
+    elif kernel == "forward" and config.registers:
         programs = config.programs
     if programs > 1:
         assert programs * compiled.registers * compiled.num_threads <= 65536
@@ -665,6 +689,26 @@ def test_configurations_in_use(on_hopper, d, is_causal):
         for num_queries, num_keys in ((333, 517), (517, 333), (1, 70), (64, 64), (193, 129)):
             lengths = (num_queries, num_keys, num_keys, num_queries)
             check_both_ways(*(gpu(2, 3, n, d) for n in lengths), is_causal, forward=forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeroed", [False, True], ids=["nothing to add to", "zeros"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 80, 96, 128])
+def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkeypatch):
+    """As if the GPU had one multiprocessor, three, or all: shapes as small as these would leave a tile for each."""
+    monkeypatch.setattr(portable, "_remembered", {})
+    monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if zeroed else 2**30))
+    two, three = hopper.Forward(2, 128, 2, False), hopper.Forward(3, 128, 2, False)
+    for multiprocessors, forward in ((1, two), (3, three), (1000, two)):
+        monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
+        portable._remembered.clear()
+        for batch, heads, num_queries, num_keys in (
+            (2, 3, 333, 517), (1, 5, 517, 333), (1, 3, 1000, 70), (1, 2, 130, 700), (3, 7, 129, 129),
+        ):  # fmt: skip
+            lengths = (num_queries, num_keys, num_keys, num_queries)
+            for _ in range(2):
+                check_both_ways(*(gpu(batch, heads, n, d) for n in lengths), is_causal, forward=forward)
 
 
 @pytest.mark.gpu

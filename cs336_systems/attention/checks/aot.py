@@ -103,12 +103,14 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, config: Forward | Backward | int, *, is_causal: bool = True
-) -> Compiled:
+    kernel: str, head_dim: int, dtype: str, config: Forward | Backward | int, *, is_causal: bool = True,
+    zeroed: bool = True,
+) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries, whose `config` is how many tiles of 64 of them it holds.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to.
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to. zeroed: the backward kernel finds
+    zeros to add dQ to.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -143,6 +145,7 @@ def compile_hopper_kernel(
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             ALONE=config.alone, PERSISTENT=config.persistent(is_causal, columns),
+            REGISTERS=config.registers or 0,
         )  # fmt: skip
         if config.registers:
             options["maxnreg"] = config.registers
@@ -160,8 +163,8 @@ def compile_hopper_kernel(
             function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
         elif config.persistent:
-            function, signature["counter_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(BLOCK_M=block_m, STAGES=config.stages)
+            function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
+            constants |= dict(BLOCK_M=block_m, STAGES=config.stages, ZEROED=zeroed)
         else:
             function = single_keys_kernel
             del constants["REST"]
@@ -189,7 +192,8 @@ def hopper_refused() -> str | None:
         tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD, few)
         for kernel, configs in zip(("forward", "forward", "backward", "few"), tables, strict=True):
             for head_dim in (64, 128):
-                compiled = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim])
+                zeroed = kernel != "backward"  # the kernel of short rows; that of long ones has less to it
+                compiled = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim], zeroed=zeroed)
                 if compiled.serialized or compiled.wrong_descriptors:
                     wrong = "descriptors are wrong" if compiled.wrong_descriptors else "wgmma is serialized"
                     return f"in the {kernel} kernel {wrong}"

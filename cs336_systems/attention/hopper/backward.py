@@ -1,18 +1,21 @@
-"""Backward: 128 keys at a time, two groups of 64, queries from the diagonal on. Scores are keys by queries:
+"""Backward: 128 keys at a time, two groups of 64, and all queries that see them. Scores are keys by queries:
 
     Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
     Pᵀ = exp2(c Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − D)     c = scale · log2(e)
     dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
-    dQ += dS K        dSᵀ of both groups comes from shared memory; TMA adds to fp32 in memory
+    dQ += dS K        dSᵀ of both groups comes from shared memory; TMA brings dQ to its fp32 sum in memory
 
 All five matmuls run once, against seven in the two passes of `attention.triton`; in exchange programs
-accumulate dQ in any order, so that its last bits differ from run to run. A small kernel before this one computes the
-statistics and zeroes the fp32 accumulator, one after it turns that into dQ (`backward_ends`).
+accumulate dQ in any order, so that its last bits differ from run to run (`backward_dq` says how its sum begins). A
+small kernel before this one computes the statistics, one after it turns the sum into dQ (`backward_ends`).
 
 There are at most as many programs as multiprocessors, and each takes tiles of keys, one after another, until none is
 left. So the first queries of the next tile, and at D = 64, where shared memory has room for two, its K and V arrive
 while the matmuls of this one run, and dK and dV leave while those of the next one run. Which tile comes next is drawn
 from a counter: a program that shares its multiprocessor with another kernel takes fewer.
+
+At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal, so that all keys of a
+head begin with the same queries, and those that wait for the first keys are behind them from the start.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -28,11 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cs336_systems.attention.hopper.backward_dq import dq_warp, put_dq
 from cs336_systems.attention.hopper.backward_parts import (
     DQ_COLUMNS,
     DQ_ROWS,
-    add_half,
+    drawn,
+    first_of,
+    nth_of,
     scores,
     store_dq,
     weights,
@@ -48,27 +55,6 @@ from cs336_systems.attention.hopper.common import (
     reinterpreted,
     store_parts,
 )
-
-
-@gluon.jit
-def _drawn(work, turn, WARPS: gl.constexpr):
-    """Waits for K of this program's turn-th tile and returns the tile's number among those of all heads; when none is
-    left, a number past the last."""
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    BUFFERS: gl.constexpr = drawn_smem.shape[0]
-    slot = turn % BUFFERS
-    mbarrier.wait(k_full.index(slot), (turn // BUFFERS) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.sum(drawn_smem.index(slot).load(layout), 0)
-
-
-@gluon.jit
-def _first_of(tile, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The first tile of queries that sees a key of this tile; `query_tiles` if none does."""
-    first = 0
-    if IS_CAUSAL:
-        first = gl.minimum(tile * 2 * WG // BLOCK_M, query_tiles)
-    return first
 
 
 @gluon.jit
@@ -95,14 +81,18 @@ def _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, barriers, work, heads, batch_heads,
+def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads, batch_heads,
               section, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, DO_STEP: gl.constexpr):  # fmt: skip
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     drawn_smem, k_full, k_empty, v_full, v_empty = work
     BUFFERS: gl.constexpr = drawn_smem.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    item = gl.program_id(0)
+    gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
+    gdc_launch_dependents()
+    item = gl.atomic_add(
+        counters_ptr, 1, sem="relaxed"
+    )  # not program_id: programs may begin in any order, or late
     turn = 0
     t = 0
     while item < key_tiles * batch_heads:
@@ -111,10 +101,10 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, b
         tile, head = place(item, key_tiles, batch_heads, section)
         b, h = head // heads, head % heads
         first_key = tile * 2 * WG
-        first = _first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
+        first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
         if first < query_tiles:  # before K and V, whose place may be taken for longer
-            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, first, t, BLOCK_M, D, STAGES,
-                          DO_STEP)  # fmt: skip
+            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, 0, D), t,
+                          BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
         mbarrier.wait(k_empty.index(slot), free)
         drawn_smem.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(k_full.index(slot), 2 * WG * D * 2)
@@ -123,12 +113,12 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, b
         mbarrier.expect(v_full.index(slot), 2 * WG * D * 2)
         for g in gl.static_range(2):
             async_load(v_desc, [b, h, first_key + g * WG, 0], v_full.index(slot), v_smem.index(2 * slot + g))
-        for i in range(first + 1, query_tiles):
-            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t + i - first, BLOCK_M, D,
-                          STAGES, DO_STEP)  # fmt: skip
+        for n in range(1, query_tiles - first):
+            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, n, D),
+                          t + n, BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
         t += query_tiles - first
         turn += 1
-        item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     slot = turn % BUFFERS
     mbarrier.wait(k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
     drawn_smem.index(slot).store(gl.full([1], item, gl.int32, layout))
@@ -149,7 +139,7 @@ def _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G: gl.cons
 
 
 @gluon.jit
-def _end(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, dk, dv, at, head, first, t, query_tiles, scale,
+def _end(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, dk, dv, at, first, t, query_tiles, scale,
          G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """At D = 128: a group's half of dQ of the last tile, the t-th, then its dV and dK, which leave from the places of V
     and of dQ."""
@@ -162,7 +152,8 @@ def _end(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, dk, dv,
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(k_empty.index(0), count=1)
     if first < query_tiles:
-        add_half(dq_desc, dq, tiles, head, query_tiles - 1, G)
+        put_dq(dq, tiles, dq_barriers, G, t)
+        mbarrier.wait(dq_barriers[1].index(G), t & 1)  # dQ has left
     tma.store_wait(0)
     mbarrier.arrive(v_empty.index(0), count=1)
     store_parts([x * scale for x in dk], results_smem.index(G).reshape([WG, D]))
@@ -171,7 +162,7 @@ def _end(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, dk, dv,
 
 
 @gluon.jit
-def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads, batch_heads, section, key_tiles,
+def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section, key_tiles,
            query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
            D: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """dK and dV of 64 of the 128 keys of each tile."""
@@ -183,23 +174,21 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
     begun = 0  # tiles of queries of the turns before
-    item = _drawn(work, turn, 4)
-    tile, head = place(item, key_tiles, batch_heads, section)
-    first = _first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
+    item = drawn(work, turn, 4)
+    tile, head = place(gl.minimum(item, key_tiles * batch_heads - 1), key_tiles, batch_heads, section)
+    first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
     k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
     start = first
     if SKIPS:
         start = gl.minimum(first + 1, query_tiles)
-    s = scores(tiles, barriers, k, begun + start - first, BLOCK_M, D, STAGES, REST, start < query_tiles)
+    more = (item < key_tiles * batch_heads) & (start < query_tiles)
+    s = scores(tiles, barriers, k, begun, BLOCK_M, D, STAGES, REST, more)
     s = warpgroup_mma_wait(0, deps=(s,))
     if D == 64:
         p = weights(s, tiles, tile * 2 * WG, first, begun, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
     while item < key_tiles * batch_heads:
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
-        if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
-            if first < query_tiles:
-                no_key_seen(tiles, barriers, begun, STAGES, G)
         masked = 0
         if IS_CAUSAL:
             masked = gl.minimum(first + meeting // BLOCK_M, query_tiles)
@@ -208,32 +197,39 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
         mbarrier.wait(v_full.index(slot), (turn // BUFFERS) & 1)
+        if D == 128:
+            tma.store_wait(0)  # dK has left the place of dQ
         if D == 64:
             dk, dv = dk[0], dv[0]
             for i in range(start, masked):
                 t = begun + i - first
                 k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
                 v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                p, dk, dv = step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
+                p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
                                  num_keys, c, p, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
                                  True)  # fmt: skip
             for i in range(masked, query_tiles):
                 t = begun + i - first
                 k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
                 v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                p, dk, dv = step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
+                p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
                                  num_keys, c, p, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
                                  True)  # fmt: skip
             dk, dv = (dk,), (dv,)
         else:
-            for i in range(start, masked):
-                s, dk, dv = late_step(dq_desc, tiles, barriers, head, first_key, i, begun + i - first, begun,
-                                      query_tiles, num_keys, c, s, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES,
-                                      REST)  # fmt: skip
-            for i in range(masked, query_tiles):
-                s, dk, dv = late_step(dq_desc, tiles, barriers, head, first_key, i, begun + i - first, begun,
-                                      query_tiles, num_keys, c, s, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES,
-                                      REST)  # fmt: skip
+            for n in range(query_tiles - masked):
+                i = query_tiles - 1 - n
+                s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start, num_keys,
+                                      c, s, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
+            for n in range(query_tiles - masked, query_tiles - start):
+                i = query_tiles - 1 - n
+                s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start, num_keys,
+                                      c, s, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
+            if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
+                if first < query_tiles:
+                    no_key_seen(
+                        dq_barriers, tiles, barriers, begun + query_tiles - 1 - first, begun, STAGES, G, REST
+                    )
         begun += query_tiles - first
         turn += 1
         at = [head // heads, head % heads, first_key + G * WG, 0]
@@ -241,17 +237,17 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
             mbarrier.arrive(k_empty.index(slot), count=1)
             mbarrier.arrive(v_empty.index(slot), count=1)
         else:
-            _end(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, dk, dv, at, head, first, begun - 1,
+            _end(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, dk, dv, at, first, begun - 1,
                  query_tiles, scale, G, D, REST)  # fmt: skip
-        item = _drawn(work, turn, 4)
-        tile, head = place(item, key_tiles, batch_heads, section)
-        first = _first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
+        item = drawn(work, turn, 4)
+        tile, head = place(gl.minimum(item, key_tiles * batch_heads - 1), key_tiles, batch_heads, section)
+        first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
         start = first
         if SKIPS:
             start = gl.minimum(first + 1, query_tiles)
         more = (item < key_tiles * batch_heads) & (start < query_tiles)
         k = k_smem.index(turn % BUFFERS).reshape([2 * WG, D]).slice(G * WG, WG)
-        s = scores(tiles, barriers, k, begun + start - first, BLOCK_M, D, STAGES, REST, more)
+        s = scores(tiles, barriers, k, begun, BLOCK_M, D, STAGES, REST, more)
         if D == 64:  # beside that matmul
             _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -263,9 +259,10 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads
 
 
 @gluon.jit
-def _dq_group(dq_desc, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr,
-              BLOCK_M: gl.constexpr, D: gl.constexpr):  # fmt: skip
-    """Adds dQᵀ = Kᵀ dSᵀ of each tile of queries to dQ, while the other groups go on. Kᵀ stays in registers."""
+def _dq_group(dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
+              IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, ZEROED: gl.constexpr):  # fmt: skip
+    """dQᵀ = Kᵀ dSᵀ of each tile of queries, while the other groups go on. Kᵀ stays in registers. ZEROED: this group
+    also adds it to the sum; otherwise `dq_warp` does."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     unused, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     drawn_smem, k_full, k_empty, v_full, v_empty = work
@@ -275,33 +272,37 @@ def _dq_group(dq_desc, tiles, barriers, work, batch_heads, section, key_tiles, q
     empty = gl.zeros([D, BLOCK_M], gl.float32, layout)
     turn = 0
     t = 0
-    item = _drawn(work, turn, 4)
+    item = drawn(work, turn, 4)
     while item < key_tiles * batch_heads:
         tile, head = place(item, key_tiles, batch_heads, section)
         k = k_smem.index(turn % BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
         mbarrier.arrive(k_empty.index(turn % BUFFERS), count=1)
-        for i in range(_first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M), query_tiles):
+        for i in range(first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M), query_tiles):
             slot = t & 1
             mbarrier.wait(ds_full.index(slot), (t // 2) & 1)
             dq = warpgroup_mma(k, ds_smem.index(slot), empty, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             mbarrier.arrive(ds_empty.index(slot), count=1)
-            tma.store_wait(1)  # the addition before the last one has read its tile
-            store_dq(dq, dq_smem.index(slot))
-            fence_async_shared()
-            async_atomic_add(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
+            if ZEROED:
+                tma.store_wait(1)  # the addition before the last one has read its tile
+                store_dq(dq, dq_smem.index(slot))
+                fence_async_shared()
+                async_atomic_add(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
+            else:
+                put_dq(dq, tiles, dq_barriers, slot, t // 2)
             t += 1
         turn += 1
-        item = _drawn(work, turn, 4)
+        item = drawn(work, turn, 4)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
-def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counter_ptr, heads,
+def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, heads,
                          batch_heads, section, key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
                          BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr,
-                         REST: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """dK and dV of all heads, and dQ's sum, by any number of programs. counter_ptr: an int32, 0 at the start."""
+                         REST: gl.constexpr, ZEROED: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of all heads, and dQ's sum, by any number of programs. counters_ptr: int32, of drawn tiles,
+    and of reports (see `backward_dq`) for each head; 0 at the start. ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
     DS_TILES: gl.constexpr = 3 if D == 128 else 2
     BUFFERS: gl.constexpr = 1 if D == 128 else 2  # of K and V
@@ -328,6 +329,8 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_TILES, 1], barrier)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -335,34 +338,52 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         mbarrier.init(do_empty.index(i), count=2)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2 if D == 128 else 3)
+        mbarrier.init(k_empty.index(i), count=3 if D == 128 or ZEROED else 4)  # all but the producer
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(DS_TILES):
         mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_empty.index(i), count=1)
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     tiles = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem)
     barriers = (k_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
+    dq_barriers = (dq_full, dq_empty)
     work = (drawn_smem, k_full, k_empty, v_full, v_empty)
-    if D == 64:
+    if D == 64 and ZEROED:
         gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads, batch_heads, section,
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
                       key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
-            (_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads, batch_heads, section,
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
                       key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
-            (_dq_group, (dq_desc, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL,
-                         BLOCK_M, D)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, barriers, work, heads,
+            (_dq_group, (dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
+                         IS_CAUSAL, BLOCK_M, D, ZEROED)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
                          batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
         ], [4, 4, 1], [192, 104, 24])  # fmt: skip
+    elif D == 64:
+        gl.warp_specialize([
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
+                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
+                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
+            (_dq_group, (dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
+                         IS_CAUSAL, BLOCK_M, D, ZEROED)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
+                         batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
+            (dq_warp, (dq_desc, counters_ptr + 1, tiles, dq_barriers, work, batch_heads, section, key_tiles,
+                       query_tiles, IS_CAUSAL, BLOCK_M, D, REST, ZEROED)),
+        ], [4, 4, 1, 1], [192, 104, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads, batch_heads, section,
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
                       key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
-            (_group, (dk_desc, dv_desc, dq_desc, tiles, barriers, work, results_smem, heads, batch_heads, section,
+            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
                       key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter_ptr, tiles, barriers, work, heads,
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
                          batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (dq_warp, (dq_desc, counters_ptr + 1, tiles, dq_barriers, work, batch_heads, section, key_tiles,
+                       query_tiles, IS_CAUSAL, BLOCK_M, D, REST, ZEROED)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip

@@ -1,29 +1,39 @@
-"""What runs before and after the backward kernel: its statistics, and dQ from its sum. In Triton's own language."""
+"""What runs before and after the backward kernel: its statistics, and dQ from its sum. In Triton's own language.
+
+Both go from the last head to the first, and the backward kernel from the first to the last, so that each begins with
+what the one before has just written, which the L2 cache still holds. By programmatic dependent launch the second and
+the third begin where programs of the one before have ended, and wait for its last ones before they read anything.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.triton.kernels import LOG2_E
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
-def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o_head, o_row, do_batch, do_head, do_row,
-                   do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                   D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, COUNTER: tl.constexpr):  # fmt: skip
-    """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), dQ = 0.
+def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_ptr, o_batch, o_head, o_row, do_batch,
+                   do_head, do_row, do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr,
+                   WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+                   ZEROED: tl.constexpr):  # fmt: skip
+    """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), and, if
+    ZEROED, dQ = 0.
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
     of 64 rows only the first 64 · WIDTH are zeroed: the backward kernel adds to no others. TILE_ROWS > 0:
     dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
-    (batch_heads, TILE_ROWS, D). COUNTER: a row more of stats begins with a 0.
+    (batch_heads, TILE_ROWS, D). counters (1 + batch_heads,), int32, are zeroed.
     Grid: (padded_queries / ROWS · batch_heads,).
     """
+    gdc_launch_dependents()
     tiles = tl.cdiv(padded_queries, ROWS)
-    tile = tl.program_id(0) % tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = program % tiles
     rows = tile * ROWS + tl.arange(0, ROWS)
-    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    index = tl.cast(program // tiles, tl.int64)
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     batch, head = index // heads, index % heads
@@ -38,14 +48,16 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, o_batch, o
     stats = stats_ptr + index * 2 * padded_queries + rows
     tl.store(stats, logsumexp * -LOG2_E, mask=rows < padded_queries)
     tl.store(stats + padded_queries, -delta, mask=rows < padded_queries)
-    dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
-    zeroed = (rows < padded_queries)[:, None] & (columns < D)[None, :]
-    if WIDTH < D:
-        zeroed = zeroed & (tl.arange(0, ROWS) * D < ROWS * WIDTH)[:, None]
-    tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
-    if COUNTER:  # noqa: SIM102
-        if tl.program_id(0) == 0:
-            tl.store(stats_ptr + tl.num_programs(0) // tiles * 2 * padded_queries, 0.0)
+    if tile == 0:
+        tl.store(counters_ptr + 1 + index, 0)
+        if index == 0:
+            tl.store(counters_ptr, 0)
+    if ZEROED:
+        dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
+        zeroed = (rows < padded_queries)[:, None] & (columns < D)[None, :]
+        if WIDTH < D:
+            zeroed = zeroed & (tl.arange(0, ROWS) * D < ROWS * WIDTH)[:, None]
+        tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
     if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
             value = tl.load(do_ptr + batch * do_batch + head * do_head)
@@ -62,12 +74,14 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
 
     The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
     `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Of 64 rows' numbers
-    only the first 64 · WIDTH were zeroed, and are read. Grid: (⌈num_queries / 64⌉ · batch_heads,).
+    only the first 64 · WIDTH were written, and are read. Grid: (⌈num_queries / 64⌉ · batch_heads,).
     """
+    gdc_wait()
     tiles = tl.cdiv(num_queries, 64)
-    tile = tl.program_id(0) % tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = program % tiles
     rows = tile * 64 + tl.arange(0, 64)
-    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    index = tl.cast(program // tiles, tl.int64)
     columns = tl.arange(0, D)
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     far = tl.cast(rows, tl.int64)[:, None]

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS, add_tile, weights
 from cs336_systems.attention.hopper.common import (
@@ -66,6 +67,8 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
 
+    gdc_wait()
+    gdc_launch_dependents()
     tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
     b, h, first_key = head // heads, head % heads, tile * WG
     # for each tile of queries what its scores need, then the rest; K and V come with the first

@@ -94,3 +94,34 @@ def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     tma.store_wait(0)  # the addition before has read its tile
     add_tile(dq_desc, dq, dq_smem.index(G), head, 2 * i + G)
+
+
+@gluon.jit
+def first_of(tile, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The first tile of queries that sees a key of this tile of 128; `query_tiles` if none does."""
+    first = 0
+    if IS_CAUSAL:
+        first = gl.minimum(tile * 2 * WG // BLOCK_M, query_tiles)
+    return first
+
+
+@gluon.jit
+def nth_of(first, query_tiles, n, D: gl.constexpr):
+    """The n-th tile of queries for a tile of keys: from the first one on, or, at D = 128, from the last one to it. With
+    first = 0 it is its own inverse."""
+    if D == 64:
+        return first + n
+    else:
+        return query_tiles - 1 - n
+
+
+@gluon.jit
+def drawn(work, turn, WARPS: gl.constexpr):
+    """Waits for K of this program's turn-th tile of keys and returns the tile's number among those of all heads; when
+    none is left, a number past the last."""
+    drawn_smem, k_full, k_empty, v_full, v_empty = work
+    BUFFERS: gl.constexpr = drawn_smem.shape[0]
+    slot = turn % BUFFERS
+    mbarrier.wait(k_full.index(slot), (turn // BUFFERS) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.sum(drawn_smem.index(slot).load(layout), 0)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cs336_systems.attention.hopper.backward_dq import put_dq
 from cs336_systems.attention.hopper.backward_parts import add_half, scores, weights
 from cs336_systems.attention.hopper.common import (
     WG,
@@ -105,25 +106,6 @@ def step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, last, num_keys, 
 
 
 @gluon.jit
-def no_key_seen(tiles, barriers, t, STAGES: gl.constexpr, G: gl.constexpr):
-    """Passes over a tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is zero."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    BLOCK_M: gl.constexpr = q_smem.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    ds_smem.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], q_smem.dtype, s_layout))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(t % 3), count=1)
-    # the next waits at these barriers are for their next phases
-    slot = t % STAGES
-    parity = (t // STAGES) & 1
-    mbarrier.wait(q_full.index(slot), parity)
-    mbarrier.wait(do_full.index(slot), parity)
-    mbarrier.arrive(q_empty.index(slot), count=1)
-    mbarrier.arrive(do_empty.index(slot), count=1)
-
-
-@gluon.jit
 def zero(t):
     """0, from the index of a tile so that the compiler cannot fold it: it would keep all descriptors of K and V, which
     stay the same for a tile of keys, in registers that the accumulators need."""
@@ -146,12 +128,12 @@ def late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr, REST: gl.const
 
 
 @gluon.jit
-def late_step(dq_desc, tiles, barriers, head, first_key, i, t, begun, last, num_keys, c, s, dk, dv,
+def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_keys, c, s, dk, dv,
               MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
-    not right after both have stored their dSᵀ, and the next tile's scores, s, are issued before dK is done. The first
-    tile of these keys was the program's `begun`-th.
+    not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
+    before dK is done. The first tile of these keys was the program's `begun`-th.
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
@@ -185,8 +167,34 @@ def late_step(dq_desc, tiles, barriers, head, first_key, i, t, begun, last, num_
     dv, dq = wait_for_both(PARTS, dv, dq)
     mbarrier.arrive(do_empty.index(slot), count=1)
     if t > begun:  # while dK's matmul runs
-        add_half(dq_desc, dq, tiles, head, i - 1, G)
-    s = scores(tiles, barriers, k, gl.where(i + 1 < last, t + 1, t), BLOCK_M, D, STAGES, REST)
+        put_dq(dq, tiles, dq_barriers, G, t - 1)
+    s = scores(tiles, barriers, k, gl.where(more, t + 1, t), BLOCK_M, D, STAGES, REST)
     dk, s = wait_for_both(0, dk, s)
     mbarrier.arrive(q_empty.index(slot), count=1)
     return s, dk, dv
+
+
+@gluon.jit
+def no_key_seen(
+    dq_barriers, tiles, barriers, t, begun, STAGES: gl.constexpr, G: gl.constexpr, REST: gl.constexpr
+):
+    """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
+    zero. What is left is dQ of the tile before, if that was for the same keys."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    BLOCK_M: gl.constexpr = q_smem.shape[3]
+    D: gl.constexpr = q_smem.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    if t > begun:
+        dq = warpgroup_mma_wait(0, deps=(late_dq(tiles, barriers, t - 1, G, D, REST),))
+        put_dq(dq, tiles, dq_barriers, G, t - 1)
+    ds_smem.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], q_smem.dtype, s_layout))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(t % 3), count=1)
+    # the next waits at these barriers are for their next phases
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    mbarrier.wait(q_full.index(slot), parity)
+    mbarrier.wait(do_full.index(slot), parity)
+    mbarrier.arrive(q_empty.index(slot), count=1)
+    mbarrier.arrive(do_empty.index(slot), count=1)

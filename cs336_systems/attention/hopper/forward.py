@@ -1,8 +1,9 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; a program of one group can
-do without (ALONE): the registers of the producer's warps go to its own, or to one more program. A PERSISTENT program
-takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of this one run.
+another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; programs of one group or
+two can do without (ALONE): the registers of the producer's warps go to theirs, or to one more program. A PERSISTENT
+program takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of this one
+run.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -96,15 +97,30 @@ def _load_own(loads, tiles, barriers, heads, head, t, steps, KEYS: gl.constexpr,
 
 
 @gluon.jit
-def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, STAGES: gl.constexpr):
+def _load_both(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
+    """One of two groups loads tile t of K and t − 1 of V, when both have read what lay there; none past the last."""
+    if t <= steps:
+        first_key = (steps - 1 - t) * tiles[1].shape[3]
+        mbarrier.wait(barriers[2].index(t % STAGES), ((t // STAGES) & 1) ^ 1)
+        _load_keys(loads[1], tiles, barriers, head // heads, head % heads, 0, t, first_key, steps, STAGES)
+        _load_values(loads[2], tiles, barriers, head // heads, head % heads, 0, t, first_key, STAGES)
+
+
+@gluon.jit
+def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, GROUPS: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
     """Tile t of K has been read, and, unless it is the FIRST, tile t − 1 of V: a producer may load others in their
-    place. Without one, this group does; it has a place for one tile of V only, so that the next may follow."""
-    if len(loads) > 0:
+    place. Without one, this group does. Alone, it has a place for one tile of V only, so that the next may follow;
+    with another, it loads in place of tile t − 1, which that one has mostly read by now."""
+    if GROUPS == 1 and len(loads) > 0:
         if not FIRST:
             _load_own(loads, tiles, barriers, heads, head, t + 1, steps, False, STAGES)
         _load_own(loads, tiles, barriers, heads, head, t + STAGES, steps, True, STAGES)
     else:
         mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
+        if len(loads) > 0:  # noqa: SIM102 (known at compile time, the next one is not)
+            if t > 0:
+                _load_both(loads, tiles, barriers, heads, head, t - 1 + STAGES, steps, STAGES)
 
 
 @gluon.jit
@@ -155,7 +171,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """64 queries of a tile: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where
-    this group loads them itself, otherwise empty. A persistent program has had `done` tiles of queries before, with
+    this group loads them, otherwise empty. A persistent program has had `done` tiles of queries before, with
     `begun` tiles of keys; the new number of these is returned."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
@@ -172,11 +188,17 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
 
     if len(loads) > 0:
-        mbarrier.expect(q_full.index(G), WG * D * 2)
-        async_load(loads[0], [head // heads, head % heads, first_query, 0], q_full.index(G), q_smem.index(G))
+        for g in gl.static_range(GROUPS):
+            mbarrier.expect(q_full.index(g), WG * D * 2)
+            async_load(loads[0], [head // heads, head % heads, first_of_tile + g * WG, 0], q_full.index(g),
+                       q_smem.index(g))  # fmt: skip
         for i in gl.static_range(STAGES):
-            _load_own(loads, tiles, barriers, heads, head, i, steps, True, STAGES)
-        _load_own(loads, tiles, barriers, heads, head, 1, steps, False, STAGES)
+            if GROUPS == 1:
+                _load_own(loads, tiles, barriers, heads, head, i, steps, True, STAGES)
+            else:
+                _load_both(loads, tiles, barriers, heads, head, i, all_steps, STAGES)
+        if GROUPS == 1:
+            _load_own(loads, tiles, barriers, heads, head, 1, steps, False, STAGES)
     t = begun
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
@@ -194,7 +216,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     k = k_smem.index(slot).reshape([BLOCK_N, D])
     s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
-    _free(loads, tiles, barriers, heads, head, t, steps, True, STAGES)
+    _free(loads, tiles, barriers, heads, head, t, all_steps, True, GROUPS, STAGES)
     keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     seen = (keys < num_keys)[None, :]
     if IS_CAUSAL:
@@ -220,7 +242,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            _free(loads, tiles, barriers, heads, head, t, steps, False, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, all_steps, False, GROUPS, STAGES)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -228,7 +250,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _free(loads, tiles, barriers, heads, head, t, steps, False, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, all_steps, False, GROUPS, STAGES)
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
@@ -279,9 +301,9 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                    STAGES: gl.constexpr, OVERLAP: gl.constexpr, ALONE: gl.constexpr, REST: gl.constexpr,
-                   PERSISTENT: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                   PERSISTENT: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,), or, PERSISTENT, any number of
-    programs."""
+    programs. REGISTERS: of a thread, where two groups are ALONE."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
     if ALONE:  # noqa: SIM108 (when O is stored, Q has been read)
@@ -289,7 +311,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     else:
         o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1 if ALONE else STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    v_smem = gl.allocate_shared_memory(
+        dtype, [1 if ALONE and GROUPS == 1 else STAGES, 1, 1, BLOCK_N, D], v_desc.layout
+    )
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -319,6 +343,14 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    elif ALONE and GROUPS == 2:
+        gl.warp_specialize([
+            (_forward_group, ((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section,
+                              row_tiles, num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
+                              REST, PERSISTENT)),
+            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+        ], [4], [REGISTERS])  # fmt: skip
     elif ALONE:
         _forward_group((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles,
                        num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,

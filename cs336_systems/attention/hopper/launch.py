@@ -36,8 +36,8 @@ _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 
 @dataclass(frozen=True)
 class Forward:
     """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
-    the matmul of the previous one within a group. programs: how many of one group a multiprocessor is to hold. alone:
-    that group loads its tiles itself, without a producer's warps beside it, and holds one tile of V."""
+    the matmul of the previous one within a group. programs: how many of one group, or alone, a multiprocessor is to
+    hold. alone: one group or two load their tiles themselves, without a producer's warps beside them."""
 
     groups: int
     block_n: int
@@ -47,10 +47,10 @@ class Forward:
     alone: bool = False
 
     def __post_init__(self) -> None:
-        if self.alone and self.groups != 1:
-            raise ValueError(
-                f"alone=True with groups={self.groups}; alone=True is allowed with groups=1 only"
-            )
+        if self.alone and self.groups == 3:
+            raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
+        if self.alone and self.stages < 2:  # a tile is loaded while the one before is read
+            raise ValueError(f"alone=True with stages={self.stages}; allowed: 2 and more")
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
         # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
@@ -60,13 +60,18 @@ class Forward:
     @property
     def registers(self) -> int | None:
         """Registers per thread on average, where several programs are to fit a multiprocessor."""
-        threads = 128 if self.alone else 256
-        return min(248, 65536 // (threads * self.programs) // 8 * 8) if self.groups == 1 else None
+        if self.groups > 1 and not self.alone:
+            return None
+        threads = 128 * self.groups if self.alone else 256
+        return min(248, 65536 // (threads * self.programs) // 8 * 8)
 
     def persistent(self, is_causal: bool, head_dim: int) -> bool:
-        """Whether a program to a multiprocessor takes tiles of queries one after another: those of several groups,
-        without a mask, where all tiles have the same work. Three groups of 128 columns leave no registers for it."""
-        return not is_causal and (self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128))
+        """Whether a program to a multiprocessor takes tiles of queries one after another: those of several groups
+        and a producer, without a mask, where all tiles have the same work. Three groups of 128 columns leave no
+        registers for it."""
+        return not (is_causal or self.alone) and (
+            self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
+        )
 
 
 @dataclass(frozen=True)
@@ -109,24 +114,33 @@ class Backward:
 
 
 # by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many
-# keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer, in between, LONG and more.
-# But those that see more than SHORT have one of their own where a multiprocessor gets AT_ONCE programs of 64 queries at
-# most, or fewer than LONG_PROGRAMS of the table for LONG
+# keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer (with a mask PAIRS to
+# SHORT), in between, LONG and more. But those that see more than SHORT have one of their own where a multiprocessor
+# gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
+_PAIR = Forward(2, 64, 2, False, programs=2, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
 FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
     128: Forward(1, 64, 2, True, alone=True),
 }  # fmt: skip
+# the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
+_PAIRED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+FORWARD_OF_PAIRS = FORWARD_OF_SHORT | ({80: _PAIR, 96: _PAIR} if _PAIRED else {})
 FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: _TWO}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
-FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
+FORWARD_TABLES = (
+    FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_PAIRS
+)  # fmt: skip
 AT_ONCE, LONG_PROGRAMS = 4, 3
-SHORT, LONG = 768, 1536
+PAIRS, SHORT, LONG = 448, 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
+# queries up to which the backward kernel does without zeros to add to: the longer the rows, the less of the time goes
+# into zeros, and waiting for the programs of a head's first keys costs more
+UNZEROED = {64: 1024, 128: 2048}  # by the padded head dimension
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
 FEW_REGISTERS = {64: (128, 168), 128: (168,)}
@@ -188,10 +202,12 @@ def forward_config(
     program waits to begin when another ends; not where too many of their rows would lie past the last query. A rule
     made from times of an H100 and an H200."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, at_once, short, many, long = (x[columns] for x in FORWARD_TABLES)
+    few, at_once, short, many, long, pair = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
+    if is_causal and seen > PAIRS:
+        short = pair
     if seen <= SHORT:
         config = short
     elif batch_heads * groups <= AT_ONCE * multiprocessors:
@@ -238,10 +254,10 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     return decided[part == "backward"]
 
 
-def _section(batch_heads: int, bytes_of_a_head: int) -> int:
-    """Heads whose tensors the L2 cache holds together, rounded down to a power of two."""
+def _section(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
+    """Heads whose tensors the L2 cache holds together, or (not `exact`) the power of two below."""
     section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
-    return 1 << (section.bit_length() - 1)
+    return section if exact else 1 << (section.bit_length() - 1)
 
 
 # ------------------------------------------------------------------------------------------------ forward
@@ -276,7 +292,7 @@ def launch_forward(
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
-        REST=rest_of(head_dim), PERSISTENT=persistent, num_warps=4,
+        REST=rest_of(head_dim), PERSISTENT=persistent, REGISTERS=config.registers or 0, num_warps=4,
     )  # fmt: skip
     options = {} if config.registers is None else {"maxnreg": config.registers}
     programs = row_tiles * batch * heads
@@ -291,40 +307,45 @@ def launch_forward(
 @dataclass(frozen=True)
 class Workspace:
     """What the three kernels share, one behind the other in one fp32 buffer, since allocating three costs the host
-    more: two statistics per row (with the backward kernel's counter behind them), the accumulator of dQ, and in 16 bits
-    a tile of a dO that is an expanded scalar."""
+    more: two statistics per row, the accumulator of dQ, the backward kernel's counters (int32), and in 16 bits a tile
+    of a dO that is an expanded scalar."""
 
     stats: tuple[int, int]
     dq_sum: tuple[int, int, int]
+    counters: int
     tile: tuple[int, int, int, int] | None
 
     @functools.cached_property
+    def _starts(self) -> tuple[int, int, int, int]:
+        """Where the second and the others begin, and the end, in fp32 elements. TMA reads the tile: 16 bytes."""
+        dq_sum = math.prod(self.stats)
+        counters = dq_sum + math.prod(self.dq_sum)
+        tile = counters + triton.cdiv(self.counters, 4) * 4
+        return dq_sum, counters, tile, tile + (math.prod(self.tile) // 2 if self.tile else 0)
+
+    @property
     def numbers(self) -> int:
         """The buffer's length in fp32 elements."""
-        return (
-            math.prod(self.stats) + math.prod(self.dq_sum) + (math.prod(self.tile) // 2 if self.tile else 0)
-        )
-
-    @functools.cached_property
-    def _starts(self) -> tuple[int, int]:
-        return math.prod(self.stats), math.prod(self.stats) + math.prod(self.dq_sum)
+        return self._starts[-1]
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """The buffer, (numbers,) in fp32, not initialized."""
         return torch.empty(self.numbers, device=device, dtype=torch.float32)
 
-    def addresses(self, start: int) -> tuple[int, int, int]:
-        """The three in a buffer at `start`, in bytes; without a tile the last is where the buffer ends."""
-        dq_sum, tile = self._starts
-        return start, start + 4 * dq_sum, start + 4 * tile
+    def addresses(self, start: int) -> tuple[int, int, int, int]:
+        """The four in a buffer at `start`, in bytes; without a tile the last is where the buffer ends."""
+        dq_sum, counters, tile, _ = self._starts
+        return start, start + 4 * dq_sum, start + 4 * counters, start + 4 * tile
 
     def tensors(
         self, buffer: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The three as views of the buffer in their shapes: two in fp32, the tile, if there is one, in `dtype`."""
-        dq_sum, tile = self._starts
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The four as views of the buffer in their shapes: fp32, fp32, int32, and the tile, if there is one, in
+        `dtype`."""
+        dq_sum, counters, tile, _ = self._starts
         of_tile = buffer[tile:].view(dtype).view(self.tile) if self.tile else None
-        return buffer[:dq_sum].view(self.stats), buffer[dq_sum:tile].view(self.dq_sum), of_tile
+        stats, sums = buffer[:dq_sum].view(self.stats), buffer[dq_sum:counters].view(self.dq_sum)
+        return stats, sums, buffer[counters:tile].view(torch.int32), of_tile
 
 
 def launch_backward(
@@ -347,16 +368,16 @@ def launch_backward(
         o.stride(), do.stride(), (o_at | do_at | l_at) % 16 and (o_at % 16, do_at % 16, l_at % 16),
     )  # fmt: skip
     if (plans := remembered(key)) and not watched():
-        prepare, main, finish, workspace, copied, counter = plans
+        prepare, main, finish, workspace, copied, counted = plans
         if copied:
             do = do.clone(memory_format=torch.contiguous_format)
             do_at = do.data_ptr()
         buffer, index = workspace.empty(device), device.index
-        stats_at, sum_at, tile_at = workspace.addresses(buffer.data_ptr())
+        stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer.data_ptr())
         tile_at = tile_at if workspace.tile else do_at
-        prepare.again(index, (), o_at, do_at, l_at, stats_at, sum_at, tile_at)
+        prepare.again(index, (), o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at)
         described = q.data_ptr(), k.data_ptr(), v.data_ptr(), tile_at, dk.data_ptr(), dv.data_ptr()
-        main.again(index, (*described, sum_at, stats_at), *(stats_at + offset for offset in counter))
+        main.again(index, (*described, sum_at, stats_at), *((counters_at,) if counted else ()))
         finish.again(index, (), sum_at, dq.data_ptr())
         return dq, dk, dv
     batch, heads, num_queries, head_dim = q.shape
@@ -365,6 +386,7 @@ def launch_backward(
     settings = config or BACKWARD[d]
     settings.check(d)
     persistent = settings.persistent and not few
+    zeroed = not persistent or num_queries > UNZEROED[d]
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -377,21 +399,23 @@ def launch_backward(
     if copied:  # to the start of an allocation, which is aligned: a contiguous view may begin anywhere
         do = do.clone(memory_format=torch.contiguous_format)
     workspace = Workspace(
-        (batch_heads * 2 + persistent, rows),  # the last row's first number is the counter
+        (batch_heads * 2, rows),
         (batch_heads, rows * d // DQ_COLUMNS.value, DQ_COLUMNS.value),
+        1 + batch_heads,
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, settings.block_m, d) if one_number else None,
     )
-    stats, dq_sum, do_tile = workspace.tensors(workspace.empty(device), dtype)
+    stats, dq_sum, counters, do_tile = workspace.tensors(workspace.empty(device), dtype)
     do_tile = do if do_tile is None else do_tile
     arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile)
+    arguments |= dict(counters_ptr=counters)
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
-        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0, COUNTER=persistent,
+        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0, ZEROED=zeroed,
     )  # fmt: skip
-    plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 6, arguments)]
+    plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)]
     block_m = settings.block_m
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
@@ -399,17 +423,19 @@ def launch_backward(
         descriptor(dq_sum, 1, *dq_tile(rest), swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
-    kernel, programs, options = single_keys_kernel, key_tiles * batch_heads, {}
+    # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
+    kernel, programs, options = single_keys_kernel, key_tiles * batch_heads, {"launch_pdl": few or persistent}
     if persistent:
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
     if few:
-        kernel, options = few_queries_kernel, {"maxnreg": FEW_REGISTERS[d][query_tiles - 1]}
+        kernel, options["maxnreg"] = few_queries_kernel, FEW_REGISTERS[d][query_tiles - 1]
     values = dict(
-        counter_ptr=stats[-1].view(torch.int32), heads=heads, batch_heads=batch_heads,
-        section=_section(batch_heads, 8 * num_queries * d), key_tiles=key_tiles, query_tiles=query_tiles,
+        counters_ptr=counters, heads=heads, batch_heads=batch_heads,
+        section=_section(batch_heads, 8 * num_queries * d, not zeroed and d == 64), key_tiles=key_tiles,
+        query_tiles=query_tiles,
         num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d,
         STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
-        K_REGISTERS=settings.k_registers, REST=rest, num_warps=4,
+        K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     plans.append(first_launch(kernel, (programs, 1, 1), descriptors, int(persistent), arguments, **options))
@@ -419,10 +445,7 @@ def launch_backward(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
         D=d, TRANSPOSED=settings.dq_group and not few,
     )  # fmt: skip
-    plans.append(
-        first_launch(finish_kernel, (triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1), (), 2, arguments)
-    )
-    # where the counter lies behind the first statistic, in bytes
-    counter = (8 * batch_heads * rows,) if persistent else ()
-    remember(key, [*plans, workspace, copied, counter])
+    programs = triton.cdiv(num_queries, _ROWS) * batch_heads
+    plans.append(first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True))
+    remember(key, [*plans, workspace, copied, persistent])
     return dq, dk, dv
