@@ -93,7 +93,7 @@ def test_doctor_says_what_an_untried_triton_breaks(broken, told, monkeypatch):
     pytest.importorskip("torch")
     aot = pytest.importorskip("cs336_systems.attention.checks.aot")
 
-    def compile_hopper_kernel(*arguments):
+    def compile_hopper_kernel(*arguments, **options):
         if broken:
             raise ValueError("at 31:4:\n    tma.load(k_desc)\n    ^") from RuntimeError(f"{broken}\n")
         return aot.Compiled(128, 0, 0, 128, "")
