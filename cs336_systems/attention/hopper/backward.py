@@ -201,30 +201,22 @@ def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, h
             tma.store_wait(0)  # dK has left the place of dQ
         if D == 64:
             dk, dv = dk[0], dv[0]
-            for i in range(start, masked):
-                t = begun + i - first
-                k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
-                v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
-                                 num_keys, c, p, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
-                                 True)  # fmt: skip
-            for i in range(masked, query_tiles):
-                t = begun + i - first
-                k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
-                v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles,
-                                 num_keys, c, p, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, True,
-                                 True)  # fmt: skip
+            for MASKED in gl.static_range(1, -1, -1):  # first the tiles that meet the diagonal
+                for i in range(first if MASKED else masked, masked if MASKED else query_tiles):
+                    t = begun + i - first
+                    k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
+                    v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
+                    p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles, num_keys, c, p,
+                                     dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES, True, True)  # fmt: skip
             dk, dv = (dk,), (dv,)
         else:
-            for n in range(query_tiles - masked):
-                i = query_tiles - 1 - n
-                s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start, num_keys,
-                                      c, s, dk, dv, False, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
-            for n in range(query_tiles - masked, query_tiles - start):
-                i = query_tiles - 1 - n
-                s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start, num_keys,
-                                      c, s, dk, dv, True, IS_CAUSAL, G, BLOCK_M, D, STAGES, REST)  # fmt: skip
+            unmasked = query_tiles - masked
+            for MASKED in gl.static_range(2):  # first the tiles that do not
+                for n in range(unmasked if MASKED else 0, query_tiles - start if MASKED else unmasked):
+                    i = query_tiles - 1 - n
+                    s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start,
+                                          num_keys, c, s, dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES,
+                                          REST)  # fmt: skip
             if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
                 if first < query_tiles:
                     no_key_seen(
