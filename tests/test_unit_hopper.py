@@ -445,7 +445,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def launched_alone(monkeypatch):
     """Interpreted kernels wait for no others: the instructions are the GPU's."""
     if portable.INTERPRETED:
@@ -454,6 +454,7 @@ def launched_alone(monkeypatch):
 
 
 @needs_interpreter
+@pytest.mark.usefixtures("launched_alone")
 @pytest.mark.parametrize("zeroed", [False, True], ids=["nothing to add to", "zeros"])
 @pytest.mark.parametrize("one_number", [False, True], ids=["whole", "one number"])
 @pytest.mark.parametrize("d", [64, 40, 80])
@@ -491,6 +492,7 @@ def test_what_backward_starts_from(d, one_number, zeroed):
 
 
 @needs_interpreter
+@pytest.mark.usefixtures("launched_alone")
 @pytest.mark.parametrize(
     ("padded_d", "d", "transposed"), [(64, 40, False), (64, 40, True), (128, 104, False), (128, 88, False)]
 )

@@ -14,8 +14,8 @@ left. So the first queries of the next tile, and at D = 64, where shared memory 
 while the matmuls of this one run, and dK and dV leave while those of the next one run. Which tile comes next is drawn
 from a counter: a program that shares its multiprocessor with another kernel takes fewer.
 
-At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal, so that all keys of a
-head begin with the same queries, and those that wait for the first keys are behind them from the start.
+At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal: all keys of a head
+begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`).
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -37,47 +37,24 @@ from cs336_systems.attention.hopper.backward_dq import dq_warp, put_dq
 from cs336_systems.attention.hopper.backward_parts import (
     DQ_COLUMNS,
     DQ_ROWS,
+    add_tile,
     drawn,
     first_of,
+    load_queries,
     nth_of,
     scores,
-    store_dq,
     weights,
 )
 from cs336_systems.attention.hopper.backward_steps import late_dq, late_step, no_key_seen, step, zero
 from cs336_systems.attention.hopper.common import (
     WG,
     accumulators,
-    async_atomic_add,
     async_load,
     async_store,
     place,
     reinterpreted,
     store_parts,
 )
-
-
-@gluon.jit
-def _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t, BLOCK_M: gl.constexpr,
-                  D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr):  # fmt: skip
-    """Tile i of the queries, the t-th of this program."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    k_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    slot = t % STAGES
-    parity = ((t // STAGES) & 1) ^ 1
-    mbarrier.wait(q_empty.index(slot), parity)
-    mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-    async_load(q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot))
-    for which in gl.static_range(2):
-        async_load(
-            stats_desc,
-            [2 * head + which, i * BLOCK_M],
-            q_full.index(slot),
-            stats_smem.index(2 * slot + which),
-        )
-    mbarrier.wait(do_empty.index(slot), parity)
-    mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
-    async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
 
 
 @gluon.jit
@@ -90,9 +67,8 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, 
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
-    item = gl.atomic_add(
-        counters_ptr, 1, sem="relaxed"
-    )  # not program_id: programs may begin in any order, or late
+    # not program_id: programs may begin in any order, or late
+    item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     turn = 0
     t = 0
     while item < key_tiles * batch_heads:
@@ -103,8 +79,8 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, 
         first_key = tile * 2 * WG
         first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
         if first < query_tiles:  # before K and V, whose place may be taken for longer
-            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, 0, D), t,
-                          BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
+            load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, 0, D), t,
+                         BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
         mbarrier.wait(k_empty.index(slot), free)
         drawn_smem.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(k_full.index(slot), 2 * WG * D * 2)
@@ -114,8 +90,8 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, 
         for g in gl.static_range(2):
             async_load(v_desc, [b, h, first_key + g * WG, 0], v_full.index(slot), v_smem.index(2 * slot + g))
         for n in range(1, query_tiles - first):
-            _load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, n, D),
-                          t + n, BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
+            load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, n, D),
+                         t + n, BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
         t += query_tiles - first
         turn += 1
         item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
@@ -277,9 +253,7 @@ def _dq_group(dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section,
             mbarrier.arrive(ds_empty.index(slot), count=1)
             if ZEROED:
                 tma.store_wait(1)  # the addition before the last one has read its tile
-                store_dq(dq, dq_smem.index(slot))
-                fence_async_shared()
-                async_atomic_add(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
+                add_tile(dq_desc, dq, dq_smem.index(slot), head, i)
             else:
                 put_dq(dq, tiles, dq_barriers, slot, t // 2)
             t += 1

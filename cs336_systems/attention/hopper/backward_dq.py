@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from cs336_systems.attention.hopper.backward_parts import DQ_ROWS, drawn, first_of, nth_of, store_dq
-from cs336_systems.attention.hopper.common import async_atomic_add, async_store, place
+from cs336_systems.attention.hopper.backward_parts import DQ_ROWS, add_rows, drawn, first_of, nth_of, store_dq
+from cs336_systems.attention.hopper.common import async_store, place
 
 
 @gluon.jit
@@ -34,14 +34,8 @@ def put_dq(dq, tiles, dq_barriers, slot, turn):
 def _report(reported, count):
     """Says that `count` tiles can be added to: all that this warp has stored. `tma.store_wait` waits only until they
     have been read from shared memory, this until they are in global memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; // $0",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
     gl.atomic_xchg(reported, count, sem="release")
 
 
@@ -63,14 +57,13 @@ def _wait_for_report(reported, count):
 
 @gluon.jit
 def _send(dq_desc, tile, head, row, stores, WIDTH: gl.constexpr):
-    """Adds a tile of WIDTH columns to the rows of a head's sum from `row` on, or stores it there."""
-    ROWS: gl.constexpr = dq_desc.block_type.shape[1]
+    """Stores a tile of WIDTH columns in a head's sum, from `row` on, or adds it."""
     if stores:
+        ROWS: gl.constexpr = dq_desc.block_type.shape[1]
         for r in gl.static_range(0, WIDTH // 4, ROWS):
             async_store(dq_desc, [head, row + r, 0], tile.slice(r, ROWS, 1))
     else:
-        for r in gl.static_range(0, WIDTH // 4, ROWS):
-            async_atomic_add(dq_desc, [head, row + r, 0], tile.slice(r, ROWS, 1))
+        add_rows(dq_desc, tile, head, row, WIDTH)
     tma.store_wait(0)
 
 
@@ -88,7 +81,7 @@ def dq_warp(dq_desc, reports_ptr, tiles, dq_barriers, work, batch_heads, section
     t = 0
     item = drawn(work, turn, 1)
     while item < key_tiles * batch_heads:
-        mbarrier.arrive(k_empty.index(turn % BUFFERS), count=1)  # of K it has no need
+        mbarrier.arrive(k_empty.index(turn % BUFFERS), count=1)  # this warp needs no K
         tile, head = place(item, key_tiles, batch_heads, section)
         first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
         stores = (tile == 0) & (not ZEROED)

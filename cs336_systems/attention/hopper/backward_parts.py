@@ -1,4 +1,4 @@
-"""The parts of the backward kernels' steps: scores, weights, and adding to dQ.
+"""The parts of the backward kernels: loading queries, scores, weights, adding to dQ, and what comes next.
 
 `tiles` are their tiles in shared memory, `barriers` those that say which are full and which are free again.
 """
@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper.common import (
     WG,
     async_atomic_add,
+    async_load,
     exp2,
     mma_over_columns,
 )
@@ -27,17 +28,28 @@ DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
 
 
 @gluon.jit
-def scores(
-    tiles,
-    barriers,
-    k,
-    t,
-    BLOCK_M: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    REST: gl.constexpr,
-    awaited=True,
-):
+def load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t, BLOCK_M: gl.constexpr,
+                 D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr, with_do=True):  # fmt: skip
+    """Loads tile i of the queries, the t-th of this program: Q with the statistics, and dO."""
+    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    slot = t % STAGES
+    parity = ((t // STAGES) & 1) ^ 1
+    mbarrier.wait(q_empty.index(slot), parity)
+    mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+    async_load(q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot))
+    for which in gl.static_range(2):
+        at = [2 * head + which, i * BLOCK_M]
+        async_load(stats_desc, at, q_full.index(slot), stats_smem.index(2 * slot + which))
+    if with_do:
+        mbarrier.wait(do_empty.index(slot), parity)
+        mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
+        async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
+
+
+@gluon.jit
+def scores(tiles, barriers, k, t, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr,
+           awaited=True):  # fmt: skip
     """Issues Sᵀ = K Qᵀ of tile t of the queries; of whatever lies there if it is not awaited."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -51,7 +63,7 @@ def scores(
 
 @gluon.jit
 def weights(s, tiles, first_key, i, t, num_keys, c, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                      G: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            G: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Pᵀ of tile i of the queries, the t-th of this program."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
@@ -78,14 +90,20 @@ def store_dq(dq, tile):
 
 
 @gluon.jit
+def add_rows(dq_desc, tile, head, row, WIDTH: gl.constexpr):
+    """Adds a tile of WIDTH columns, in that order, to a head's sum, from `row` on."""
+    ROWS: gl.constexpr = dq_desc.block_type.shape[1]
+    for r in gl.static_range(0, WIDTH // 4, ROWS):
+        async_atomic_add(dq_desc, [head, row + r, 0], tile.slice(r, ROWS, 1))
+
+
+@gluon.jit
 def add_tile(dq_desc, dq, tile, head, index):
     """Adds a tile of dQ, the head's index-th of 64 by 64 numbers, to what other programs have added, by way of `tile`
     in shared memory."""
     store_dq(dq, tile)
     fence_async_shared()
-    ROWS: gl.constexpr = dq_desc.block_type.shape[1]
-    for r in gl.static_range(0, dq.shape[1] // 4, ROWS):
-        async_atomic_add(dq_desc, [head, index * DQ_ROWS + r, 0], tile.slice(r, ROWS, 1))
+    add_rows(dq_desc, tile, head, index * DQ_ROWS, dq.shape[1])
 
 
 @gluon.jit

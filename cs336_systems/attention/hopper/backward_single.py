@@ -16,9 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS, scores, store_dq, weights
+from cs336_systems.attention.hopper.backward_parts import (
+    DQ_COLUMNS,
+    DQ_ROWS,
+    add_tile,
+    load_queries,
+    scores,
+    weights,
+)
 from cs336_systems.attention.hopper.backward_steps import step
-from cs336_systems.attention.hopper.common import WG, async_atomic_add, async_load, async_store, place
+from cs336_systems.attention.hopper.common import WG, async_load, async_store, place
 
 
 @gluon.jit
@@ -41,19 +48,8 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, tiles, barriers, head
     if AHEAD:  # the groups issue the scores of one tile more, of zeros, also where no query sees these keys
         last = gl.maximum(first, query_tiles) + 1
     for i in range(first, last):
-        t = i - first
-        slot = t % STAGES
-        parity = ((t // STAGES) & 1) ^ 1
-        mbarrier.wait(q_empty.index(slot), parity)
-        mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        async_load(q_desc, [b, h, i * BLOCK_M, 0], q_full.index(slot), q_smem.index(slot))
-        for which in gl.static_range(2):
-            async_load(stats_desc, [2 * head + which, i * BLOCK_M], q_full.index(slot),
-                       stats_smem.index(2 * slot + which))  # fmt: skip
-        if i < query_tiles:
-            mbarrier.wait(do_empty.index(slot), parity)
-            mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
-            async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
+        load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, i - first, BLOCK_M, D, STAGES,
+                     DO_STEP, i < query_tiles)  # fmt: skip
 
 
 @gluon.jit
@@ -131,9 +127,7 @@ def _dq_group(dq_desc, tiles, barriers, batch_heads, section, key_tiles, query_t
         dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(ds_empty.index(slot), count=1)
         tma.store_wait(1)  # the addition before the last one has read its tile
-        store_dq(dq, dq_smem.index(slot))
-        fence_async_shared()
-        async_atomic_add(dq_desc, [head, i * DQ_ROWS, 0], dq_smem.index(slot))
+        add_tile(dq_desc, dq, dq_smem.index(slot), head, i)
     tma.store_wait(0)
 
 

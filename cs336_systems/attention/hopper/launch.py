@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.backward_single import single_keys_kernel
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
+from cs336_systems.attention.hopper.workspace import Workspace
 from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
 from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
@@ -92,9 +92,8 @@ class Backward:
             raise ValueError("persistent=True is allowed with ahead=dq_group and k_registers=False only")
         if self.ahead and not self.dq_group:
             raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
-        if (
-            self.ahead or self.persistent
-        ) and self.stages < 2:  # it would wait for a tile in a slot that it still occupies
+        # they would wait for a tile in a slot that they still occupy
+        if (self.ahead or self.persistent) and self.stages < 2:
             raise ValueError(
                 f"ahead={self.ahead}, persistent={self.persistent} with stages={self.stages}; allowed: 2 and more"
             )
@@ -304,50 +303,6 @@ def launch_forward(
 
 
 # ------------------------------------------------------------------------------------------------ backward
-@dataclass(frozen=True)
-class Workspace:
-    """What the three kernels share, one behind the other in one fp32 buffer, since allocating three costs the host
-    more: two statistics per row, the accumulator of dQ, the backward kernel's counters (int32), and in 16 bits a tile
-    of a dO that is an expanded scalar."""
-
-    stats: tuple[int, int]
-    dq_sum: tuple[int, int, int]
-    counters: int
-    tile: tuple[int, int, int, int] | None
-
-    @functools.cached_property
-    def _starts(self) -> tuple[int, int, int, int]:
-        """Where the second and the others begin, and the end, in fp32 elements. TMA reads the tile: 16 bytes."""
-        dq_sum = math.prod(self.stats)
-        counters = dq_sum + math.prod(self.dq_sum)
-        tile = counters + triton.cdiv(self.counters, 4) * 4
-        return dq_sum, counters, tile, tile + (math.prod(self.tile) // 2 if self.tile else 0)
-
-    @property
-    def numbers(self) -> int:
-        """The buffer's length in fp32 elements."""
-        return self._starts[-1]
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """The buffer, (numbers,) in fp32, not initialized."""
-        return torch.empty(self.numbers, device=device, dtype=torch.float32)
-
-    def addresses(self, start: int) -> tuple[int, int, int, int]:
-        """The four in a buffer at `start`, in bytes; without a tile the last is where the buffer ends."""
-        dq_sum, counters, tile, _ = self._starts
-        return start, start + 4 * dq_sum, start + 4 * counters, start + 4 * tile
-
-    def tensors(
-        self, buffer: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The four as views of the buffer in their shapes: fp32, fp32, int32, and the tile, if there is one, in
-        `dtype`."""
-        dq_sum, counters, tile, _ = self._starts
-        of_tile = buffer[tile:].view(dtype).view(self.tile) if self.tile else None
-        stats, sums = buffer[:dq_sum].view(self.stats), buffer[dq_sum:counters].view(self.dq_sum)
-        return stats, sums, buffer[counters:tile].view(torch.int32), of_tile
-
-
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, config: Backward | None = None,
@@ -407,8 +362,9 @@ def launch_backward(
     )
     stats, dq_sum, counters, do_tile = workspace.tensors(workspace.empty(device), dtype)
     do_tile = do if do_tile is None else do_tile
-    arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile)
-    arguments |= dict(counters_ptr=counters)
+    arguments = dict(
+        o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile, counters_ptr=counters
+    )  # fmt: skip
     arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
@@ -429,11 +385,12 @@ def launch_backward(
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
     if few:
         kernel, options["maxnreg"] = few_queries_kernel, FEW_REGISTERS[d][query_tiles - 1]
+    # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
+    section = _section(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, heads=heads, batch_heads=batch_heads,
-        section=_section(batch_heads, 8 * num_queries * d, not zeroed and d == 64), key_tiles=key_tiles,
-        query_tiles=query_tiles,
-        num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d,
+        counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
+        query_tiles=query_tiles, num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal,
+        BLOCK_M=block_m, TILES=query_tiles, D=d,
         STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip
