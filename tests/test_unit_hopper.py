@@ -77,6 +77,8 @@ def test_configurations_that_would_hang_or_be_wrong_are_refused():
         hopper.Backward(64, 2, False, True)
     with pytest.raises(ValueError, match=r"alone=True with groups=3; .* groups=1 and 2 only"):
         hopper.Forward(3, 128, 2, False, alone=True)
+    with pytest.raises(ValueError, match="alone=True, groups=1 with block_n=128; allowed: 64"):
+        hopper.Forward(1, 128, 2, False, alone=True)
     with pytest.raises(ValueError, match="alone=True with stages=1; allowed: 2 and more"):
         hopper.Forward(2, 64, 1, False, alone=True)
     for persistent in (
@@ -701,8 +703,10 @@ def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkey
     """As if the GPU had one multiprocessor, three, or all: shapes as small as these would leave a tile for each."""
     monkeypatch.setattr(portable, "_remembered", {})
     monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if zeroed else 2**30))
+    monkeypatch.setattr(hopper, "CHAINS", 0.01)
     two, three = hopper.Forward(2, 128, 2, False), hopper.Forward(3, 128, 2, False)
-    for multiprocessors, forward in ((1, two), (3, three), (1000, two)):
+    alone = hopper.FORWARD_OF_SHORT[d]  # chains of three or four tiles, and of one
+    for multiprocessors, forward in ((1, two), (3, three), (3, alone), (100_000, alone)):
         monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
         portable._remembered.clear()
         for batch, heads, num_queries, num_keys in (

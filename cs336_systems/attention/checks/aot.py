@@ -118,6 +118,7 @@ def compile_hopper_kernel(
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
     from cs336_systems.attention.hopper.backward_single import single_keys_kernel
     from cs336_systems.attention.hopper.forward import forward_kernel
+    from cs336_systems.attention.hopper.forward_alone import alone_kernel
     from cs336_systems.attention.hopper.launch import (
         FEW_REGISTERS,
         GROUP,
@@ -139,7 +140,7 @@ def compile_hopper_kernel(
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
-        function = forward_kernel
+        function = alone_kernel if config.alone and config.groups == 1 else forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
@@ -147,6 +148,7 @@ def compile_hopper_kernel(
             ALONE=config.alone, PERSISTENT=config.persistent(is_causal, columns),
             REGISTERS=config.registers or 0,
         )  # fmt: skip
+        constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:
             options["maxnreg"] = config.registers
     else:

@@ -1,9 +1,9 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; programs of one group or
-two can do without (ALONE): the registers of the producer's warps go to theirs, or to one more program. A PERSISTENT
-program takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of this one
-run.
+another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; two groups can do without
+(ALONE): the registers of the producer's warps go to theirs (`forward_alone` has programs of one group that do). A
+PERSISTENT program takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of
+this one run.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -78,22 +78,10 @@ def _load_values(v_desc, tiles, barriers, b, h, begun, t, first_key, STAGES: gl.
     """Tile t − 1 of V, `first_key` being that of tile t of K."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
-    V_TILES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[3]
     at = [b, h, first_key + BLOCK_N, 0]
     slot = begun + t
-    async_load(v_desc, at, full.index(slot % STAGES), v_smem.index(slot % V_TILES), pred=t > 0)
-
-
-@gluon.jit
-def _load_own(loads, tiles, barriers, heads, head, t, steps, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    """A group's own load of tile t of K, or of tile t − 1 of V; none past the last one."""
-    if t <= steps:
-        first_key = (steps - 1 - t) * tiles[1].shape[3]
-        if KEYS:
-            _load_keys(loads[1], tiles, barriers, head // heads, head % heads, 0, t, first_key, steps, STAGES)
-        else:
-            _load_values(loads[2], tiles, barriers, head // heads, head % heads, 0, t, first_key, STAGES)
+    async_load(v_desc, at, full.index(slot % STAGES), v_smem.index(slot % STAGES), pred=t > 0)
 
 
 @gluon.jit
@@ -107,20 +95,13 @@ def _load_both(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constex
 
 
 @gluon.jit
-def _free(loads, tiles, barriers, heads, head, t, steps, FIRST: gl.constexpr, GROUPS: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    """Tile t of K has been read, and, unless it is the FIRST, tile t − 1 of V: a producer may load others in their
-    place. Without one, this group does. Alone, it has a place for one tile of V only, so that the next may follow;
-    with another, it loads in place of tile t − 1, which that one has mostly read by now."""
-    if GROUPS == 1 and len(loads) > 0:
-        if not FIRST:
-            _load_own(loads, tiles, barriers, heads, head, t + 1, steps, False, STAGES)
-        _load_own(loads, tiles, barriers, heads, head, t + STAGES, steps, True, STAGES)
-    else:
-        mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
-        if len(loads) > 0:  # noqa: SIM102 (known at compile time, the next one is not)
-            if t > 0:
-                _load_both(loads, tiles, barriers, heads, head, t - 1 + STAGES, steps, STAGES)
+def _free(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
+    """Tile t of K has been read, and tile t − 1 of V: a producer may load others in their place. Without one, the group
+    that loads does so in place of the tiles before, which the other group has read by now."""
+    mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
+    if len(loads) > 0:  # noqa: SIM102 (known at compile time, the next one is not)
+        if t > 0:
+            _load_both(loads, tiles, barriers, heads, head, t - 1 + STAGES, steps, STAGES)
 
 
 @gluon.jit
@@ -178,7 +159,6 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
-    V_TILES: gl.constexpr = v_smem.shape[0]
     DTYPE: gl.constexpr = q_smem.dtype
 
     first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
@@ -193,12 +173,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             async_load(loads[0], [head // heads, head % heads, first_of_tile + g * WG, 0], q_full.index(g),
                        q_smem.index(g))  # fmt: skip
         for i in gl.static_range(STAGES):
-            if GROUPS == 1:
-                _load_own(loads, tiles, barriers, heads, head, i, steps, True, STAGES)
-            else:
-                _load_both(loads, tiles, barriers, heads, head, i, all_steps, STAGES)
-        if GROUPS == 1:
-            _load_own(loads, tiles, barriers, heads, head, 1, steps, False, STAGES)
+            _load_both(loads, tiles, barriers, heads, head, i, all_steps, STAGES)
     t = begun
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
@@ -216,7 +191,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     k = k_smem.index(slot).reshape([BLOCK_N, D])
     s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
-    _free(loads, tiles, barriers, heads, head, t, all_steps, True, GROUPS, STAGES)
+    _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
     keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     seen = (keys < num_keys)[None, :]
     if IS_CAUSAL:
@@ -232,7 +207,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
         slot = t % STAGES
         parity = (t // STAGES) & 1
         k = k_smem.index(slot).reshape([BLOCK_N, D])
-        v = v_smem.index(t % V_TILES).reshape([BLOCK_N, D])
+        v = v_smem.index(t % STAGES).reshape([BLOCK_N, D])
         mbarrier.wait(full.index(slot), parity)
         if OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
@@ -242,7 +217,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            _free(loads, tiles, barriers, heads, head, t, all_steps, False, GROUPS, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -250,7 +225,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _free(loads, tiles, barriers, heads, head, t, all_steps, False, GROUPS, STAGES)
+            _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
             row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
@@ -259,7 +234,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     t += 1
     slot = t % STAGES
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    v = v_smem.index(t % V_TILES).reshape([BLOCK_N, D])
+    v = v_smem.index(t % STAGES).reshape([BLOCK_N, D])
     acc = [mma_of_part(p, v, x) for x in acc]
     logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
     gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
@@ -311,9 +286,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     else:
         o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(
-        dtype, [1 if ALONE and GROUPS == 1 else STAGES, 1, 1, BLOCK_N, D], v_desc.layout
-    )
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -343,7 +316,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
-    elif ALONE and GROUPS == 2:
+    elif ALONE:
         gl.warp_specialize([
             (_forward_group, ((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section,
                               row_tiles, num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
@@ -351,10 +324,6 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
         ], [4], [REGISTERS])  # fmt: skip
-    elif ALONE:
-        _forward_group((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles,
-                       num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                       PERSISTENT)  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([

@@ -14,6 +14,7 @@ from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.backward_single import single_keys_kernel
 from cs336_systems.attention.hopper.forward import forward_kernel
+from cs336_systems.attention.hopper.forward_alone import alone_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.hopper.workspace import Workspace
 from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
@@ -49,6 +50,8 @@ class Forward:
     def __post_init__(self) -> None:
         if self.alone and self.groups == 3:
             raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
+        if self.alone and self.groups == 1 and self.block_n != GROUP:  # O leaves from the place of V
+            raise ValueError(f"alone=True, groups=1 with block_n={self.block_n}; allowed: {GROUP}")
         if self.alone and self.stages < 2:  # a tile is loaded while the one before is read
             raise ValueError(f"alone=True with stages={self.stages}; allowed: 2 and more")
         if self.groups not in (1, 2, 3):
@@ -123,7 +126,7 @@ FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
 FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
-    128: Forward(1, 64, 2, True, alone=True),
+    128: Forward(1, 64, 2, True, programs=3, alone=True),
 }  # fmt: skip
 # the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
 _PAIRED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -134,6 +137,10 @@ FORWARD_TABLES = (
     FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_PAIRS
 )  # fmt: skip
 AT_ONCE, LONG_PROGRAMS = 4, 3
+CHAINS, LONGEST_CHAIN = (
+    4,
+    4,
+)  # chains that a place for a program of one group alone gets at least, and their tiles
 PAIRS, SHORT, LONG = 448, 768, 1536
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
@@ -286,18 +293,24 @@ def launch_forward(
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
-    arguments = dict(
+    kernel, programs, chain = forward_kernel, row_tiles * batch * heads, 1
+    if config.alone and config.groups == 1:
+        slots = config.programs * multiprocessors_of(q.get_device())
+        kernel, chain = alone_kernel, max(1, min(LONGEST_CHAIN, int(programs / (CHAINS * slots))))
+        chain = triton.cdiv(row_tiles, triton.cdiv(row_tiles, chain))  # of one length, nearly
+        programs = triton.cdiv(row_tiles, chain) * batch * heads
+    elif persistent:
+        programs = min(programs, multiprocessors_of(q.get_device()))
+    values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
-        num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, IS_CAUSAL=is_causal, GROUPS=config.groups,
+        num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
         REST=rest_of(head_dim), PERSISTENT=persistent, REGISTERS=config.registers or 0, num_warps=4,
     )  # fmt: skip
+    arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     options = {} if config.registers is None else {"maxnreg": config.registers}
-    programs = row_tiles * batch * heads
-    if persistent:
-        programs = min(programs, multiprocessors_of(q.get_device()))
-    plan = first_launch(forward_kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
+    plan = first_launch(kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
     remember(key, [plan])
     return o, logsumexp
 
