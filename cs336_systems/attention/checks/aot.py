@@ -157,7 +157,7 @@ def compile_hopper_kernel(
         rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (block_m, block_n, GROUP))
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
-            dq_desc=descriptor(1, *dq_tile(rest), of="fp32", swizzled=False),
+            dq_desc=descriptor(1, *dq_tile(rest, few), of="fp32", swizzled=False),
             stats_desc=descriptor(1, block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
         )  # fmt: skip
         constants["DO_STEP"] = 1

@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS, add_tile, weights
+from cs336_systems.attention.hopper.backward_parts import weights
 from cs336_systems.attention.hopper.common import (
     WG,
     accumulators,
+    async_atomic_add,
     async_load,
     async_store,
     mma_of_part,
@@ -44,9 +45,26 @@ def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     return warpgroup_mma(ds.permute((1, 0)), k.slice(FIRST, WIDTH, 1), empty, use_acc=False, is_async=True)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_keys"])
+@gluon.jit
+def _add_queries(dq_desc, dq, tile, head, first_part, queries):
+    """Adds the first `queries` of 64 rows of dQ, or some more, to a head's sum, by way of `tile` in shared memory. A
+    warp holds 16 rows: its numbers lie together in the tile, and only if some of them are needed are they added."""
+    WIDTH: gl.constexpr = dq.shape[1]
+    # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
+    of_warps = dq.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    tile.slice(0, WIDTH // 8, 2).store(of_warps.reshape([1, 4, WIDTH // 8, 128]))
+    fence_async_shared()
+    PARTS: gl.constexpr = dq_desc.block_type.shape[2]
+    for warp in gl.static_range(4):
+        if warp * 16 < queries:
+            for part in gl.static_range(0, WIDTH // 8, PARTS):
+                at = [head, warp, first_part + part, 0]
+                async_atomic_add(dq_desc, at, tile.slice(warp, 1, 1).slice(part, PARTS, 2))
+
+
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_queries", "num_keys"])
 def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
-                       section, key_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr, TILES: gl.constexpr,
+                       section, key_tiles, num_queries, num_keys, c, scale, IS_CAUSAL: gl.constexpr, TILES: gl.constexpr,
                        D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one head, and their part of dQ of TILES · 64 queries.
@@ -59,7 +77,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], v_desc.layout)
     ds_smem = gl.allocate_shared_memory(dtype, [WG, WG], gl.NVMMASharedLayout(128, 16, 2))
     # 64 rows of Q and dO in 16 bits take as much as theirs of dQ in fp32
-    dq_smem = gl.allocate_shared_memory(gl.float32, [TILES * HALVES, 1, DQ_ROWS, DQ_COLUMNS], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [TILES * HALVES, 1, 4, 8, 128], dq_desc.layout)
     rows_smem = reinterpreted(dq_smem, dtype, [2 * TILES, 1, 1, WG, D], q_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * TILES, 1, WG], stats_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * TILES, 1], mbarrier.MBarrierLayout())
@@ -116,11 +134,12 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         dk = [mma_of_part(ds, q, x) for x in dk]
         dq = _part_of_dq(ds_smem, k, 0, 64)
         dk, dq = wait_for_both(0, dk, dq)
-        add_tile(dq_desc, dq, dq_smem.index(i * HALVES), head, i * HALVES)
+        queries = num_queries - i * WG
+        _add_queries(dq_desc, dq, dq_smem.index(i * HALVES), head, i * HALVES * 8, queries)
         if HALVES == 2:
             dq = _part_of_dq(ds_smem, k, 64, REST if REST else 64)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_tile(dq_desc, dq, dq_smem.index(i * HALVES + 1), head, i * HALVES + 1)
+            _add_queries(dq_desc, dq, dq_smem.index(i * HALVES + 1), head, (i * HALVES + 1) * 8, queries)
 
     store_parts([x * scale for x in dk], k)
     fence_async_shared()

@@ -195,8 +195,11 @@ def columns_of(head_dim: int) -> int:
     return 64 + rest if rest else padded(head_dim)
 
 
-def dq_tile(rest: int) -> tuple[int, int]:
-    """What TMA adds to dQ at once: 64 rows of 64 columns, in other order, or of a part's rest."""
+def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
+    """What TMA adds to a head's dQ at once: 64 rows of 64 columns, in other order, or of a part's rest; of few queries
+    a warp's 16 rows of them."""
+    if few:
+        return 1, (rest or 64) // 8, 128
     return DQ_ROWS.value * (rest or 64) // 64, DQ_COLUMNS.value
 
 
@@ -389,7 +392,9 @@ def launch_backward(
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
         descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
-        descriptor(dq_sum, 1, *dq_tile(rest), swizzled=False),
+        # of 64 queries and 8 columns four warps have 128 numbers each
+        descriptor(dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum, 1, *dq_tile(rest, few),
+                   swizzled=False),
         descriptor(stats, 1, block_m, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
@@ -402,7 +407,7 @@ def launch_backward(
     section = _section(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
         counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
-        query_tiles=query_tiles, num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal,
+        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal,
         BLOCK_M=block_m, TILES=query_tiles, D=d,
         STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
