@@ -64,8 +64,8 @@ def _add_queries(dq_desc, dq, tile, head, first_part, queries):
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_queries", "num_keys"])
 def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
-                       section, key_tiles, num_queries, num_keys, c, scale, IS_CAUSAL: gl.constexpr, TILES: gl.constexpr,
-                       D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
+                       section, key_tiles, num_queries, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
+                       TILES: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one head, and their part of dQ of TILES · 64 queries.
     Grid: (key_tiles · batch_heads,)."""

@@ -118,7 +118,8 @@ class Backward:
 # by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many
 # keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer (with a mask PAIRS to
 # SHORT), in between, LONG and more. But those that see more than SHORT have one of their own where a multiprocessor
-# gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG
+# gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG, and without a mask at
+# 128 columns, where two groups that overlap do so in persistent programs
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 _PAIR = Forward(2, 64, 2, False, programs=2, alone=True)
@@ -131,17 +132,16 @@ FORWARD_OF_SHORT = {
 # the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
 _PAIRED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 FORWARD_OF_PAIRS = FORWARD_OF_SHORT | ({80: _PAIR, 96: _PAIR} if _PAIRED else {})
-FORWARD_OF_MANY = {64: FORWARD_OF_SHORT[64], 80: _TWO, 96: _TWO, 128: _TWO}
+FORWARD_OF_MANY = FORWARD_OF_SHORT | {80: _TWO, 96: _TWO}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = (
     FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_PAIRS
 )  # fmt: skip
 AT_ONCE, LONG_PROGRAMS = 4, 3
-CHAINS, LONGEST_CHAIN = (
-    4,
-    4,
-)  # chains that a place for a program of one group alone gets at least, and their tiles
 PAIRS, SHORT, LONG = 448, 768, 1536
+# a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
+# program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
+CHAIN, CHAINED, CHAINS = 2, 256, 4
 _PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
 # queries up to which the backward kernel does without zeros to add to: the longer the rows, the less of the time goes
@@ -203,6 +203,11 @@ def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
     return DQ_ROWS.value * (rest or 64) // 64, DQ_COLUMNS.value
 
 
+def seen_keys(num_queries: int, num_keys: int, is_causal: bool) -> int:
+    """How many keys a query sees on average, nearly."""
+    return min(num_queries, num_keys) // 2 if is_causal else num_keys
+
+
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
@@ -214,12 +219,12 @@ def forward_config(
     few, at_once, short, many, long, pair = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
-    seen = min(num_queries, num_keys) // 2 if is_causal else num_keys
+    seen = seen_keys(num_queries, num_keys, is_causal)
     if is_causal and seen > PAIRS:
         short = pair
     if seen <= SHORT:
         config = short
-    elif batch_heads * groups <= AT_ONCE * multiprocessors:
+    elif batch_heads * groups <= AT_ONCE * multiprocessors or (columns == 128 and not is_causal):
         config = at_once
     elif seen < LONG:
         config = many
@@ -298,9 +303,9 @@ def launch_forward(
     )  # fmt: skip
     kernel, programs, chain = forward_kernel, row_tiles * batch * heads, 1
     if config.alone and config.groups == 1:
-        slots = config.programs * multiprocessors_of(q.get_device())
-        kernel, chain = alone_kernel, max(1, min(LONGEST_CHAIN, int(programs / (CHAINS * slots))))
-        chain = triton.cdiv(row_tiles, triton.cdiv(row_tiles, chain))  # of one length, nearly
+        kernel, places = alone_kernel, config.programs * multiprocessors_of(q.get_device())
+        if seen_keys(num_queries, num_keys, is_causal) <= CHAINED and programs >= CHAIN * CHAINS * places:
+            chain = CHAIN
         programs = triton.cdiv(row_tiles, chain) * batch * heads
     elif persistent:
         programs = min(programs, multiprocessors_of(q.get_device()))
@@ -407,9 +412,9 @@ def launch_backward(
     section = _section(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
         counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
-        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, c=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal,
-        BLOCK_M=block_m, TILES=query_tiles, D=d,
-        STAGES=settings.stages, DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
+        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, c=scale * LOG2_E, scale=scale,
+        IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d, STAGES=settings.stages,
+        DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
         K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
