@@ -338,7 +338,8 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
         (768, 512, 512, 128, True, short), (768, 1023, 4096, 128, True, short), (768, 4096, 300, 96, False, short),
         (768, 512, 512, 128, False, short), (768, 1536, 1536, 96, True, pair), (768, 896, 896, 80, True, short),
         (768, 1024, 1024, 64, True, many),
-        (768, 1024, 1024, 128, False, many), (768, 2048, 2048, 96, True, many), (768, 2048, 2048, 128, False, long),
+        (768, 1024, 1024, 128, False, at_once), (768, 2048, 2048, 96, True, many), (768, 2048, 2048, 128, True, many),
+        (768, 2048, 2048, 128, False, at_once), (768, 3072, 3072, 128, True, long),
         (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long), (18, 4096, 1535, 64, False, many),
         # all fit at once, or are not so many that larger ones are worth it
         (1, 16384, 16384, 64, True, at_once), (16, 1024, 1024, 128, False, at_once),
@@ -350,7 +351,7 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
     ):  # fmt: skip
         config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
         assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d)
-    assert len({table[64] for table in TABLES}) == 4 and len({table[128] for table in TABLES}) == 5
+    assert len({table[64] for table in TABLES}) == 4 and len({table[128] for table in TABLES}) == 4
 
 
 def test_few_queries_and_many_keys():

@@ -231,7 +231,8 @@ def forward_config(
     else:
         programs = batch_heads * triton.cdiv(groups, long.groups)
         config = long if programs >= LONG_PROGRAMS * multiprocessors else at_once
-    return config if triton.cdiv(groups, config.groups) * config.groups <= _PADDING * groups else short
+    fits = lambda x: triton.cdiv(groups, x.groups) * x.groups <= _PADDING * groups
+    return next(filter(fits, (config, long, short)))
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:
