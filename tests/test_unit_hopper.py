@@ -14,7 +14,7 @@ import triton
 
 from cs336_systems.attention import attention, available, flash_triton
 from cs336_systems.attention.available import hopper_reason
-from cs336_systems.attention.hopper import backward_ends, tma
+from cs336_systems.attention.hopper import backward_ends, configs, tma
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import launch as portable
@@ -33,7 +33,7 @@ def name(value):
     return str(value).removeprefix("torch.").replace(", ", "x")
 
 
-TABLES = hopper.FORWARD_TABLES
+TABLES = configs.FORWARD_TABLES
 
 
 # --------------------------------------------------------------------------------- what they take
@@ -556,7 +556,7 @@ PROGRAMS = list(dict.fromkeys(
 
 def much_like_another(kernel, d, config):
     """Left to `make test-table`: what differs from 128 columns by its parts only, and what is for few programs."""
-    return d in (80, 96) or config is hopper.FORWARD[d]
+    return d in (80, 96) or config is configs.FORWARD[d]
 
 
 @pytest.mark.versions
@@ -640,11 +640,11 @@ def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, back
     `largest`. `forward` and `backward`: other configurations than the tables'."""
     exact = exact_attention(q, k, v, grad_o, is_causal)
     results = []
-    for launcher, configs in ((hopper, (forward, backward)), (portable, (None, None))):
+    for launcher, chosen in ((hopper, (forward, backward)), (portable, (None, None))):
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, q, k, v)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
-        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, configs[0])
-        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, configs[1])
+        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen[0])
+        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, chosen[1])
         results.append((o, logsumexp, grads))
     (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
     torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
@@ -707,7 +707,7 @@ def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkey
     for name, value in (("CHAIN", 3), ("CHAINED", 2**30), ("CHAINS", 0.01)):
         monkeypatch.setattr(hopper, name, value)
     two, three = hopper.Forward(2, 128, 2, False), hopper.Forward(3, 128, 2, False)
-    alone = hopper.FORWARD_OF_SHORT[d]  # chains of three tiles and of what is left, and single ones
+    alone = configs.FORWARD_OF_SHORT[d]  # chains of three tiles and of what is left, and single ones
     for multiprocessors, forward in ((1, two), (3, three), (3, alone), (100_000, alone)):
         monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
         portable._remembered.clear()

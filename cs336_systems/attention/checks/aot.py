@@ -24,7 +24,7 @@ from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, option
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.hopper.launch import Backward, Forward
+    from cs336_systems.attention.hopper.configs import Backward, Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -117,17 +117,17 @@ def compile_hopper_kernel(
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
     from cs336_systems.attention.hopper.backward_single import single_keys_kernel
-    from cs336_systems.attention.hopper.forward import forward_kernel
-    from cs336_systems.attention.hopper.forward_alone import alone_kernel
-    from cs336_systems.attention.hopper.launch import (
+    from cs336_systems.attention.hopper.configs import (
         FEW_REGISTERS,
         GROUP,
-        KEYS,
         columns_of,
         dq_tile,
         padded,
         rest_of,
     )
+    from cs336_systems.attention.hopper.forward import forward_kernel
+    from cs336_systems.attention.hopper.forward_alone import alone_kernel
+    from cs336_systems.attention.hopper.launch import KEYS
     from cs336_systems.attention.hopper.tma import shared_layout
 
     def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
@@ -188,7 +188,7 @@ def hopper_refused() -> str | None:
     """What this version of triton has against the kernels of `hopper`; None where it compiles them well. Takes half a
     minute."""
     try:
-        from cs336_systems.attention.hopper.launch import BACKWARD, FORWARD, FORWARD_OF_SHORT
+        from cs336_systems.attention.hopper.configs import BACKWARD, FORWARD, FORWARD_OF_SHORT
 
         few = dict.fromkeys((64, 128), 1)
         tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD, few)

@@ -37,7 +37,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+def key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many tiles of keys the queries [first_query, first_query + num_queries_seen) need."""
     tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
     if IS_CAUSAL:
@@ -46,7 +46,7 @@ def _key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr,
 
 
 @gluon.jit
-def _softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
+def softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
     """Algorithm 1, lines 8 to 9, of one tile: new maximum, factor that rescales older sums, new sum, P as an
     operand."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
@@ -119,7 +119,7 @@ def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done,
             mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
         mbarrier.expect(q_full.index(g), WG * D * 2)
         async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
-    steps = _key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    steps = key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):
         slot = (begun + t) % STAGES
         first_key = (steps - 1 - t) * BLOCK_N
@@ -164,8 +164,8 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
     first_query = first_of_tile + G * WG
     queries = first_query + gl.arange(0, WG, s_rows)
-    all_steps = _key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
-    steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
+    all_steps = key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
 
     if len(loads) > 0:
         for g in gl.static_range(GROUPS):
@@ -213,7 +213,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(PARTS, deps=(s,))
-            row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
+            row_max, row_sum, alpha, new_p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
@@ -226,7 +226,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
-            row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
+            row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
         acc = [times_rows(x, alpha) for x in acc]
 
     if done is not None:

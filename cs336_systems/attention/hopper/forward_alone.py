@@ -30,7 +30,7 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward import LN_2, _key_tiles, _softmax_step
+from cs336_systems.attention.hopper.forward import LN_2, key_tiles, softmax_step
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest
     tiles = gl.minimum(row_tiles - which * chain, chain)
     begun = 0
-    steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
+    steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
     _load_queries(q_desc, q_smem, q_full, b, h, first_query)
     for i in gl.static_range(STAGES):
         _load_keys(k_desc, k_smem, k_full, b, h, 0, i, steps)
@@ -134,7 +134,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
                 s = mma_over_columns(q, k, zeros, REST)
                 acc = [mma_of_part(p, v, x) for x in acc]
                 s = warpgroup_mma_wait(PARTS, deps=(s,))
-                row_max, row_sum, alpha, new_p = _softmax_step(s, row_max, row_sum, c, p_layout, dtype)
+                row_max, row_sum, alpha, new_p = softmax_step(s, row_max, row_sum, c, p_layout, dtype)
                 # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
                 mbarrier.wait(k_full.index(slot), parity)
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
@@ -147,7 +147,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
                 acc, s = wait_for_both(0, acc, s)
                 _load_values(v_desc, v_smem, v_full, b, h, t, steps)
                 _load_keys(k_desc, k_smem, k_full, b, h, begun, t + STAGES, steps)
-                row_max, row_sum, alpha, p = _softmax_step(s, row_max, row_sum, c, p_layout, dtype)
+                row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, dtype)
             acc = [times_rows(x, alpha) for x in acc]
 
         # Q and K have been read
@@ -156,7 +156,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         begun += steps
         next_steps = 0
         if done + 1 < tiles:
-            next_steps = _key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
+            next_steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
             _load_queries(q_desc, q_smem, q_full, b, h, first_query)
             for i in gl.static_range(STAGES):
                 _load_keys(k_desc, k_smem, k_full, b, h, begun, i, next_steps)

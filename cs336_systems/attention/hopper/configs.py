@@ -1,0 +1,186 @@
+"""How the Hopper kernels can be configured, and the rule that chooses: tiles, groups and programs of a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
+from cs336_systems.attention.triton.tiles import CROSS
+
+GROUP = 64  # queries or keys of a warpgroup
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that the kernels compute with."""
+    return 64 if head_dim <= 64 else 128
+
+
+def rest_of(head_dim: int) -> int:
+    """Columns past the first 64 that the kernels compute with; 0 where that is all of them (see `common`)."""
+    return next((rest for rest in (16, 32) if 64 < head_dim <= 64 + rest), 0)
+
+
+def columns_of(head_dim: int) -> int:
+    """The columns that matmuls compute with: 64, 80, 96 or 128."""
+    rest = rest_of(head_dim)
+    return 64 + rest if rest else padded(head_dim)
+
+
+def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
+    """What TMA adds to a head's dQ at once: 64 rows of 64 columns, in other order, or of a part's rest; of few queries
+    a warp's 16 rows of them."""
+    if few:
+        return 1, (rest or 64) // 8, 128
+    return DQ_ROWS.value * (rest or 64) // 64, DQ_COLUMNS.value
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
+    the matmul of the previous one within a group. programs: how many of one group, or alone, a multiprocessor is to
+    hold. alone: one group or two load their tiles themselves, without a producer's warps beside them."""
+
+    groups: int
+    block_n: int
+    stages: int
+    overlap: bool
+    programs: int = 2
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.alone and self.groups == 3:
+            raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
+        if self.alone and self.groups == 1 and self.block_n != GROUP:  # O leaves from the place of V
+            raise ValueError(f"alone=True, groups=1 with block_n={self.block_n}; allowed: {GROUP}")
+        if self.alone and self.stages < 2:  # a tile is loaded while the one before is read
+            raise ValueError(f"alone=True with stages={self.stages}; allowed: 2 and more")
+        if self.groups not in (1, 2, 3):
+            raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
+        # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
+        if self.block_n not in (GROUP, 2 * GROUP, 4 * GROUP):
+            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP}, {2 * GROUP}, {4 * GROUP}")
+
+    @property
+    def registers(self) -> int | None:
+        """Registers per thread on average, where several programs are to fit a multiprocessor."""
+        if self.groups > 1 and not self.alone:
+            return None
+        threads = 128 * self.groups if self.alone else 256
+        return min(248, 65536 // (threads * self.programs) // 8 * 8)
+
+    def persistent(self, is_causal: bool, head_dim: int) -> bool:
+        """Whether a program to a multiprocessor takes tiles of queries one after another: those of several groups
+        and a producer, without a mask, where all tiles have the same work. Three groups of 128 columns leave no
+        registers for it."""
+        return not (is_causal or self.alone) and (
+            self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
+        )
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead (with dq_group only): a
+    tile's P is computed beside the last matmuls of the previous tile. k_registers: K is read from registers.
+    persistent: a program to a multiprocessor takes tiles of keys one after another; else there is one for each."""
+
+    block_m: int
+    stages: int
+    dq_group: bool = False
+    ahead: bool = False
+    k_registers: bool = False
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.persistent and (self.ahead != self.dq_group or self.k_registers):
+            raise ValueError("persistent=True is allowed with ahead=dq_group and k_registers=False only")
+        if self.ahead and not self.dq_group:
+            raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
+        # they would wait for a tile in a slot that they still occupy
+        if (self.ahead or self.persistent) and self.stages < 2:
+            raise ValueError(
+                f"ahead={self.ahead}, persistent={self.persistent} with stages={self.stages}; allowed: 2 and more"
+            )
+
+    def check(self, d: int) -> None:
+        """ValueError where groups could not share the work of a padded head dimension d so, or no kernel does."""
+        allowed = {
+            64: {(64, True, True), (64, True, False), (128, False, False)},
+            128: {(64, False, True)},
+        }[d]
+        if (self.block_m, self.dq_group, self.persistent) not in allowed:
+            text = "block_m={}, dq_group={}, persistent={}".format
+            raise ValueError(
+                f"{text(self.block_m, self.dq_group, self.persistent)} for a head dimension padded to {d}; allowed: "
+                + " or ".join(text(*each) for each in sorted(allowed))
+            )
+
+
+# by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many
+# keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer (with a mask PAIRS to
+# SHORT), in between, LONG and more. But those that see more than SHORT have one of their own where a multiprocessor
+# gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG, and without a mask at
+# 128 columns, where two groups that overlap do so in persistent programs
+_ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
+_ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
+_PAIR = Forward(2, 64, 2, False, programs=2, alone=True)
+FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
+FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
+FORWARD_OF_SHORT = {
+    64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
+    128: Forward(1, 64, 2, True, programs=3, alone=True),
+}  # fmt: skip
+# the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
+_PAIRED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+FORWARD_OF_PAIRS = FORWARD_OF_SHORT | ({80: _PAIR, 96: _PAIR} if _PAIRED else {})
+FORWARD_OF_MANY = FORWARD_OF_SHORT | {80: _TWO, 96: _TWO}
+FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
+FORWARD_TABLES = (
+    FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_PAIRS
+)  # fmt: skip
+AT_ONCE, LONG_PROGRAMS = 4, 3
+PAIRS, SHORT, LONG = 448, 768, 1536
+_PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
+BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
+# of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
+# two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
+FEW_REGISTERS = {64: (128, 168), 128: (168,)}
+
+
+def seen_keys(num_queries: int, num_keys: int, is_causal: bool) -> int:
+    """How many keys a query sees on average, nearly."""
+    return min(num_queries, num_keys) // 2 if is_causal else num_keys
+
+
+def forward_config(
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
+) -> Forward:
+    """Small programs, two to four of which fit a multiprocessor, where rows are short and there are many: one begins or
+    ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, and where no
+    program waits to begin when another ends; not where too many of their rows would lie past the last query. A rule
+    made from times of an H100 and an H200."""
+    columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
+    few, at_once, short, many, long, pair = (x[columns] for x in FORWARD_TABLES)
+    if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
+        return few
+    seen = seen_keys(num_queries, num_keys, is_causal)
+    if is_causal and seen > PAIRS:
+        short = pair
+    if seen <= SHORT:
+        config = short
+    elif batch_heads * groups <= AT_ONCE * multiprocessors or (columns == 128 and not is_causal):
+        config = at_once
+    elif seen < LONG:
+        config = many
+    else:
+        programs = batch_heads * triton.cdiv(groups, long.groups)
+        config = long if programs >= LONG_PROGRAMS * multiprocessors else at_once
+    fits = lambda x: triton.cdiv(groups, x.groups) * x.groups <= _PADDING * groups
+    return next(filter(fits, (config, long, short)))
+
+
+def few_queries(num_queries: int, num_keys: int, d: int) -> bool:
+    """Whether the backward pass of a padded head dimension d takes the kernel for few queries."""
+    held = GROUP * len(FEW_REGISTERS[d]) if num_keys >= CROSS * num_queries else GROUP
+    return num_queries <= held
