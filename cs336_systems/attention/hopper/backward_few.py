@@ -48,7 +48,9 @@ def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _add_queries(dq_desc, dq, tile, head, first_part, queries):
     """Adds the first `queries` of 64 rows of dQ, or some more, to a head's sum, by way of `tile` in shared memory. A
-    warp holds 16 rows: its numbers lie together in the tile, and only if some of them are needed are they added."""
+    warp holds 16 rows: its numbers lie together in the tile, and only if some of them are needed are they added. In
+    global memory they come in the order of `backward_parts.store_dq`: parts of 8 columns, in each the four warps.
+    """
     WIDTH: gl.constexpr = dq.shape[1]
     # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
     of_warps = dq.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
@@ -67,7 +69,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
                        section, key_tiles, num_queries, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
                        TILES: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys of one head, and their part of dQ of TILES · 64 queries.
+    """dK and dV of 64 keys of one head, and their part of dQ of num_queries ≤ TILES · 64.
     Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])

@@ -121,7 +121,8 @@ class Backward:
 # keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer (with a mask PAIRS to
 # SHORT), in between, LONG and more. But those that see more than SHORT have one of their own where a multiprocessor
 # gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG, and without a mask at
-# 128 columns, where two groups that overlap do so in persistent programs
+# 128 columns, where persistent programs of two groups that overlap are faster. The table for LONG also has the programs
+# of three groups for 129 to 192 queries, of which programs of two would waste a quarter and more
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
 _PAIR = Forward(2, 64, 2, False, programs=2, alone=True)
@@ -149,7 +150,7 @@ FEW_REGISTERS = {64: (128, 168), 128: (168,)}
 
 
 def seen_keys(num_queries: int, num_keys: int, is_causal: bool) -> int:
-    """How many keys a query sees on average, nearly."""
+    """How many keys a query sees, as the rule counts them: all, or with a causal mask half of the smaller length."""
     return min(num_queries, num_keys) // 2 if is_causal else num_keys
 
 
@@ -158,8 +159,8 @@ def forward_config(
 ) -> Forward:
     """Small programs, two to four of which fit a multiprocessor, where rows are short and there are many: one begins or
     ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, and where no
-    program waits to begin when another ends; not where too many of their rows would lie past the last query. A rule
-    made from times of an H100 and an H200."""
+    program waits to begin when another ends. Where too many of their rows would lie past the last query, three groups
+    if those fit, otherwise small programs. A rule made from times of an H100 and an H200."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
     few, at_once, short, many, long, pair = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:

@@ -97,7 +97,7 @@ def _load_both(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constex
 @gluon.jit
 def _free(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
     """Tile t of K has been read, and tile t − 1 of V: a producer may load others in their place. Without one, the group
-    that loads does so in place of the tiles before, which the other group has read by now."""
+    that loads does so in place of the tiles before, which the other group has mostly read by now."""
     mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
     if len(loads) > 0:  # noqa: SIM102 (known at compile time, the next one is not)
         if t > 0:

@@ -110,7 +110,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
         mbarrier.wait(k_full.index(slot), parity)
         tma.store_wait(0)  # O of the tile before has left the place of V
-        fence_async_shared()  # triton 3.6 would set it inside of the loop
+        fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
         _load_values(v_desc, v_smem, v_full, b, h, 0, steps)
         s = warpgroup_mma_wait(0, deps=(s,))
         _load_keys(k_desc, k_smem, k_full, b, h, begun, STAGES, steps)

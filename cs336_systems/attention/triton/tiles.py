@@ -1,6 +1,6 @@
 """The portable Triton kernels' frozen tile configurations: by GPU generation, kernel, head dimension and precision; on
 Hopper others for few programs, and where the machine code is not to be trusted. (Those of the kernels for Hopper are in
-`hopper.launch` and `hopper.split_launch`.)
+`hopper.configs` and `hopper.split_launch`.)
 
 Nothing is tuned at run time: autotuning costs minutes at the first call and makes runs differ from each other.
 `cs336 bench flash --tune` measures the candidates on the machine at hand and prints the row to add to
