@@ -704,8 +704,8 @@ def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkey
     """As if the GPU had one multiprocessor, three, or all: shapes as small as these would leave a tile for each."""
     monkeypatch.setattr(portable, "_remembered", {})
     monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if zeroed else 2**30))
-    for name, value in (("CHAIN", 3), ("CHAINED", 2**30), ("CHAINS", 0.01)):
-        monkeypatch.setattr(hopper, name, value)
+    for constant, value in (("CHAIN", 3), ("CHAINED", 2**30), ("CHAINS", 0.01)):
+        monkeypatch.setattr(hopper, constant, value)
     two, three = hopper.Forward(2, 128, 2, False), hopper.Forward(3, 128, 2, False)
     alone = configs.FORWARD_OF_SHORT[d]  # chains of three tiles and of what is left, and single ones
     for multiprocessors, forward in ((1, two), (3, three), (3, alone), (100_000, alone)):

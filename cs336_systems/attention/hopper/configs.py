@@ -49,10 +49,15 @@ class Forward:
     programs: int = 2
     alone: bool = False
 
+    @property
+    def single(self) -> bool:
+        """One group alone, which has a kernel of its own: `forward_alone`."""
+        return self.alone and self.groups == 1
+
     def __post_init__(self) -> None:
         if self.alone and self.groups == 3:
             raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
-        if self.alone and self.groups == 1 and self.block_n != GROUP:  # O leaves from the place of V
+        if self.single and self.block_n != GROUP:  # O leaves from the place of V
             raise ValueError(f"alone=True, groups=1 with block_n={self.block_n}; allowed: {GROUP}")
         if self.alone and self.stages < 2:  # a tile is loaded while the one before is read
             raise ValueError(f"alone=True with stages={self.stages}; allowed: 2 and more")

@@ -46,6 +46,21 @@ def key_tiles(first_query, num_queries_seen, num_keys, IS_CAUSAL: gl.constexpr, 
 
 
 @gluon.jit
+def first_softmax(s, first_query, first_key, num_keys, c, IS_CAUSAL: gl.constexpr):
+    """Maximum, sum and P in fp32 of a group's first tile of keys, the only one that meets the diagonal or the end of
+    the keys."""
+    keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    seen = (keys < num_keys)[None, :]
+    if IS_CAUSAL:
+        queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        seen = seen & (queries[:, None] >= keys[None, :])
+    s = gl.where(seen, s, float("-inf"))
+    row_max = gl.max(s, 1)
+    p = exp2(s * c - (row_max * c)[:, None])
+    return row_max, gl.sum(p, 1), p
+
+
+@gluon.jit
 def softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
     """Algorithm 1, lines 8 to 9, of one tile: new maximum, factor that rescales older sums, new sum, P as an
     operand."""
@@ -180,7 +195,6 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
         mbarrier.arrive(empty.index(t % STAGES), count=1)
         t += 1
 
-    # the first tile, the only one that meets the diagonal or the end of the keys
     q = q_smem.index(G).reshape([WG, D])
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
     acc = accumulators(D, REST)
@@ -192,14 +206,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     s = mma_over_columns(q, k, zeros, REST)
     s = warpgroup_mma_wait(0, deps=(s,))
     _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
-    keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-    seen = (keys < num_keys)[None, :]
-    if IS_CAUSAL:
-        seen = seen & (queries[:, None] >= keys[None, :])
-    s = gl.where(seen, s, float("-inf"))
-    row_max = gl.max(s, 1)
-    p32 = exp2(s * c - (row_max * c)[:, None])
-    row_sum = gl.sum(p32, 1)
+    row_max, row_sum, p32 = first_softmax(s, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
     p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
 
     for _ in range(steps - 1):

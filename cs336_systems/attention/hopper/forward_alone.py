@@ -22,7 +22,6 @@ from cs336_systems.attention.hopper.common import (
     accumulators,
     async_load,
     async_store,
-    exp2,
     mma_of_part,
     mma_over_columns,
     place,
@@ -30,7 +29,7 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward import LN_2, key_tiles, softmax_step
+from cs336_systems.attention.hopper.forward import LN_2, first_softmax, key_tiles, softmax_step
 
 
 @gluon.jit
@@ -101,7 +100,6 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         acc = accumulators(D, REST)
         p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
-        # the first tile of keys, the only one that meets the diagonal or the end of the keys
         slot = begun % STAGES
         mbarrier.wait(q_full.index(0), done & 1)
         parity = (begun // STAGES) & 1
@@ -114,14 +112,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         _load_values(v_desc, v_smem, v_full, b, h, 0, steps)
         s = warpgroup_mma_wait(0, deps=(s,))
         _load_keys(k_desc, k_smem, k_full, b, h, begun, STAGES, steps)
-        keys = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        seen = (keys < num_keys)[None, :]
-        if IS_CAUSAL:
-            seen = seen & (queries[:, None] >= keys[None, :])
-        s = gl.where(seen, s, float("-inf"))
-        row_max = gl.max(s, 1)
-        p32 = exp2(s * c - (row_max * c)[:, None])
-        row_sum = gl.sum(p32, 1)
+        row_max, row_sum, p32 = first_softmax(s, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
         for t in range(1, steps):

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels: which tensors they serve, what they take, the buffers of the backward pass."""
+"""Launches the Hopper kernels: which tensors they serve, with how many programs, the buffers of the backward pass."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def launch_forward(
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
     kernel, programs, chain = forward_kernel, row_tiles * batch * heads, 1
-    if config.alone and config.groups == 1:
+    if config.single:
         kernel, places = alone_kernel, config.programs * multiprocessors_of(q.get_device())
         if seen_keys(num_queries, num_keys, is_causal) <= CHAINED and programs >= CHAIN * CHAINS * places:
             chain = CHAIN
