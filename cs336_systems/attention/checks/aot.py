@@ -104,13 +104,13 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, config: Forward | Backward | int, *, is_causal: bool = True,
-    zeroed: bool = True,
+    zeroed: bool = True, persistent: bool = True,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries, whose `config` is how many tiles of 64 of them it holds.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to. zeroed: the backward kernel finds
-    zeros to add dQ to.
+    zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -145,8 +145,9 @@ def compile_hopper_kernel(
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
-            ALONE=config.alone, PERSISTENT=config.persistent(is_causal, columns),
+            ALONE=config.alone, PERSISTENT=persistent and config.can_persist(columns),
             REGISTERS=config.registers or 0,
+            HALVE=is_causal and config.halves,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:

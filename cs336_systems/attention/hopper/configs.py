@@ -57,10 +57,15 @@ class Forward:
     def __post_init__(self) -> None:
         if self.alone and self.groups == 3:
             raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
-        if self.single and self.block_n != GROUP:  # O leaves from the place of V
-            raise ValueError(f"alone=True, groups=1 with block_n={self.block_n}; allowed: {GROUP}")
-        if self.alone and self.stages < 2:  # a tile is loaded while the one before is read
-            raise ValueError(f"alone=True with stages={self.stages}; allowed: 2 and more")
+        if self.single and (self.block_n, self.stages, self.overlap) != (GROUP, 1, False):
+            raise ValueError(
+                f"alone=True, groups=1 with block_n={self.block_n}, stages={self.stages}, overlap={self.overlap}; "
+                f"allowed: {GROUP}, 1, False"
+            )
+        if (
+            self.alone and self.groups == 2 and self.stages < 2
+        ):  # a tile is loaded while the one before is read
+            raise ValueError(f"alone=True, groups=2 with stages={self.stages}; allowed: 2 and more")
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
         # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
@@ -75,13 +80,16 @@ class Forward:
         threads = 128 * self.groups if self.alone else 256
         return min(248, 65536 // (threads * self.programs) // 8 * 8)
 
-    def persistent(self, is_causal: bool, head_dim: int) -> bool:
-        """Whether a program to a multiprocessor takes tiles of queries one after another: those of several groups
-        and a producer, without a mask, where all tiles have the same work. Three groups of 128 columns leave no
-        registers for it."""
-        return not (is_causal or self.alone) and (
-            self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
-        )
+    @property
+    def halves(self) -> bool:
+        """Whether a tile of keys that meets the diagonal is as long as one of queries, so that the first of two groups
+        sees only half of it."""
+        return self.groups == 2 and self.block_n == 2 * GROUP
+
+    def can_persist(self, head_dim: int) -> bool:
+        """Whether a program to a multiprocessor can take tiles of queries one after another: several groups and a
+        producer. Three groups of 128 columns leave no registers for it."""
+        return not self.alone and (self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128))
 
 
 @dataclass(frozen=True)
@@ -122,32 +130,40 @@ class Backward:
             )
 
 
-# by the columns that matmuls compute with: where each program has a multiprocessor to itself; otherwise by how many
-# keys a query sees (all, or with a causal mask half of the smaller length): SHORT and fewer (with a mask PAIRS to
-# SHORT), in between, LONG and more. But those that see more than SHORT have one of their own where a multiprocessor
-# gets AT_ONCE programs of 64 queries at most, or fewer than LONG_PROGRAMS of the table for LONG, and without a mask at
-# 128 columns, where persistent programs of two groups that overlap are faster. The table for LONG also has the programs
-# of three groups for 129 to 192 queries, of which programs of two would waste a quarter and more
+# By the columns that matmuls compute with. FORWARD: each program has a multiprocessor to itself. Otherwise by the keys
+# that a query sees (`seen_keys`): OF_SHORT up to SHORT (with a mask OF_MIDDLE above MIDDLE), OF_MANY between SHORT and
+# LONG, OF_LONG from LONG on. Exceptions: AT_ONCE above SHORT where a multiprocessor gets at most AT_ONCE programs of 64
+# queries; from LONG on where it gets fewer than LONG_PROGRAMS of OF_LONG, or (128 columns, no mask) their shares are
+# less even; with 128 columns and fewer than 2 · LONG keys without a mask above SHORT, and with one where pairs are
+# even. With 64 columns OF_MANY replaces OF_LONG where that pads too much. OF_LONG also has the programs of three groups
+# for 129 to 192 queries, of which programs of two would waste a quarter and more
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
-_ALONE = Forward(1, 64, 2, False, programs=3, alone=True)
-_PAIR = Forward(2, 64, 2, False, programs=2, alone=True)
+_ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
+_TWO_ALONE = Forward(2, 64, 2, False, programs=2, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
 FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
-    64: Forward(1, 64, 2, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE,
-    128: Forward(1, 64, 2, True, programs=3, alone=True),
+    64: Forward(1, 64, 1, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE
 }  # fmt: skip
 # the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
-_PAIRED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-FORWARD_OF_PAIRS = FORWARD_OF_SHORT | ({80: _PAIR, 96: _PAIR} if _PAIRED else {})
+_TWO_ALONE_FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+FORWARD_OF_MIDDLE = FORWARD_OF_SHORT | ({80: _TWO_ALONE, 96: _TWO_ALONE} if _TWO_ALONE_FITS else {})
 FORWARD_OF_MANY = FORWARD_OF_SHORT | {80: _TWO, 96: _TWO}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = (
-    FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_PAIRS
+    FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_MIDDLE
 )  # fmt: skip
 AT_ONCE, LONG_PROGRAMS = 4, 3
-PAIRS, SHORT, LONG = 448, 768, 1536
-_PADDING = 1.15  # rows of larger programs for one of small programs, up to which they are worth it
+MIDDLE, SHORT, LONG = 448, 768, 1536
+# how many times the rows of smaller programs larger ones may have: _PADDING, _CLOSE where they gain little or the work
+# grows with the square of the rows, _SHARE on the busiest multiprocessor
+_PADDING, _CLOSE, _SHARE = 1.15, 1.06, 1.04
+# with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
+# per tile no longer than BEGINNING keys take: the time to begin and end a program
+BEGINNING, WAITING = 100, 0.15
+# a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
+# program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
+CHAIN, CHAINED, CHAINS = 2, 256, 4
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
@@ -159,31 +175,66 @@ def seen_keys(num_queries: int, num_keys: int, is_causal: bool) -> int:
     return min(num_queries, num_keys) // 2 if is_causal else num_keys
 
 
+def even_pairs(
+    config: Forward, batch_heads: int, num_queries: int, num_keys: int, multiprocessors: int
+) -> bool:
+    """Whether persistent programs are worth it with a causal mask. Every pair of tiles has the same work (of three
+    groups: to within a tile of keys or two), but a multiprocessor with a pair fewer than another waits: for no longer,
+    then, than beginning and ending a program for each tile takes."""
+    if num_keys < num_queries:  # tiles past the last key have the same work each
+        return False
+    tiles = triton.cdiv(num_queries, config.groups * GROUP)
+    most = triton.cdiv(tiles * triton.cdiv(batch_heads, 2), multiprocessors)
+    waiting = 2 * most * multiprocessors / (tiles * batch_heads) - 1
+    return waiting <= WAITING and waiting * seen_keys(num_queries, num_keys, True) <= BEGINNING
+
+
+def chain_of(
+    config: Forward, batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, multiprocessors: int
+) -> int:
+    """How many tiles of queries a program of one group alone takes."""
+    programs = triton.cdiv(num_queries, GROUP) * batch_heads
+    many = programs >= CHAIN * CHAINS * config.programs * multiprocessors
+    return CHAIN if many and seen_keys(num_queries, num_keys, is_causal) <= CHAINED else 1
+
+
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
     """Small programs, two to four of which fit a multiprocessor, where rows are short and there are many: one begins or
-    ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, and where no
-    program waits to begin when another ends. Where too many of their rows would lie past the last query, three groups
-    if those fit, otherwise small programs. A rule made from times of an H100 and an H200."""
+    ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, where no
+    program waits to begin when another ends, and where persistent programs have even shares. Where too many of their
+    rows would lie past the last query, three groups if those fit, otherwise small programs. A rule made from times of
+    an H100 and an H200."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, at_once, short, many, long, pair = (x[columns] for x in FORWARD_TABLES)
+    few, at_once, short, many, long, middle = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen = seen_keys(num_queries, num_keys, is_causal)
-    if is_causal and seen > PAIRS:
-        short = pair
-    if seen <= SHORT:
-        config = short
-    elif batch_heads * groups <= AT_ONCE * multiprocessors or (columns == 128 and not is_causal):
+    rows = lambda x: triton.cdiv(groups, x.groups) * x.groups
+    if is_causal and seen > MIDDLE:
+        short = middle
+    sizes = batch_heads, num_queries, num_keys
+    longer = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
+    overlapping = columns == 128 and seen < 2 * LONG
+    if is_causal:
+        even = rows(at_once) <= _CLOSE * groups and even_pairs(at_once, *sizes, multiprocessors)
+        overlapping = overlapping and even
+    else:
+        share = lambda x: triton.cdiv(batch_heads * triton.cdiv(groups, x.groups), multiprocessors) * x.groups
+        overlapping = overlapping and seen > SHORT
+        longer = longer and (columns < 128 or share(long) <= _SHARE * share(at_once))
+    if overlapping:
         config = at_once
-    elif seen < LONG:
+    elif seen <= SHORT:
+        config = short
+    elif batch_heads * groups <= AT_ONCE * multiprocessors:
+        config = at_once
+    elif seen < LONG or (longer and columns == 64 and rows(long) > _CLOSE * groups):
         config = many
     else:
-        programs = batch_heads * triton.cdiv(groups, long.groups)
-        config = long if programs >= LONG_PROGRAMS * multiprocessors else at_once
-    fits = lambda x: triton.cdiv(groups, x.groups) * x.groups <= _PADDING * groups
-    return next(filter(fits, (config, long, short)))
+        config = long if longer else at_once
+    return next(filter(lambda x: rows(x) <= _PADDING * groups, (config, long, short)))
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:

@@ -3,7 +3,7 @@ mask. Groups do not synchronize with each other, and that is the point: while on
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; two groups can do without
 (ALONE): the registers of the producer's warps go to theirs (`forward_alone` has programs of one group that do). A
 PERSISTENT program takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of
-this one run.
+this one run. With a causal mask it takes them in pairs that have the same work.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -145,17 +145,40 @@ def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done,
 
 
 @gluon.jit
+def _items(row_tiles, batch_heads, IS_CAUSAL: gl.constexpr):
+    """What persistent programs share: tiles of queries, or with a causal mask pairs of them."""
+    return row_tiles * ((batch_heads + 1) // 2 if IS_CAUSAL else batch_heads)
+
+
+@gluon.jit
+def _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL: gl.constexpr):
+    """The tile of queries, its head, and whether there is one. A pair (`second`: 0, 1) is the i-th heaviest tile of a
+    head and the i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no
+    next one."""
+    if IS_CAUSAL:
+        tile, head = item % row_tiles, item // row_tiles * 2 + second
+        tile += second * (row_tiles - 1 - 2 * tile)
+        there = head < batch_heads
+    else:
+        tile, head = place(item, row_tiles, batch_heads, section)
+        there: gl.constexpr = True
+    return tile, head, there
+
+
+@gluon.jit
 def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
                       IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                       STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
     if PERSISTENT:
         done = 0
         begun = 0
-        for item in range(gl.program_id(0), row_tiles * batch_heads, gl.num_programs(0)):
-            tile, head = place(item, row_tiles, batch_heads, section)
-            begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun, row_tiles,
-                               num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
-            done += 1  # noqa: SIM113 (the compiler has no `enumerate`)
+        for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
+            for second in range(2 if IS_CAUSAL else 1):
+                tile, head, there = _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL)
+                if there:
+                    begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun,
+                                       row_tiles, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+                    done += 1
     else:
         tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
         _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_keys, IS_CAUSAL,
@@ -165,7 +188,8 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
 @gluon.jit
 def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_queries,
                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                  D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+                  D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                  HALVE: gl.constexpr):  # fmt: skip
     """64 queries of a tile: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where
     this group loads them, otherwise empty. A persistent program has had `done` tiles of queries before, with
     `begun` tiles of keys; the new number of these is returned."""
@@ -197,16 +221,24 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
 
     q = q_smem.index(G).reshape([WG, D])
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
+    # HALVE: the first half of the queries sees nothing of the diagonal's second half of the keys
+    MET: gl.constexpr = WG if HALVE and G == 0 else BLOCK_N
+    met_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MET, 16])
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     slot = t % STAGES
     mbarrier.wait(q_full.index(G), 0 if done is None else done & 1)
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
-    k = k_smem.index(slot).reshape([BLOCK_N, D])
-    s = mma_over_columns(q, k, zeros, REST)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    met_k = k_smem.index(slot).reshape([BLOCK_N, D]).slice(0, MET, 0)
+    met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
+    met = warpgroup_mma_wait(0, deps=(met,))
     _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
-    row_max, row_sum, p32 = first_softmax(s, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
+    row_max, row_sum, p32 = first_softmax(met, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
+    if MET < BLOCK_N:
+        # p32 * 0.0, not zeros: for constants the assembler would set registers while matmuls run, and serialize these
+        p32 = gl.join(p32, p32 * 0.0).permute((0, 2, 1)).reshape([WG, BLOCK_N])
+        row_max = gl.convert_layout(row_max, s_rows, assert_trivial=True)
+        row_sum = gl.convert_layout(row_sum, s_rows, assert_trivial=True)
     p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
 
     for _ in range(steps - 1):
@@ -261,21 +293,23 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
 def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                    num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
-                   PERSISTENT: gl.constexpr):  # fmt: skip
+                   PERSISTENT: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
     """64 queries of this program's tile, or of all its tiles."""
     if PERSISTENT:
         done = 0
         begun = 0
-        for item in range(gl.program_id(0), row_tiles * batch_heads, gl.num_programs(0)):
-            tile, head = place(item, row_tiles, batch_heads, section)
-            begun = _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles,
-                                  num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
-                                  REST)  # fmt: skip
-            done += 1  # noqa: SIM113
+        for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
+            for second in range(2 if IS_CAUSAL else 1):
+                tile, head, there = _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL)
+                if there:
+                    begun = _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun,
+                                          row_tiles, num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D,
+                                          STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+                    done += 1
     else:
         tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
         _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_queries,
-                      num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST)  # fmt: skip
+                      num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -283,9 +317,12 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                    STAGES: gl.constexpr, OVERLAP: gl.constexpr, ALONE: gl.constexpr, REST: gl.constexpr,
-                   PERSISTENT: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """O and L of GROUPS · 64 queries of one head. Grid: (row_tiles · batch_heads,), or, PERSISTENT, any number of
-    programs. REGISTERS: of a thread, where two groups are ALONE."""
+                   PERSISTENT: gl.constexpr, REGISTERS: gl.constexpr, HALVE: gl.constexpr,
+                   num_warps: gl.constexpr):  # fmt: skip
+    """O and L of GROUPS · 64 queries of one head, or, PERSISTENT, of many such tiles. Grid: (row_tiles · batch_heads,)
+    or, PERSISTENT, any. REGISTERS: of a thread, where two groups are ALONE. HALVE (BLOCK_N = 128, num_keys ≥
+    num_queries): of the tile of keys on the diagonal the first of two groups computes scores of the first half only; P
+    of the other half is zero."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
     if ALONE:  # noqa: SIM108 (when O is stored, Q has been read)
@@ -315,11 +352,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     if GROUPS == 3:
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
@@ -327,24 +364,24 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
         gl.warp_specialize([
             (_forward_group, ((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section,
                               row_tiles, num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
-                              REST, PERSISTENT)),
+                              REST, PERSISTENT, HALVE)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
         ], [4], [REGISTERS])  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT)),
+                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -18,13 +18,14 @@ from cs336_systems.attention.hopper.configs import (
     GROUP,
     Backward,
     Forward,
+    chain_of,
     columns_of,
     dq_tile,
+    even_pairs,
     few_queries,
     forward_config,
     padded,
     rest_of,
-    seen_keys,
 )
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.forward_alone import alone_kernel
@@ -44,9 +45,6 @@ PORTABLE_BACKWARD = 1
 PORTABLE_BACKWARD_OF_KEYS = 0.25
 _ROWS = 64  # of a program of the two small kernels
 _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 MiB on an H100)
-# a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
-# program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
-CHAIN, CHAINED, CHAINS = 2, 256, 4
 # queries up to which the backward kernel does without zeros to add to: the longer the rows, the less of the time goes
 # into zeros, and waiting for the programs of a head's first keys costs more
 UNZEROED = {64: 1024, 128: 2048}  # by the padded head dimension
@@ -129,31 +127,30 @@ def launch_forward(
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
         plans[0].again(device.index, at, logsumexp.data_ptr())
         return o, logsumexp
-    num_keys, d = k.shape[2], padded(head_dim)
-    if config is None:
-        config = forward_config(
-            batch * heads, num_queries, num_keys, head_dim, is_causal, multiprocessors_of(q.get_device())
-        )
+    num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(device.index)
+    sizes = batch * heads, num_queries, num_keys
+    config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors)
     row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
-    persistent = config.persistent(is_causal, head_dim)
+    persistent = config.can_persist(head_dim) and (
+        not is_causal or even_pairs(config, *sizes, multiprocessors)
+    )
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
-    kernel, programs, chain = forward_kernel, row_tiles * batch * heads, 1
-    if config.single:
-        kernel, places = alone_kernel, config.programs * multiprocessors_of(q.get_device())
-        if seen_keys(num_queries, num_keys, is_causal) <= CHAINED and programs >= CHAIN * CHAINS * places:
-            chain = CHAIN
-        programs = triton.cdiv(row_tiles, chain) * batch * heads
-    elif persistent:
-        programs = min(programs, multiprocessors_of(q.get_device()))
+    kernel = alone_kernel if config.single else forward_kernel
+    chain = chain_of(config, *sizes, is_causal, multiprocessors) if config.single else 1
+    programs = triton.cdiv(row_tiles, chain) * batch * heads
+    if persistent:
+        programs = min(programs, multiprocessors)
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal, GROUPS=config.groups,
         BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
-        REST=rest_of(head_dim), PERSISTENT=persistent, REGISTERS=config.registers or 0, num_warps=4,
+        REST=rest_of(head_dim), PERSISTENT=persistent, REGISTERS=config.registers or 0,
+        # with fewer keys than queries a first tile of keys need not lie on the diagonal
+        HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     options = {} if config.registers is None else {"maxnreg": config.registers}
