@@ -575,7 +575,7 @@ PROGRAMS = list(dict.fromkeys(
 
 def much_like_another(kernel, d, config):
     """Left to `make test-table`: what differs from 128 columns by its parts only, and what is for few programs."""
-    return d in (80, 96) or config is configs.FORWARD[d] or "tile" in kernel
+    return d in (80, 96) or config is configs.FORWARD[d] or kernel == "forward of one tile"
 
 
 @pytest.mark.versions

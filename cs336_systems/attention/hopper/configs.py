@@ -62,9 +62,8 @@ class Forward:
                 f"alone=True, groups=1 with block_n={self.block_n}, stages={self.stages}, overlap={self.overlap}; "
                 f"allowed: {GROUP}, 1, False"
             )
-        if (
-            self.alone and self.groups == 2 and self.stages < 2
-        ):  # a tile is loaded while the one before is read
+        # a tile is loaded while the one before is read
+        if self.alone and self.groups == 2 and self.stages < 2:
             raise ValueError(f"alone=True, groups=2 with stages={self.stages}; allowed: 2 and more")
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
@@ -192,7 +191,7 @@ def even_pairs(
 def chain_of(
     config: Forward, batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, multiprocessors: int
 ) -> int:
-    """How many tiles of queries a program of one group alone takes."""
+    """How many tiles of queries a program of one group alone takes, of `batch_heads` heads in all."""
     programs = triton.cdiv(num_queries, GROUP) * batch_heads
     many = programs >= CHAIN * CHAINS * config.programs * multiprocessors
     return CHAIN if many and seen_keys(num_queries, num_keys, is_causal) <= CHAINED else 1
@@ -205,7 +204,7 @@ def forward_config(
     ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, where no
     program waits to begin when another ends, and where persistent programs have even shares. Where too many of their
     rows would lie past the last query, three groups if those fit, otherwise small programs. A rule made from times of
-    an H100 and an H200."""
+    an H100 and an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
     few, at_once, short, many, long, middle = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
