@@ -140,13 +140,12 @@ def compile_hopper_kernel(
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
-        function = alone_kernel if config.single else forward_kernel
+        function = alone_kernel if config.alone else forward_kernel
         rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
-            ALONE=config.alone, PERSISTENT=persistent and config.can_persist(columns),
-            REGISTERS=config.registers or 0,
+            PERSISTENT=persistent and config.can_persist(columns),
             HALVE=is_causal and config.halves,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}

@@ -51,6 +51,7 @@ from cs336_systems.attention.hopper.common import (
     accumulators,
     async_load,
     async_store,
+    columns_in_registers,
     place,
     reinterpreted,
     store_parts,
@@ -146,6 +147,7 @@ def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, h
     drawn_smem, k_full, k_empty, v_full, v_empty = work
     BUFFERS: gl.constexpr = drawn_smem.shape[0]
     SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128  # a tile of queries sees no key of this group
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     # queries that meet the diagonal, from the tile's first key on
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
@@ -187,11 +189,14 @@ def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, h
             dk, dv = (dk,), (dv,)
         else:
             unmasked = query_tiles - masked
+            v = ()
+            if REST:
+                v = columns_in_registers(v_smem.index(G).reshape([WG, D]), s_layout, REST)
             for MASKED in gl.static_range(2):  # first the tiles that do not
                 for n in range(unmasked if MASKED else 0, query_tiles - start if MASKED else unmasked):
                     i = query_tiles - 1 - n
                     s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start,
-                                          num_keys, c, s, dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES,
+                                          num_keys, c, s, v, dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES,
                                           REST)  # fmt: skip
             if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
                 if first < query_tiles:

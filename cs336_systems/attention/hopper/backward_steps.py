@@ -19,6 +19,7 @@ from cs336_systems.attention.hopper.backward_dq import put_dq
 from cs336_systems.attention.hopper.backward_parts import add_half, scores, weights
 from cs336_systems.attention.hopper.common import (
     WG,
+    mma_of_columns,
     mma_of_part,
     mma_over_columns,
     rounded,
@@ -128,12 +129,13 @@ def late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr, REST: gl.const
 
 
 @gluon.jit
-def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_keys, c, s, dk, dv,
+def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_keys, c, s, v, dk, dv,
               MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
-    before dK is done. The first tile of these keys was the program's `begun`-th.
+    before dK is done. The first tile of these keys was the program's `begun`-th. v: where there are two parts, both in
+    registers, for which the accumulators of 128 columns leave no room.
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
@@ -145,11 +147,12 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     do = do_smem.index(slot).reshape([BLOCK_M, D])
     k = k_smem.index(zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
-    v = v_smem.index(G + zero(t)).reshape([WG, D])
+    if not REST:
+        v = v_smem.index(G + zero(t)).reshape([WG, D])
 
     mbarrier.wait(do_full.index(slot), (t // STAGES) & 1)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
-    dp = mma_over_columns(v, do, dp, REST)
+    dp = mma_of_columns(v, do, dp) if REST else mma_over_columns(v, do, dp, REST)
     p16 = rounded(
         weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
     )

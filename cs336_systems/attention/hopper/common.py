@@ -103,11 +103,40 @@ def mma_of_part(a, b, part):
     return warpgroup_mma(a, of_part(b, part), part, is_async=True)
 
 
+@gluon.constexpr_function
+def _rescaling(count):
+    """Inline assembly: `count` numbers of a thread times their factors, unless these are 1 for all 16 rows of the warp.
+    A thread's numbers are of two rows in turn, two at a time: factors 0 and 2 are all there are."""
+    # all threads of a warp get here together: LLVM does not know of the vote
+    factors = [f"${2 * count + i}" for i in range(count)]
+    products = " ".join(f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors))
+    return (
+        "{ .reg .pred any, other; "
+        f"setp.neu.f32 any, {factors[0]}, 0f3F800000; setp.neu.f32 other, {factors[2]}, 0f3F800000; "
+        f"or.pred any, any, other; vote.sync.any.pred any, any, -1; @!any bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescaling_operands(count):
+    """`count` results, the numbers in the same registers (tied operands), their factors."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
 @gluon.jit
-def times_rows(part, factor):
-    """Each row of a part times its factor."""
+def times_rows(part, factor, OFTEN_ONE: gl.constexpr = False):
+    """Each row of a part times its factor. OFTEN_ONE: a warp whose factors are all 1 skips the multiplications."""
     rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    return part * gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+    factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+    if OFTEN_ONE:
+        COUNT: gl.constexpr = part.shape[0] * part.shape[1] // 128  # of a thread
+        asm: gl.constexpr = _rescaling(COUNT)
+        operands: gl.constexpr = _rescaling_operands(COUNT)
+        return gl.inline_asm_elementwise(
+            asm, operands, [part, factor], dtype=gl.float32, is_pure=True, pack=COUNT
+        )
+    else:
+        return part * factor
 
 
 @gluon.jit
@@ -134,6 +163,21 @@ def mma_over_columns(a, b, empty, REST: gl.constexpr):
         return warpgroup_mma(a.slice(64, REST, 1), b.slice(64, REST, 1).permute((1, 0)), first, is_async=True)
     else:
         return warpgroup_mma(a, b.permute((1, 0)), empty, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def columns_in_registers(tile, layout: gl.constexpr, REST: gl.constexpr):
+    """Both parts of a tile in shared memory as first operands of matmuls whose results have this layout."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    return tile.slice(0, 64, 1).load(operand), tile.slice(64, REST, 1).load(operand)
+
+
+@gluon.jit
+def mma_of_columns(a, b, empty):
+    """Issues a bᵀ, a being two parts in registers."""
+    REST: gl.constexpr = a[1].shape[1]
+    first = warpgroup_mma(a[0], b.slice(0, 64, 1).permute((1, 0)), empty, use_acc=False, is_async=True)
+    return warpgroup_mma(a[1], b.slice(64, REST, 1).permute((1, 0)), first, is_async=True)
 
 
 @gluon.jit

@@ -39,8 +39,8 @@ def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Forward:
     """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
-    the matmul of the previous one within a group. programs: how many of one group, or alone, a multiprocessor is to
-    hold. alone: one group or two load their tiles themselves, without a producer's warps beside them."""
+    the matmul of the previous one within a group. programs: how many programs of one group a multiprocessor is to hold.
+    alone: one group loads its tiles itself, without a producer's warps beside it: the kernel of `forward_alone`."""
 
     groups: int
     block_n: int
@@ -49,22 +49,11 @@ class Forward:
     programs: int = 2
     alone: bool = False
 
-    @property
-    def single(self) -> bool:
-        """One group alone, which has a kernel of its own: `forward_alone`."""
-        return self.alone and self.groups == 1
-
     def __post_init__(self) -> None:
-        if self.alone and self.groups == 3:
-            raise ValueError("alone=True with groups=3; alone=True is allowed with groups=1 and 2 only")
-        if self.single and (self.block_n, self.stages, self.overlap) != (GROUP, 1, False):
-            raise ValueError(
-                f"alone=True, groups=1 with block_n={self.block_n}, stages={self.stages}, overlap={self.overlap}; "
-                f"allowed: {GROUP}, 1, False"
-            )
-        # a tile is loaded while the one before is read
-        if self.alone and self.groups == 2 and self.stages < 2:
-            raise ValueError(f"alone=True, groups=2 with stages={self.stages}; allowed: 2 and more")
+        chosen = self.groups, self.block_n, self.stages, self.overlap
+        if self.alone and chosen != (1, GROUP, 1, False):
+            text = "groups={}, block_n={}, stages={}, overlap={}".format
+            raise ValueError(f"alone=True with {text(*chosen)}; allowed: {text(1, GROUP, 1, False)}")
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
         # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
@@ -74,9 +63,9 @@ class Forward:
     @property
     def registers(self) -> int | None:
         """Registers per thread on average, where several programs are to fit a multiprocessor."""
-        if self.groups > 1 and not self.alone:
+        if self.groups > 1:
             return None
-        threads = 128 * self.groups if self.alone else 256
+        threads = 128 if self.alone else 256
         return min(248, 65536 // (threads * self.programs) // 8 * 8)
 
     @property
@@ -86,9 +75,9 @@ class Forward:
         return self.groups == 2 and self.block_n == 2 * GROUP
 
     def can_persist(self, head_dim: int) -> bool:
-        """Whether a program to a multiprocessor can take tiles of queries one after another: several groups and a
-        producer. Three groups of 128 columns leave no registers for it."""
-        return not self.alone and (self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128))
+        """Whether a program to a multiprocessor can take tiles of queries one after another: those of several groups
+        can. Three groups of 128 columns leave no registers for it."""
+        return self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
 
 
 @dataclass(frozen=True)
@@ -130,30 +119,25 @@ class Backward:
 
 
 # By the columns that matmuls compute with. FORWARD: each program has a multiprocessor to itself. Otherwise by the keys
-# that a query sees (`seen_keys`): OF_SHORT up to SHORT (with a mask OF_MIDDLE above MIDDLE), OF_MANY between SHORT and
-# LONG, OF_LONG from LONG on. Exceptions: AT_ONCE above SHORT where a multiprocessor gets at most AT_ONCE programs of 64
-# queries; from LONG on where it gets fewer than LONG_PROGRAMS of OF_LONG, or (128 columns, no mask) their shares are
-# less even; with 128 columns and fewer than 2 · LONG keys without a mask above SHORT, and with one where pairs are
-# even. With 64 columns OF_MANY replaces OF_LONG where that pads too much. OF_LONG also has the programs of three groups
-# for 129 to 192 queries, of which programs of two would waste a quarter and more
+# that a query sees (`seen_keys`): OF_SHORT up to SHORT, OF_MANY between SHORT and LONG, OF_LONG from LONG on.
+# Exceptions: AT_ONCE above SHORT where a multiprocessor gets at most AT_ONCE programs of 64 queries; from LONG on where
+# it gets fewer than LONG_PROGRAMS of OF_LONG, or (128 columns, no mask) their shares are less even; with 128 columns
+# and no mask between SHORT and 2 · LONG; and with a mask where keys are PAIRED, and pairs are even and pad little. With
+# 64 columns OF_LONG between SHORT and LONG, too, where without a mask shares are even, and OF_MANY from LONG on where
+# OF_LONG pads too much. OF_LONG also has the programs of three groups for 129 to 192 queries, of which programs of two
+# would waste a quarter and more
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
-_TWO_ALONE = Forward(2, 64, 2, False, programs=2, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
 FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 1, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE
 }  # fmt: skip
-# the assembler of triton 3.9 finds too few registers for two groups, and serializes their matmuls
-_TWO_ALONE_FITS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-FORWARD_OF_MIDDLE = FORWARD_OF_SHORT | ({80: _TWO_ALONE, 96: _TWO_ALONE} if _TWO_ALONE_FITS else {})
 FORWARD_OF_MANY = FORWARD_OF_SHORT | {80: _TWO, 96: _TWO}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
-FORWARD_TABLES = (
-    FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG, FORWARD_OF_MIDDLE
-)  # fmt: skip
+FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
 AT_ONCE, LONG_PROGRAMS = 4, 3
-MIDDLE, SHORT, LONG = 448, 768, 1536
+SHORT, LONG = 768, 1536
 # how many times the rows of smaller programs larger ones may have: _PADDING, _CLOSE where they gain little or the work
 # grows with the square of the rows, _SHARE on the busiest multiprocessor
 _PADDING, _CLOSE, _SHARE = 1.15, 1.06, 1.04
@@ -163,6 +147,9 @@ BEGINNING, WAITING = 100, 0.15
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
+# how many keys seen make pairs pay: without them, fewer have chains, and more three groups
+_SOME = range(CHAINED + 1, LONG)
+PAIRED = {64: range(0), 80: _SOME, 96: _SOME, 128: range(2 * LONG)}
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
@@ -200,36 +187,34 @@ def chain_of(
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Small programs, two to four of which fit a multiprocessor, where rows are short and there are many: one begins or
-    ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, where no
+    """Small programs, three or four of which fit a multiprocessor, where rows are short and there are many: one begins
+    or ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, where no
     program waits to begin when another ends, and where persistent programs have even shares. Where too many of their
     rows would lie past the last query, three groups if those fit, otherwise small programs. A rule made from times of
     an H100 and an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, at_once, short, many, long, middle = (x[columns] for x in FORWARD_TABLES)
+    few, at_once, short, many, long = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
-    seen = seen_keys(num_queries, num_keys, is_causal)
+    seen, sizes = seen_keys(num_queries, num_keys, is_causal), (batch_heads, num_queries, num_keys)
     rows = lambda x: triton.cdiv(groups, x.groups) * x.groups
-    if is_causal and seen > MIDDLE:
-        short = middle
-    sizes = batch_heads, num_queries, num_keys
+    # of the multiprocessor that has most, in groups of queries
+    share = lambda x: triton.cdiv(batch_heads * triton.cdiv(groups, x.groups), multiprocessors) * x.groups
     longer = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
-    overlapping = columns == 128 and seen < 2 * LONG
+    even = paired = False
     if is_causal:
-        even = rows(at_once) <= _CLOSE * groups and even_pairs(at_once, *sizes, multiprocessors)
-        overlapping = overlapping and even
+        paired = seen in PAIRED[columns] and rows(at_once) <= _CLOSE * groups
+        paired = paired and even_pairs(at_once, *sizes, multiprocessors)
     else:
-        share = lambda x: triton.cdiv(batch_heads * triton.cdiv(groups, x.groups), multiprocessors) * x.groups
-        overlapping = overlapping and seen > SHORT
+        even = longer and columns == 64 and share(long) * multiprocessors <= _CLOSE * batch_heads * groups
         longer = longer and (columns < 128 or share(long) <= _SHARE * share(at_once))
-    if overlapping:
+    if paired or (columns == 128 and not is_causal and SHORT < seen < 2 * LONG):
         config = at_once
     elif seen <= SHORT:
         config = short
     elif batch_heads * groups <= AT_ONCE * multiprocessors:
         config = at_once
-    elif seen < LONG or (longer and columns == 64 and rows(long) > _CLOSE * groups):
+    elif (seen < LONG and not even) or (longer and columns == 64 and rows(long) > _CLOSE * groups):
         config = many
     else:
         config = long if longer else at_once

@@ -1,9 +1,9 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles; two groups can do without
-(ALONE): the registers of the producer's warps go to theirs (`forward_alone` has programs of one group that do). A
-PERSISTENT program takes tiles of queries one after another: Q, K and V of the next one arrive while the last matmuls of
-this one run. With a causal mask it takes them in pairs that have the same work.
+another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
+programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q, K and V of the
+next one arrive while the last matmuls of this one run. With a causal mask it takes them in pairs that have the same
+work.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -33,6 +33,7 @@ from cs336_systems.attention.hopper.common import (
     wait_for_both,
 )
 
+GROWTH = gl.constexpr(8.0)  # as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -61,62 +62,24 @@ def first_softmax(s, first_query, first_key, num_keys, c, IS_CAUSAL: gl.constexp
 
 
 @gluon.jit
-def softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr):
-    """Algorithm 1, lines 8 to 9, of one tile: new maximum, factor that rescales older sums, new sum, P as an
-    operand."""
+def softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.constexpr, LAZY: gl.constexpr):
+    """Algorithm 1, lines 8 to 9, of one tile: the maximum that P is relative to, factor that rescales older sums, new
+    sum, P as an operand.
+
+    LAZY: the maximum stays as it was while P is at most 2^GROWTH. Then older sums need no rescaling, and O and L are
+    the same but for rounding."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
+    if LAZY:
+        larger = (new_max - row_max) * c > GROWTH
+        new_max = gl.where(larger, new_max, row_max)
     scaled = new_max * c
     alpha = exp2(row_max * c - scaled)
+    if LAZY:
+        alpha = gl.where(larger, alpha, 1.0)
     p = exp2(s * c - scaled[:, None])
     row_sum = row_sum * alpha + gl.sum(p, 1)
     operand = gl.convert_layout(p.to(DTYPE), p_layout, assert_trivial=True)
     return new_max, row_sum, alpha, operand
-
-
-@gluon.jit
-def _load_keys(k_desc, tiles, barriers, b, h, begun, t, first_key, steps, STAGES: gl.constexpr):
-    """Tile t of K, after `begun` tiles for other queries. It comes together with tile t − 1 of V, since they are needed
-    together: one barrier for both."""
-    q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty, q_empty = barriers
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    D: gl.constexpr = k_smem.shape[4]
-    slot = (begun + t) % STAGES
-    both = (t > 0) & (t < steps)
-    mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
-    mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
-    async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
-
-
-@gluon.jit
-def _load_values(v_desc, tiles, barriers, b, h, begun, t, first_key, STAGES: gl.constexpr):
-    """Tile t − 1 of V, `first_key` being that of tile t of K."""
-    q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, full, empty, q_empty = barriers
-    BLOCK_N: gl.constexpr = v_smem.shape[3]
-    at = [b, h, first_key + BLOCK_N, 0]
-    slot = begun + t
-    async_load(v_desc, at, full.index(slot % STAGES), v_smem.index(slot % STAGES), pred=t > 0)
-
-
-@gluon.jit
-def _load_both(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
-    """One of two groups loads tile t of K and t − 1 of V, when both have read what lay there; none past the last."""
-    if t <= steps:
-        first_key = (steps - 1 - t) * tiles[1].shape[3]
-        mbarrier.wait(barriers[2].index(t % STAGES), ((t // STAGES) & 1) ^ 1)
-        _load_keys(loads[1], tiles, barriers, head // heads, head % heads, 0, t, first_key, steps, STAGES)
-        _load_values(loads[2], tiles, barriers, head // heads, head % heads, 0, t, first_key, STAGES)
-
-
-@gluon.jit
-def _free(loads, tiles, barriers, heads, head, t, steps, STAGES: gl.constexpr):
-    """Tile t of K has been read, and tile t − 1 of V: a producer may load others in their place. Without one, the group
-    that loads does so in place of the tiles before, which the other group has mostly read by now."""
-    mbarrier.arrive(barriers[2].index(t % STAGES), count=1)
-    if len(loads) > 0:  # noqa: SIM102 (known at compile time, the next one is not)
-        if t > 0:
-            _load_both(loads, tiles, barriers, heads, head, t - 1 + STAGES, steps, STAGES)
 
 
 @gluon.jit
@@ -135,12 +98,15 @@ def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done,
         mbarrier.expect(q_full.index(g), WG * D * 2)
         async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
     steps = key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
-    for t in range(steps + 1):
+    for t in range(steps + 1):  # tile t of K and t − 1 of V come together, since they are needed together
         slot = (begun + t) % STAGES
         first_key = (steps - 1 - t) * BLOCK_N
+        both = (t > 0) & (t < steps)
         mbarrier.wait(empty.index(slot), (((begun + t) // STAGES) & 1) ^ 1)
-        _load_keys(k_desc, tiles, barriers, b, h, begun, t, first_key, steps, STAGES)
-        _load_values(v_desc, tiles, barriers, b, h, begun, t, first_key, STAGES)
+        mbarrier.expect(full.index(slot), 2 * BLOCK_N * D * 2, pred=both)
+        mbarrier.expect(full.index(slot), BLOCK_N * D * 2, pred=both ^ True)
+        async_load(k_desc, [b, h, first_key, 0], full.index(slot), k_smem.index(slot), pred=t < steps)
+        async_load(v_desc, [b, h, first_key + BLOCK_N, 0], full.index(slot), v_smem.index(slot), pred=t > 0)
     return begun + steps + 1
 
 
@@ -186,18 +152,18 @@ def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_head
 
 
 @gluon.jit
-def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_queries,
+def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_queries,
                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                   HALVE: gl.constexpr):  # fmt: skip
-    """64 queries of a tile: the online softmax over their keys, then O and L. `loads`: descriptors of Q, K and V where
-    this group loads them, otherwise empty. A persistent program has had `done` tiles of queries before, with
-    `begun` tiles of keys; the new number of these is returned."""
+    """64 queries of a tile: the online softmax over their keys, then O and L. A persistent program has had `done` tiles
+    of queries before, with `begun` tiles of keys; the new number of these is returned."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
+    LAZY: gl.constexpr = D == 128 and not REST  # with fewer columns there is less to rescale than to decide
     DTYPE: gl.constexpr = q_smem.dtype
 
     first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
@@ -206,13 +172,6 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     all_steps = key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, BLOCK_N)
 
-    if len(loads) > 0:
-        for g in gl.static_range(GROUPS):
-            mbarrier.expect(q_full.index(g), WG * D * 2)
-            async_load(loads[0], [head // heads, head % heads, first_of_tile + g * WG, 0], q_full.index(g),
-                       q_smem.index(g))  # fmt: skip
-        for i in gl.static_range(STAGES):
-            _load_both(loads, tiles, barriers, heads, head, i, all_steps, STAGES)
     t = begun
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
@@ -232,7 +191,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
     met_k = k_smem.index(slot).reshape([BLOCK_N, D]).slice(0, MET, 0)
     met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
     met = warpgroup_mma_wait(0, deps=(met,))
-    _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
+    mbarrier.arrive(empty.index(slot), count=1)
     row_max, row_sum, p32 = first_softmax(met, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
     if MET < BLOCK_N:
         # p32 * 0.0, not zeros: for constants the assembler would set registers while matmuls run, and serialize these
@@ -252,11 +211,11 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(PARTS, deps=(s,))
-            row_max, row_sum, alpha, new_p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
+            row_max, row_sum, alpha, new_p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
+            mbarrier.arrive(empty.index(slot), count=1)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -264,9 +223,9 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _free(loads, tiles, barriers, heads, head, t, all_steps, STAGES)
-            row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE)
-        acc = [times_rows(x, alpha) for x in acc]
+            mbarrier.arrive(empty.index(slot), count=1)
+            row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE, LAZY)
+        acc = [times_rows(x, alpha, LAZY) for x in acc]
 
     if done is not None:
         mbarrier.arrive(q_empty.index(G), count=1)
@@ -290,7 +249,7 @@ def _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done
 
 
 @gluon.jit
-def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                    num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                    PERSISTENT: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
@@ -302,13 +261,13 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
             for second in range(2 if IS_CAUSAL else 1):
                 tile, head, there = _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL)
                 if there:
-                    begun = _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun,
+                    begun = _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun,
                                           row_tiles, num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D,
                                           STAGES, OVERLAP, REST, HALVE)  # fmt: skip
                     done += 1
     else:
         tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
-        _forward_tile(loads, o_desc, l_ptr, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_queries,
+        _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_queries,
                       num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
     tma.store_wait(0)
 
@@ -316,19 +275,14 @@ def _forward_group(loads, o_desc, l_ptr, tiles, barriers, heads, batch_heads, se
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
                    c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, ALONE: gl.constexpr, REST: gl.constexpr,
-                   PERSISTENT: gl.constexpr, REGISTERS: gl.constexpr, HALVE: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
+                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr, PERSISTENT: gl.constexpr,
+                   HALVE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of GROUPS · 64 queries of one head, or, PERSISTENT, of many such tiles. Grid: (row_tiles · batch_heads,)
-    or, PERSISTENT, any. REGISTERS: of a thread, where two groups are ALONE. HALVE (BLOCK_N = 128, num_keys ≥
-    num_queries): of the tile of keys on the diagonal the first of two groups computes scores of the first half only; P
-    of the other half is zero."""
+    or, PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the diagonal the first of
+    two groups computes scores of the first half only; P of the other half is zero."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
-    if ALONE:  # noqa: SIM108 (when O is stored, Q has been read)
-        o_smem = q_smem
-    else:
-        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
+    o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -351,36 +305,28 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
-    elif ALONE:
-        gl.warp_specialize([
-            (_forward_group, ((q_desc, k_desc, v_desc), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section,
-                              row_tiles, num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
-                              REST, PERSISTENT, HALVE)),
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-        ], [4], [REGISTERS])  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, ((), o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
                               num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
             (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
                                  num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),

@@ -138,8 +138,8 @@ def launch_forward(
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
         descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
     )  # fmt: skip
-    kernel = alone_kernel if config.single else forward_kernel
-    chain = chain_of(config, *sizes, is_causal, multiprocessors) if config.single else 1
+    kernel = alone_kernel if config.alone else forward_kernel
+    chain = chain_of(config, *sizes, is_causal, multiprocessors) if config.alone else 1
     programs = triton.cdiv(row_tiles, chain) * batch * heads
     if persistent:
         programs = min(programs, multiprocessors)
@@ -147,8 +147,8 @@ def launch_forward(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
         num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap, ALONE=config.alone,
-        REST=rest_of(head_dim), PERSISTENT=persistent, REGISTERS=config.registers or 0,
+        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap,
+        REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
         HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
     )  # fmt: skip
