@@ -340,15 +340,16 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
         (768, 2048, 2048, 128, False, at_once), (768, 6272, 6272, 128, True, long),
         (768, 2048, 4096, 96, False, long), (768, 1024, 4096, 96, False, long), (768, 1024, 4096, 64, False, many),
         (768, 1024, 4096, 128, False, at_once),
-        (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long), (20, 4096, 1535, 64, False, many),
-        # with 64 columns shares are even, or are not
-        (18, 4096, 1535, 64, False, long), (48, 2048, 1024, 64, False, long), (48, 2048, 768, 64, False, short),
+        (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long),
+        # with 64 columns and no mask: shares are even, or are not, or there are few keys
+        (18, 4096, 1535, 64, False, long), (20, 4096, 1535, 64, False, many),
+        (48, 2048, 1024, 64, False, long), (48, 2048, 768, 64, False, short),
         # all fit at once, or are not so many that larger ones are worth it
         (1, 16384, 16384, 64, True, at_once), (16, 1024, 1024, 128, False, at_once),
         (16, 2048, 2048, 80, True, at_once), (1, 40960, 40960, 64, True, at_once), (17, 4096, 4096, 64, True, at_once),
         (22, 1600, 1600, 64, False, at_once),
         (22, 1537, 1500, 80, False, many), (4, 19008, 19008, 128, True, long), (4, 18816, 18816, 128, True, at_once),
-        # with a mask pairs of tiles are even, or are not, or have too many rows past the last query
+        # with a mask: pairs of tiles are even or not, have too many rows past the last query, see few keys or many
         (768, 512, 512, 96, True, short), (768, 640, 640, 96, True, at_once), (768, 1024, 1024, 80, True, at_once),
         (768, 4096, 4096, 96, True, long),
         (768, 777, 777, 96, True, short), (768, 2048, 1024, 96, True, short),
@@ -546,7 +547,7 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
 
 
 # --------------------------------------------------------------------------------- what the compiler says
-# The ptxas of triton 3.9 keeps on the stack what the masked steps of the backward kernels read, a few of a program's,
+# The ptxas of triton 3.9 keeps on the stack some of what the steps of the backward kernels read, above all masked ones,
 # and what persistent forward programs need once a tile
 MORE_SPILLS = 448 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
 
@@ -577,7 +578,7 @@ PROGRAMS = list(dict.fromkeys(
 
 
 def much_like_another(kernel, d, config):
-    """Left to `make test-table`: what differs from 128 columns by its parts only, and what is for few programs."""
+    """Left to `make test-table`: what differs from 128 columns by its parts or V, and what is for few programs."""
     return d in (80, 96) or config is configs.FORWARD[d] or kernel == "forward of one tile"
 
 

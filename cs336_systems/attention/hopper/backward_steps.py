@@ -134,8 +134,8 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
-    before dK is done. The first tile of these keys was the program's `begun`-th. v: where there are two parts, both in
-    registers, for which the accumulators of 128 columns leave no room.
+    before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
+    registers; accumulators of 128 columns leave no room for it.
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles

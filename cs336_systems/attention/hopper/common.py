@@ -107,7 +107,7 @@ def mma_of_part(a, b, part):
 def _rescaling(count):
     """Inline assembly: `count` numbers of a thread times their factors, unless these are 1 for all 16 rows of the warp.
     A thread's numbers are of two rows in turn, two at a time: factors 0 and 2 are all there are."""
-    # all threads of a warp get here together: LLVM does not know of the vote
+    # a vote needs all threads of the warp. LLVM does not know of it, but nothing that calls this diverges within a warp
     factors = [f"${2 * count + i}" for i in range(count)]
     products = " ".join(f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors))
     return (

@@ -76,7 +76,7 @@ class Forward:
 
     def can_persist(self, head_dim: int) -> bool:
         """Whether a program to a multiprocessor can take tiles of queries one after another: those of several groups
-        can. Three groups of 128 columns leave no registers for it."""
+        can, except three with 128 columns, which leave no registers for it."""
         return self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
 
 
@@ -123,7 +123,8 @@ class Backward:
 # Exceptions: AT_ONCE above SHORT where a multiprocessor gets at most AT_ONCE programs of 64 queries; from LONG on where
 # it gets fewer than LONG_PROGRAMS of OF_LONG, or (128 columns, no mask) their shares are less even; with 128 columns
 # and no mask between SHORT and 2 · LONG; and with a mask where keys are PAIRED, and pairs are even and pad little. With
-# 64 columns OF_LONG between SHORT and LONG, too, where without a mask shares are even, and OF_MANY from LONG on where
+# 64 columns and no mask OF_LONG between SHORT and LONG, too, where there are LONG_PROGRAMS of them and the
+# multiprocessor that has most is close to the average, padding included; and OF_MANY from LONG on, masked or not, where
 # OF_LONG pads too much. OF_LONG also has the programs of three groups for 129 to 192 queries, of which programs of two
 # would waste a quarter and more
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
@@ -139,7 +140,8 @@ FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FO
 AT_ONCE, LONG_PROGRAMS = 4, 3
 SHORT, LONG = 768, 1536
 # how many times the rows of smaller programs larger ones may have: _PADDING, _CLOSE where they gain little or the work
-# grows with the square of the rows, _SHARE on the busiest multiprocessor
+# grows with the square of the rows (64 columns: or the busiest multiprocessor, of the average), _SHARE on the busiest
+# multiprocessor
 _PADDING, _CLOSE, _SHARE = 1.15, 1.06, 1.04
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program
@@ -147,7 +149,7 @@ BEGINNING, WAITING = 100, 0.15
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
-# how many keys seen make pairs pay: without them, fewer have chains, and more three groups
+# keys seen at which pairs of causal tiles pay: with 80 and 96 columns chains are faster below, three groups above
 _SOME = range(CHAINED + 1, LONG)
 PAIRED = {64: range(0), 80: _SOME, 96: _SOME, 128: range(2 * LONG)}
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
