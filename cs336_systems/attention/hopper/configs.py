@@ -118,15 +118,18 @@ class Backward:
             )
 
 
-# By the columns that matmuls compute with. FORWARD: each program has a multiprocessor to itself. Otherwise by the keys
-# that a query sees (`seen_keys`): OF_SHORT up to SHORT, OF_MANY between SHORT and LONG, OF_LONG from LONG on.
-# Exceptions: AT_ONCE above SHORT where a multiprocessor gets at most AT_ONCE programs of 64 queries; from LONG on where
-# it gets fewer than LONG_PROGRAMS of OF_LONG, or (128 columns, no mask) their shares are less even; with 128 columns
-# and no mask between SHORT and 2 · LONG; and with a mask where keys are PAIRED, and pairs are even and pad little. With
-# 64 columns and no mask OF_LONG between SHORT and LONG, too, where there are LONG_PROGRAMS of them and the
-# multiprocessor that has most is close to the average, padding included; and OF_MANY from LONG on, masked or not, where
-# OF_LONG pads too much. OF_LONG also has the programs of three groups for 129 to 192 queries, of which programs of two
-# would waste a quarter and more
+# By the columns that matmuls compute with. `forward_config` takes the first that fits:
+#   FORWARD           each program has a multiprocessor to itself
+#   FORWARD_AT_ONCE   with a mask: the keys seen are PAIRED, and pairs are even and pad little
+#                     without one: 128 columns, and more than SHORT, fewer than 2 · LONG keys
+#   FORWARD_OF_SHORT  up to SHORT keys are seen
+#   FORWARD_AT_ONCE   a multiprocessor gets at most AT_ONCE programs of 64 queries
+#   FORWARD_OF_MANY   fewer than LONG keys are seen, or (64 columns) three groups pad too much; but not where (64
+#                     columns, no mask) three groups have even shares
+#   FORWARD_OF_LONG   a multiprocessor gets LONG_PROGRAMS of them (128 columns, no mask: in shares that are even)
+#   FORWARD_AT_ONCE   otherwise
+# Where that pads too much, FORWARD_OF_LONG, which has the programs of three groups for 129 to 192 queries, too, and
+# where those do, FORWARD_OF_SHORT.
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
@@ -139,9 +142,9 @@ FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
 AT_ONCE, LONG_PROGRAMS = 4, 3
 SHORT, LONG = 768, 1536
-# how many times the rows of smaller programs larger ones may have: _PADDING, _CLOSE where they gain little or the work
-# grows with the square of the rows (64 columns: or the busiest multiprocessor, of the average), _SHARE on the busiest
-# multiprocessor
+# how many times the rows of smaller programs larger ones may have: _PADDING, or _CLOSE where they gain little or the
+# work grows with the square of the rows; what the busiest multiprocessor may have: _CLOSE times the average with 64
+# columns, _SHARE times what it has of smaller programs with 128
 _PADDING, _CLOSE, _SHARE = 1.15, 1.06, 1.04
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program

@@ -1,9 +1,8 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
-programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q, K and V of the
-next one arrive while the last matmuls of this one run. With a causal mask it takes them in pairs that have the same
-work.
+programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q, K and V of the next one
+arrive while the last matmuls of this one run. With a causal mask it takes them in pairs that have the same work.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -33,7 +32,7 @@ from cs336_systems.attention.hopper.common import (
     wait_for_both,
 )
 
-GROWTH = gl.constexpr(8.0)  # as in FlashAttention-4
+GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
