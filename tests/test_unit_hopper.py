@@ -330,39 +330,43 @@ def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, 
 
 
 def test_larger_programs_for_many_queries_that_see_many_keys():
-    few, at_once, short, many, long = TABLES
+    few, small, large, long = TABLES
     for batch_heads, queries, keys, d, is_causal, expected in (
         (1, 4096, 4096, 64, False, few), (16, 512, 512, 64, False, few), (16, 512, 512, 80, True, few),
-        (768, 512, 512, 64, True, short), (768, 1023, 4096, 64, True, short), (768, 4096, 300, 96, False, short),
-        (768, 512, 512, 128, False, short), (67, 1536, 1536, 96, True, short), (768, 896, 896, 80, False, many),
-        (768, 1024, 1024, 64, True, many),
-        (768, 1024, 1024, 128, False, at_once), (768, 2048, 2048, 96, True, many),
-        (768, 2048, 2048, 128, False, at_once), (768, 6272, 6272, 128, True, long),
-        (768, 2048, 4096, 96, False, long), (768, 1024, 4096, 96, False, long), (768, 1024, 4096, 64, False, many),
-        (768, 1024, 4096, 128, False, at_once),
-        (18, 4096, 4096, 64, True, long), (18, 4096, 1536, 64, False, long),
-        # with 64 columns and no mask: shares are even, or are not, or there are few keys
-        (18, 4096, 1535, 64, False, long), (20, 4096, 1535, 64, False, many),
-        (48, 2048, 1024, 64, False, long), (48, 2048, 768, 64, False, short),
-        # all fit at once, or are not so many that larger ones are worth it
-        (1, 16384, 16384, 64, True, at_once), (16, 1024, 1024, 128, False, at_once),
-        (16, 2048, 2048, 80, True, at_once), (1, 40960, 40960, 64, True, at_once), (17, 4096, 4096, 64, True, at_once),
-        (22, 1600, 1600, 64, False, at_once),
-        (22, 1537, 1500, 80, False, many), (4, 19008, 19008, 128, True, long), (4, 18816, 18816, 128, True, at_once),
-        # with a mask: pairs of tiles are even or not, have too many rows past the last query, see few keys or many
-        (768, 512, 512, 96, True, short), (768, 640, 640, 96, True, at_once), (768, 1024, 1024, 80, True, at_once),
-        (768, 4096, 4096, 96, True, long),
-        (768, 777, 777, 96, True, short), (768, 2048, 1024, 96, True, short),
-        (768, 512, 512, 128, True, at_once), (768, 4096, 4096, 128, True, at_once), (67, 512, 512, 128, True, short),
-        (768, 777, 777, 128, True, short), (34, 4097, 4097, 128, True, long), (768, 2048, 1024, 128, True, short),
-        # the multiprocessor that has most: 8 tiles of 128 queries or 6 of 192, 16 or 11
-        (4, 32768, 32768, 128, False, at_once), (4, 65536, 65536, 128, False, long),
-        # larger programs would have a sixth to a third of their rows past the last query
-        (768, 256, 4096, 64, False, short), (768, 192, 8192, 128, False, long), (768, 320, 8192, 80, False, short),
+        # without a mask: enough keys for three groups, or not
+        (512, 384, 384, 64, False, long), (512, 384, 383, 64, False, small), (768, 1024, 768, 96, False, long),
+        (768, 1024, 767, 96, False, large), (4, 65536, 49152, 128, False, long), (4, 65536, 49151, 128, False, large),
+        (768, 128, 128, 80, False, large), (768, 128, 128, 128, False, large),
+        # shares are even, or not: of the multiprocessor that has most
+        (18, 4096, 1535, 64, False, long), (51, 640, 640, 64, False, small), (9, 1984, 1984, 128, False, long),
+        (20, 1024, 1024, 128, False, long), (17, 2048, 2048, 128, False, large), (23, 1024, 1024, 128, False, small),
+        (12, 2048, 2048, 64, False, long), (33, 640, 640, 96, False, long), (38, 640, 640, 96, False, small),
+        # rows past the last query
+        (768, 320, 4096, 64, False, small), (768, 192, 192, 96, False, long), (150, 300, 300, 128, False, small),
+        # few programs of one group share a multiprocessor in twos
+        (32, 1024, 1024, 64, False, large), (32, 1024, 768, 64, False, small), (33, 2048, 1024, 64, False, small),
+        (1, 16384, 16384, 64, True, large), (16, 4096, 4096, 64, True, large), (22, 1537, 1537, 64, True, small),
+        # with a mask: keys seen, pairs that are even or not, rows past the last query, and how many there are
+        (768, 1024, 1024, 64, True, small), (768, 3072, 3072, 64, True, long), (768, 3071, 3071, 64, True, small),
+        (67, 512, 512, 96, True, small), (768, 512, 512, 96, True, large), (768, 256, 256, 96, True, large),
+        (768, 255, 255, 128, True, small), (51, 640, 640, 128, True, large), (768, 777, 777, 128, True, small),
+        (768, 2048, 1024, 96, True, small), (768, 2048, 1538, 96, True, large), (768, 3072, 3072, 96, True, long),
+        (16, 3072, 3072, 96, True, large), (768, 4096, 4096, 128, True, large), (4, 49152, 49152, 128, True, long),
     ):  # fmt: skip
         config = hopper.forward_config(batch_heads, queries, keys, d, is_causal, 132)
-        assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d)
-    assert len({table[64] for table in TABLES}) == 4 and len({table[128] for table in TABLES}) == 4
+        assert config == expected[hopper.columns_of(d)], (batch_heads, queries, keys, d, is_causal)
+    assert all(len({table[d] for table in TABLES}) == 4 for d in (64, 80, 96, 128))
+
+
+def test_full_tiles_of_queries():
+    one, two, three = (hopper.Forward(n, 128, 2, False) for n in (1, 2, 3))
+    for config, columns, batch_heads, queries, full in (
+        (one, 64, 4, 6528, 102), (three, 64, 4, 64, 1), (three, 80, 48, 2048, 11), (three, 96, 64, 3001, 16),
+        (three, 64, 768, 1152, 6), (three, 64, 768, 1024, 5), (three, 96, 4, 6528, 33), (three, 64, 4, 32768, 165),
+        (three, 128, 768, 1024, 6), (two, 64, 4, 32768, 256),
+    ):  # fmt: skip
+        found = configs.full_tiles(config, columns, batch_heads, queries, 132)
+        assert found == full, (batch_heads, queries)
 
 
 def test_even_pairs():
@@ -609,7 +613,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     few = 0
     if kernel.startswith("backward"):
         few = (320 if head_dim == 128 else 128) + MORE_SPILLS  # most in fp16 with triton 3.7: 292
-    elif kernel == "forward" and config.can_persist(head_dim):
+    elif kernel.startswith("forward") and config.groups > 1:
         few = MORE_SPILLS
     assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
@@ -717,6 +721,25 @@ def test_configurations_in_use(on_hopper, d, is_causal):
         for num_queries, num_keys in ((333, 517), (517, 333), (1, 70), (64, 64), (193, 129)):
             lengths = (num_queries, num_keys, num_keys, num_queries)
             check_both_ways(*(gpu(2, 3, n, d) for n in lengths), is_causal, forward=forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", [hopper.Forward(3, 128, 2, False), hopper.Forward(2, 128, 2, False)], ids=str
+)
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_tiles_of_one_group(on_hopper, d, config):
+    """A last tile that lacks queries for a group or two, small ones that even out shares, more tiles than programs."""
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    even_out = 64 * config.groups * (programs // 2 + 2)
+    for heads, queries, keys in (
+        (6, 257, 100), (6, 321, 100), (6, 385, 200), (2 * programs, 257, 130), (2 * programs, 321, 70),
+        (2, even_out, 300), (2, even_out + 70, 65),
+    ):  # fmt: skip
+        q, k, v, do = (gpu(1, heads, n, d) for n in (queries, keys, keys, queries))
+        check_both_ways(q, k, v, do, False, forward=config)
+    for queries in (257, 321):  # pairs of tiles, the heaviest of which lacks queries for a group
+        check_both_ways(*(gpu(1, 2 * programs, queries, d) for _ in range(4)), True, forward=config)
 
 
 @pytest.mark.gpu

@@ -5,12 +5,13 @@
 Training shapes (hundreds of heads of 512 to 4,096 tokens), long ones with few heads, lengths that are no multiple of
 anything, head dimensions between powers of two, and cross attention, without a mask. All implementations read the same
 tensors, which lie as a model makes them: (batch, tokens, heads, d). Forward and backward are timed apart, as replays of
-a CUDA graph, in turns.
+a CUDA graph, in turns, each round in an order of its own: a kernel's clock depends on the one before.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one pass and shape in turns; see the package's docstring for the contract."""
     import torch
 
-    from cs336_systems.measure.clocks.timing import captured, interleaved
+    from cs336_systems.measure.clocks.timing import Timing, captured, interleaved
 
     device, case = "cuda" if torch.cuda.is_available() else "cpu", cases[0]
     data = _data(case, device)
@@ -129,15 +130,19 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
             first = first or results
             metrics["apart"] = max(_distance(x, y) for x, y in zip(results, first, strict=True))
             call = _one_pass(impl, case, data)
-            ready[str(place)] = call if device == "cpu" else captured(call, 1)
-    times = (
-        interleaved(ready, device=device, rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS) if ready else {}
-    )
+            ready[place] = call if device == "cpu" else captured(call, 1)
+    places, samples = list(ready), {place: () for place in ready}
+    for _ in range(ROUNDS):
+        random.shuffle(places)
+        calls = {place: ready[place] for place in places}
+        times = interleaved(calls, device=device, rounds=1, warmup_ms=WARMUP_MS, rep_ms=REP_MS)
+        samples = {place: samples[place] + timing.samples_ms for place, timing in times.items()}
     flops = attention_flops(
         case.batch * case.heads, case.num_queries, case.num_keys, case.head_dim, case.is_causal, case.part
     )
-    for place, timing in times.items():
-        found[int(place)] |= timing.metrics() | {"tflops": flops / timing.p50 / 1e9}
+    for place, pooled in samples.items():
+        timing = Timing(pooled)
+        found[place] |= timing.metrics() | {"tflops": flops / timing.p50 / 1e9}
     return found
 
 

@@ -118,43 +118,42 @@ class Backward:
             )
 
 
-# By the columns that matmuls compute with. `forward_config` takes the first that fits:
-#   FORWARD           each program has a multiprocessor to itself
-#   FORWARD_AT_ONCE   with a mask: the keys seen are PAIRED, and pairs are even and pad little
-#                     without one: 128 columns, and more than SHORT, fewer than 2 · LONG keys
-#   FORWARD_OF_SHORT  up to SHORT keys are seen
-#   FORWARD_AT_ONCE   a multiprocessor gets at most AT_ONCE programs of 64 queries
-#   FORWARD_OF_MANY   fewer than LONG keys are seen, or (64 columns) three groups pad too much; but not where (64
-#                     columns, no mask) three groups have even shares
-#   FORWARD_OF_LONG   a multiprocessor gets LONG_PROGRAMS of them (128 columns, no mask: in shares that are even)
-#   FORWARD_AT_ONCE   otherwise
-# Where that pads too much, FORWARD_OF_LONG, which has the programs of three groups for 129 to 192 queries, too, and
-# where those do, FORWARD_OF_SHORT.
+# By the columns that matmuls compute with. See `forward_config`.
+#   FORWARD           a program has a multiprocessor to itself
+#   FORWARD_OF_SHORT  three or four share one
+#   FORWARD_LARGE     64 columns: two share one; more: a program of two groups has one to itself
+#   FORWARD_OF_LONG   a program of three groups has one to itself
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
-FORWARD_AT_ONCE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 1, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE
 }  # fmt: skip
-FORWARD_OF_MANY = FORWARD_OF_SHORT | {80: _TWO, 96: _TWO}
+FORWARD_LARGE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
-FORWARD_TABLES = FORWARD, FORWARD_AT_ONCE, FORWARD_OF_SHORT, FORWARD_OF_MANY, FORWARD_OF_LONG
+FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG
+# without a mask: how long a row takes of small programs, of two groups, of three that see few keys and of three that
+# see as many as the last number or more (with 128 columns: a head's keys and values take half of the L2 cache)
+PER_ROW = {
+    64: (1.0, 1.0, 1.2, 0.94, 384),
+    80: (1.16, 1.0, 1.05, 0.95, 768),
+    96: (1.16, 1.0, 1.05, 0.95, 768),
+    128: (1.16, 1.0, 1.1, 0.95, 49152),
+}
+# with a causal mask: past how many keys seen two groups are faster than small programs, in even pairs from half of it
+# on; from how many on three are; how many times the rows of small ones two may have
+TWO, THREE, _CLOSE = 256, {64: 1536, 80: 1536, 96: 1536, 128: 24576}, 1.06
+# of programs of 64 queries, AT_ONCE are few for a multiprocessor; of 192, LONG_PROGRAMS are many
 AT_ONCE, LONG_PROGRAMS = 4, 3
-SHORT, LONG = 768, 1536
-# how many times the rows of smaller programs larger ones may have: _PADDING, or _CLOSE where they gain little or the
-# work grows with the square of the rows; what the busiest multiprocessor may have: _CLOSE times the average with 64
-# columns, _SHARE times what it has of smaller programs with 128
-_PADDING, _CLOSE, _SHARE = 1.15, 1.06, 1.04
+SHORT = 768  # keys that are seen, from which on few programs share a multiprocessor in twos
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program
 BEGINNING, WAITING = 100, 0.15
+# how long a tile of 64 queries, for one group, takes of one that has some for all groups
+SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
-# keys seen at which pairs of causal tiles pay: with 80 and 96 columns chains are faster below, three groups above
-_SOME = range(CHAINED + 1, LONG)
-PAIRED = {64: range(0), 80: _SOME, 96: _SOME, 128: range(2 * LONG)}
 BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
@@ -180,6 +179,39 @@ def even_pairs(
     return waiting <= WAITING and waiting * seen_keys(num_queries, num_keys, True) <= BEGINNING
 
 
+def has_small_tiles(config: Forward, columns: int) -> bool:
+    """Whether tiles of 64 queries, for one group, may even out shares where no mask does: only three groups gain by
+    it, and with 128 columns they are not persistent."""
+    return config.groups == 3 and columns < 128
+
+
+def load_of(config: Forward, batch_heads: int, groups: int, full: int, multiprocessors: int) -> float:
+    """What the multiprocessor that has most has, in full tiles, where `full` of each head's are. Full ones are shared
+    in turns, and the turns go on with the small ones."""
+    small = max(groups - full * config.groups, 0) * batch_heads
+    turns, more = divmod(full * batch_heads, multiprocessors)
+    load = turns + SMALL * triton.cdiv(small, multiprocessors)
+    if more:
+        left = max(small - (multiprocessors - more), 0)
+        load = max(load, turns + 1 + SMALL * triton.cdiv(left, multiprocessors))
+    return load
+
+
+def full_tiles(
+    config: Forward, columns: int, batch_heads: int, num_queries: int, multiprocessors: int
+) -> int:
+    """How many of a head's tiles of queries are full without a mask, for all groups; the rest are of 64 queries, for
+    one. All tiles (the last may lack some queries), all that lack none, or as many as multiprocessors have even shares
+    of: whichever is done first."""
+    groups = triton.cdiv(num_queries, GROUP)
+    every, most = triton.cdiv(groups, config.groups), groups // config.groups
+    if not has_small_tiles(config, columns):
+        return every
+    even = most * batch_heads // multiprocessors * multiprocessors // batch_heads
+    load = lambda full: load_of(config, batch_heads, groups, full, multiprocessors)
+    return min(filter(None, (every, most, even)), key=load)
+
+
 def chain_of(
     config: Forward, batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, multiprocessors: int
 ) -> int:
@@ -192,38 +224,37 @@ def chain_of(
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Small programs, three or four of which fit a multiprocessor, where rows are short and there are many: one begins
-    or ends beside the matmuls of another. Larger tiles, which read keys and values less often, for long rows, where no
-    program waits to begin when another ends, and where persistent programs have even shares. Where too many of their
-    rows would lie past the last query, three groups if those fit, otherwise small programs. A rule made from times of
-    an H100 and an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
+    """Without a mask what is done first: the multiprocessor that has most decides. With one, programs of more groups
+    the more keys they see: those read keys and values less often, and persistent ones load a tile while another ends,
+    but of small ones, several of which share a multiprocessor, one begins or ends beside the matmuls of another.
+    A rule made from times of an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, at_once, short, many, long = (x[columns] for x in FORWARD_TABLES)
+    few, small, large, long = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
     seen, sizes = seen_keys(num_queries, num_keys, is_causal), (batch_heads, num_queries, num_keys)
-    rows = lambda x: triton.cdiv(groups, x.groups) * x.groups
-    # of the multiprocessor that has most, in groups of queries
-    share = lambda x: triton.cdiv(batch_heads * triton.cdiv(groups, x.groups), multiprocessors) * x.groups
-    longer = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
-    even = paired = False
+    many = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
+    if columns == 64:
+        some = batch_heads * groups <= AT_ONCE * multiprocessors
+        small = large = large if (some and seen > SHORT) or (not many and seen >= THREE[64]) else small
     if is_causal:
-        paired = seen in PAIRED[columns] and rows(at_once) <= _CLOSE * groups
-        paired = paired and even_pairs(at_once, *sizes, multiprocessors)
-    else:
-        even = longer and columns == 64 and share(long) * multiprocessors <= _CLOSE * batch_heads * groups
-        longer = longer and (columns < 128 or share(long) <= _SHARE * share(at_once))
-    if paired or (columns == 128 and not is_causal and SHORT < seen < 2 * LONG):
-        config = at_once
-    elif seen <= SHORT:
-        config = short
-    elif batch_heads * groups <= AT_ONCE * multiprocessors:
-        config = at_once
-    elif (seen < LONG and not even) or (longer and columns == 64 and rows(long) > _CLOSE * groups):
-        config = many
-    else:
-        config = long if longer else at_once
-    return next(filter(lambda x: rows(x) <= _PADDING * groups, (config, long, short)))
+        if many and seen >= THREE[columns]:
+            return long
+        more = seen > (TWO if num_keys >= num_queries else SHORT)
+        paired = 2 * seen >= TWO and even_pairs(large, *sizes, multiprocessors)
+        close = triton.cdiv(groups, large.groups) * large.groups <= _CLOSE * groups
+        return large if close and (more or paired) else small
+
+    def cost(config: Forward, per_row: float) -> float:
+        full = full_tiles(config, columns, batch_heads, num_queries, multiprocessors)
+        load = load_of(config, batch_heads, groups, full, multiprocessors)
+        if config.groups == 1:  # the last programs leave places empty
+            load = triton.cdiv(load, config.programs) * config.programs
+        return per_row * config.groups * load
+
+    of_small, of_two, few_keys, many_keys, enough = PER_ROW[columns]
+    per_row = of_small, of_two, many_keys if seen >= enough else few_keys
+    return min(zip((small, large, long), per_row, strict=True), key=lambda x: cost(*x))[0]
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:

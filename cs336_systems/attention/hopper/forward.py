@@ -1,8 +1,10 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
-programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q, K and V of the next one
-arrive while the last matmuls of this one run. With a causal mask it takes them in pairs that have the same work.
+programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q of the next one arrives
+while this one is computed, its first K and V while the last matmuls run. With a causal mask it takes them in pairs that
+have the same work. Without one, what would make shares uneven comes in small tiles: 64 queries, for one group, in about
+half the time.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -82,7 +84,27 @@ def softmax_step(s, row_max, row_sum, c, p_layout: gl.constexpr, DTYPE: gl.const
 
 
 @gluon.jit
-def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_keys,
+def _slot_of_q(done, g, GROUPS: gl.constexpr):
+    """Where Q of group g lies, `done` tiles of queries after the first, and the parity of its barriers: a persistent
+    program has two places, by turns."""
+    slot = g
+    parity = 0
+    if done is not None:
+        slot += (done & 1) * GROUPS
+        parity = (done >> 1) & 1
+    return slot, parity
+
+
+@gluon.jit
+def _leave_last(q_empty, done, g, GROUPS: gl.constexpr):
+    """If O takes Q's place: once O of the last tile of queries has left, Q of the next one may come."""
+    last, _ = _slot_of_q(done - 1, g, GROUPS)
+    tma.store_wait(0)
+    mbarrier.arrive(q_empty.index(last), count=1, pred=done > 0)
+
+
+@gluon.jit
+def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first_query, head, done, begun, num_keys,
                IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                STAGES: gl.constexpr):  # fmt: skip
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
@@ -90,12 +112,12 @@ def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done,
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
     b, h = head // heads, head % heads
-    first_query = (row_tiles - 1 - tile) * GROUPS * WG  # with a causal mask the last tiles are the heaviest
     for g in gl.static_range(GROUPS):
+        slot, parity = _slot_of_q(done, g, GROUPS)
         if done is not None:
-            mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-        mbarrier.expect(q_full.index(g), WG * D * 2)
-        async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(g), q_smem.index(g))
+            mbarrier.wait(q_empty.index(slot), parity ^ 1)
+        mbarrier.expect(q_full.index(slot), WG * D * 2)
+        async_load(q_desc, [b, h, first_query + g * WG, 0], q_full.index(slot), q_smem.index(slot))
     steps = key_tiles(first_query, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
     for t in range(steps + 1):  # tile t of K and t − 1 of V come together, since they are needed together
         slot = (begun + t) % STAGES
@@ -116,47 +138,64 @@ def _items(row_tiles, batch_heads, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL: gl.constexpr):
-    """The tile of queries, its head, and whether there is one. A pair (`second`: 0, 1) is the i-th heaviest tile of a
-    head and the i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no
-    next one."""
+def _tile_of(item, second, full_tiles, row_tiles, batch_heads, section, num_queries, IS_CAUSAL: gl.constexpr,
+             GROUPS: gl.constexpr, PAIRS: gl.constexpr):  # fmt: skip
+    """A tile's first query, one past its last, its head, and whether there is one. With a causal mask the last queries
+    are the heaviest and come first; in PAIRS (`second`: 0, 1) the i-th heaviest tile of a head and the i-th lightest of
+    the next: all pairs have the same work. Of an odd number of heads the last has no next one.
+
+    Without a mask the first `full_tiles` of each head have queries for all groups. The others have 64 and come last."""
+    there: gl.constexpr = True
+    end = num_queries
     if IS_CAUSAL:
-        tile, head = item % row_tiles, item // row_tiles * 2 + second
-        tile += second * (row_tiles - 1 - 2 * tile)
-        there = head < batch_heads
+        if PAIRS:
+            tile, head = item % row_tiles, item // row_tiles * 2 + second
+            tile += second * (row_tiles - 1 - 2 * tile)
+            there = head < batch_heads
+        else:
+            tile, head = place(item, row_tiles, batch_heads, section)
+        first = (row_tiles - 1 - tile) * GROUPS * WG
     else:
-        tile, head = place(item, row_tiles, batch_heads, section)
-        there: gl.constexpr = True
-    return tile, head, there
+        full = full_tiles * batch_heads
+        if item < full:
+            tile, head = place(item, full_tiles, batch_heads, section)
+            first = tile * GROUPS * WG
+        else:
+            tile, head = place(item - full, row_tiles - full_tiles, batch_heads, section)
+            first = (full_tiles * GROUPS + tile) * WG
+            end = first + WG
+    return first, end, head, there
 
 
 @gluon.jit
-def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles, num_keys,
-                      IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                      STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
+def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                      num_queries, num_keys, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                      D: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
     if PERSISTENT:
         done = 0
         begun = 0
         for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
             for second in range(2 if IS_CAUSAL else 1):
-                tile, head, there = _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL)
+                first, end, head, there = _tile_of(item, second, full_tiles, row_tiles, batch_heads, section,
+                                                   num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
                 if there:
-                    begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, done, begun,
-                                       row_tiles, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+                    begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first, head, done, begun,
+                                       num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
                     done += 1
     else:
-        tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
-        _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_keys, IS_CAUSAL,
-                   GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+        first, end, head, there = _tile_of(gl.program_id(0), 0, full_tiles, row_tiles, batch_heads, section,
+                                           num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
+        _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first, head, None, 0, num_keys, IS_CAUSAL, GROUPS,
+                   BLOCK_N, D, STAGES)  # fmt: skip
 
 
 @gluon.jit
-def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun, row_tiles, num_queries,
-                  num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, done, begun, num_queries, num_keys, c,
+                  IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                   HALVE: gl.constexpr):  # fmt: skip
     """64 queries of a tile: the online softmax over their keys, then O and L. A persistent program has had `done` tiles
-    of queries before, with `begun` tiles of keys; the new number of these is returned."""
+    of queries before, with `begun` tiles of keys."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -164,8 +203,8 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun
     PARTS: gl.constexpr = 2 if REST else 1
     LAZY: gl.constexpr = D == 128 and not REST  # with fewer columns there is less to rescale than to decide
     DTYPE: gl.constexpr = q_smem.dtype
+    IN_PLACE: gl.constexpr = o_smem.shape[0] > GROUPS  # O takes the place of Q
 
-    first_of_tile = (row_tiles - 1 - tile) * GROUPS * WG
     first_query = first_of_tile + G * WG
     queries = first_query + gl.arange(0, WG, s_rows)
     all_steps = key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
@@ -177,7 +216,8 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun
         mbarrier.arrive(empty.index(t % STAGES), count=1)
         t += 1
 
-    q = q_smem.index(G).reshape([WG, D])
+    q_slot, q_parity = _slot_of_q(done, G, GROUPS)
+    q = q_smem.index(q_slot).reshape([WG, D])
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
     # HALVE: the first half of the queries sees nothing of the diagonal's second half of the keys
     MET: gl.constexpr = WG if HALVE and G == 0 else BLOCK_N
@@ -185,10 +225,12 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     slot = t % STAGES
-    mbarrier.wait(q_full.index(G), 0 if done is None else done & 1)
+    mbarrier.wait(q_full.index(q_slot), q_parity)
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
     met_k = k_smem.index(slot).reshape([BLOCK_N, D]).slice(0, MET, 0)
     met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
+    if IN_PLACE:
+        _leave_last(q_empty, done, G, GROUPS)
     met = warpgroup_mma_wait(0, deps=(met,))
     mbarrier.arrive(empty.index(slot), count=1)
     row_max, row_sum, p32 = first_softmax(met, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
@@ -226,8 +268,8 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun
             row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
 
-    if done is not None:
-        mbarrier.arrive(q_empty.index(G), count=1)
+    if done is not None and not IN_PLACE:
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
     t += 1
     slot = t % STAGES
     mbarrier.wait(full.index(slot), (t // STAGES) & 1)
@@ -239,16 +281,43 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
     if done is not None:
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # O of the tile before has left
+        if not IN_PLACE:
+            tma.store_wait(0)  # O of the tile before has left
     acc = [times_rows(x, share) for x in acc]
-    store_parts(acc, o_smem.index(G).reshape([WG, D]))
+    o_slot = q_slot if IN_PLACE else G
+    store_parts(acc, o_smem.index(o_slot).reshape([WG, D]))
     fence_async_shared()
-    async_store(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(G))
-    return t + 1
+    async_store(o_desc, [head // heads, head % heads, first_query, 0], o_smem.index(o_slot))
 
 
 @gluon.jit
-def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
+def _forward_share(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, end, head, done, begun, num_queries, num_keys,
+                   c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                   HALVE: gl.constexpr):  # fmt: skip
+    """`_forward_tile`, if the tile has queries for this group; otherwise the group lets the others go on. Returns how
+    many tiles of keys have begun then."""
+    q_full, full, empty, q_empty = barriers
+    IN_PLACE: gl.constexpr = tiles[3].shape[0] > GROUPS
+    steps = key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    if first_of_tile + G * WG < end:
+        _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, done, begun, num_queries, num_keys,
+                      c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+    else:
+        q_slot, q_parity = _slot_of_q(done, G, GROUPS)
+        mbarrier.wait(q_full.index(q_slot), q_parity)
+        if IN_PLACE:
+            _leave_last(q_empty, done, G, GROUPS)
+        elif done is not None:
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+        for t in range(begun, begun + steps + 1):
+            mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
+            mbarrier.arrive(empty.index(t % STAGES), count=1)
+    return begun + steps + 1
+
+
+@gluon.jit
+def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles, num_queries,
                    num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                    PERSISTENT: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
@@ -258,40 +327,56 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, 
         begun = 0
         for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
             for second in range(2 if IS_CAUSAL else 1):
-                tile, head, there = _tile_of(item, second, row_tiles, batch_heads, section, IS_CAUSAL)
+                first, end, head, there = _tile_of(item, second, full_tiles, row_tiles, batch_heads, section,
+                                                   num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
                 if there:
-                    begun = _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, done, begun,
-                                          row_tiles, num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D,
-                                          STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+                    begun = _forward_share(o_desc, l_ptr, tiles, barriers, heads, first, end, head, done, begun,
+                                           num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
+                                           REST, HALVE)  # fmt: skip
                     done += 1
     else:
-        tile, head = place(gl.program_id(0), row_tiles, batch_heads, section)
-        _forward_tile(o_desc, l_ptr, tiles, barriers, heads, tile, head, None, 0, row_tiles, num_queries,
-                      num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+        first, end, head, there = _tile_of(gl.program_id(0), 0, full_tiles, row_tiles, batch_heads, section,
+                                           num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
+        _forward_share(o_desc, l_ptr, tiles, barriers, heads, first, end, head, None, 0, num_queries, num_keys, c,
+                       IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
-                   c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr, PERSISTENT: gl.constexpr,
-                   HALVE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """O and L of GROUPS · 64 queries of one head, or, PERSISTENT, of many such tiles. Grid: (row_tiles · batch_heads,)
-    or, PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the diagonal the first of
-    two groups computes scores of the first half only; P of the other half is zero."""
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "batch_heads",
+        "section",
+        "full_tiles",
+        "row_tiles",
+        "num_queries",
+        "num_keys",
+    ]
+)
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, full_tiles, row_tiles,
+                   num_queries, num_keys, c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
+                   PERSISTENT: gl.constexpr, HALVE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """O and L of a tile of queries of one head, or, PERSISTENT, of many. Without a mask `full_tiles` of a head's
+    `row_tiles` have GROUPS · 64 queries, the others 64; with one all have as many. Grid: (row_tiles · batch_heads,) or,
+    PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the diagonal the first of two
+    groups computes scores of the first half only; P of the other half is zero."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], q_desc.layout)
-    o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
+    Q_TILES: gl.constexpr = 2 * GROUPS if PERSISTENT else GROUPS  # the next one comes while one is read
+    q_smem = gl.allocate_shared_memory(dtype, [Q_TILES, 1, 1, WG, D], q_desc.layout)
+    o_smem = q_smem
+    if not (PERSISTENT and GROUPS == 3 and D == 128):  # otherwise there is no room
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = q_full
     if PERSISTENT:
-        q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
-    for i in gl.static_range(GROUPS):
+        q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], barrier)
+    for i in gl.static_range(Q_TILES):
         mbarrier.init(q_full.index(i), count=1)
         if PERSISTENT:
             mbarrier.init(q_empty.index(i), count=1)
@@ -304,29 +389,35 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
+                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
+                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, row_tiles, num_queries,
-                              num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, row_tiles,
-                                 num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
+                              num_queries, num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
+                              PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
+                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
         ], [4, 1], [240, 24])  # fmt: skip

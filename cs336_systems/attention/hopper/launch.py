@@ -24,6 +24,7 @@ from cs336_systems.attention.hopper.configs import (
     even_pairs,
     few_queries,
     forward_config,
+    full_tiles,
     padded,
     rest_of,
 )
@@ -130,7 +131,10 @@ def launch_forward(
     num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(device.index)
     sizes = batch * heads, num_queries, num_keys
     config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors)
-    row_tiles = triton.cdiv(num_queries, config.groups * GROUP)
+    row_tiles, full = triton.cdiv(num_queries, config.groups * GROUP), 0
+    if not is_causal:
+        full = full_tiles(config, columns_of(head_dim), batch * heads, num_queries, multiprocessors)
+        row_tiles = full + max(triton.cdiv(num_queries, GROUP) - full * config.groups, 0)
     persistent = config.can_persist(head_dim) and (
         not is_causal or even_pairs(config, *sizes, multiprocessors)
     )
@@ -145,9 +149,9 @@ def launch_forward(
         programs = min(programs, multiprocessors)
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
-        section=_section(batch * heads, 4 * num_keys * d), row_tiles=row_tiles, num_queries=num_queries,
-        num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal, GROUPS=config.groups,
-        BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap,
+        section=_section(batch * heads, 4 * num_keys * d), full_tiles=full, row_tiles=row_tiles,
+        num_queries=num_queries, num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal,
+        GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap,
         REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
         HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
