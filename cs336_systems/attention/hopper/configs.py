@@ -132,8 +132,8 @@ FORWARD_OF_SHORT = {
 FORWARD_LARGE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG
-# without a mask: how long a row takes of small programs, of two groups, of three that see few keys and of three that
-# see as many as the last number or more (with 128 columns: a head's keys and values take half of the L2 cache)
+# without a mask, time per row: FORWARD_OF_SHORT, FORWARD_LARGE (64 columns: one of both is chosen before), and
+# FORWARD_OF_LONG below so many keys, and from there on (128 columns: K and V of a head take half of the L2 cache)
 PER_ROW = {
     64: (1.0, 1.0, 1.2, 0.94, 384),
     80: (1.16, 1.0, 1.05, 0.95, 768),
@@ -141,15 +141,16 @@ PER_ROW = {
     128: (1.16, 1.0, 1.1, 0.95, 49152),
 }
 # with a causal mask: past how many keys seen two groups are faster than small programs, in even pairs from half of it
-# on; from how many on three are; how many times the rows of small ones two may have
+# on; from how many on three are; how many times the rows of small programs two groups may have
 TWO, THREE, _CLOSE = 256, {64: 1536, 80: 1536, 96: 1536, 128: 24576}, 1.06
 # of programs of 64 queries, AT_ONCE are few for a multiprocessor; of 192, LONG_PROGRAMS are many
 AT_ONCE, LONG_PROGRAMS = 4, 3
-SHORT = 768  # keys that are seen, from which on few programs share a multiprocessor in twos
+# keys seen, past which few programs share a multiprocessor in twos; with a mask and fewer keys than queries this is TWO
+SHORT = 768
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program
 BEGINNING, WAITING = 100, 0.15
-# how long a tile of 64 queries, for one group, takes of one that has some for all groups
+# time of a tile of 64 queries, for one group, over that of a full one
 SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
@@ -186,8 +187,8 @@ def has_small_tiles(config: Forward, columns: int) -> bool:
 
 
 def load_of(config: Forward, batch_heads: int, groups: int, full: int, multiprocessors: int) -> float:
-    """What the multiprocessor that has most has, in full tiles, where `full` of each head's are. Full ones are shared
-    in turns, and the turns go on with the small ones."""
+    """What the busiest multiprocessor gets, in full tiles, if `full` tiles of each head are full. These are shared in
+    turns, and the turns go on with the small ones."""
     small = max(groups - full * config.groups, 0) * batch_heads
     turns, more = divmod(full * batch_heads, multiprocessors)
     load = turns + SMALL * triton.cdiv(small, multiprocessors)
@@ -224,7 +225,7 @@ def chain_of(
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Without a mask what is done first: the multiprocessor that has most decides. With one, programs of more groups
+    """Without a mask what is done first: the busiest multiprocessor decides. With one, programs of more groups
     the more keys they see: those read keys and values less often, and persistent ones load a tile while another ends,
     but of small ones, several of which share a multiprocessor, one begins or ends beside the matmuls of another.
     A rule made from times of an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""

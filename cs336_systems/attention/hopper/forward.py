@@ -1,10 +1,10 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
-programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q of the next one arrives
-while this one is computed, its first K and V while the last matmuls run. With a causal mask it takes them in pairs that
-have the same work. Without one, what would make shares uneven comes in small tiles: 64 queries, for one group, in about
-half the time.
+programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q and the
+first K of the next one arrive during the last matmuls of this one. With a causal mask it takes them in pairs that have
+the same work. Without one, what would make shares uneven comes in small tiles: 64 queries, for one group, which take
+about half as long.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -97,7 +97,7 @@ def _slot_of_q(done, g, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _leave_last(q_empty, done, g, GROUPS: gl.constexpr):
-    """If O takes Q's place: once O of the last tile of queries has left, Q of the next one may come."""
+    """If O takes Q's place: once O of the tile before has left, that place is free for Q of the next one."""
     last, _ = _slot_of_q(done - 1, g, GROUPS)
     tma.store_wait(0)
     mbarrier.arrive(q_empty.index(last), count=1, pred=done > 0)
@@ -140,9 +140,9 @@ def _items(row_tiles, batch_heads, IS_CAUSAL: gl.constexpr):
 @gluon.jit
 def _tile_of(item, second, full_tiles, row_tiles, batch_heads, section, num_queries, IS_CAUSAL: gl.constexpr,
              GROUPS: gl.constexpr, PAIRS: gl.constexpr):  # fmt: skip
-    """A tile's first query, one past its last, its head, and whether there is one. With a causal mask the last queries
-    are the heaviest and come first; in PAIRS (`second`: 0, 1) the i-th heaviest tile of a head and the i-th lightest of
-    the next: all pairs have the same work. Of an odd number of heads the last has no next one.
+    """A tile's first query, an end that its queries lie before, its head, and whether there is one. With a causal mask
+    the last queries are the heaviest and come first; in PAIRS (`second`: 0, 1) the i-th heaviest tile of a head and the
+    i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no next one.
 
     Without a mask the first `full_tiles` of each head have queries for all groups. The others have 64 and come last."""
     there: gl.constexpr = True
@@ -358,9 +358,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                    PERSISTENT: gl.constexpr, HALVE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of a tile of queries of one head, or, PERSISTENT, of many. Without a mask `full_tiles` of a head's
-    `row_tiles` have GROUPS · 64 queries, the others 64; with one all have as many. Grid: (row_tiles · batch_heads,) or,
-    PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the diagonal the first of two
-    groups computes scores of the first half only; P of the other half is zero."""
+    `row_tiles` have GROUPS · 64 queries, the others 64; with a mask all have GROUPS · 64. Grid: (row_tiles ·
+    batch_heads,) or, PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the
+    diagonal the first of two groups computes scores of the first half only; P of the other half is zero."""
     dtype: gl.constexpr = q_desc.dtype
     Q_TILES: gl.constexpr = 2 * GROUPS if PERSISTENT else GROUPS  # the next one comes while one is read
     q_smem = gl.allocate_shared_memory(dtype, [Q_TILES, 1, 1, WG, D], q_desc.layout)
