@@ -132,20 +132,21 @@ FORWARD_OF_SHORT = {
 FORWARD_LARGE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG
-# without a mask, time per row: FORWARD_OF_SHORT, FORWARD_LARGE (64 columns: one of both is chosen before), and
+# without a mask, time per row over that of FORWARD_LARGE: FORWARD_OF_SHORT (64 columns: one of both is chosen before),
 # FORWARD_OF_LONG below so many keys, and from there on (128 columns: K and V of a head take half of the L2 cache)
 PER_ROW = {
-    64: (1.0, 1.0, 1.2, 0.94, 384),
-    80: (1.16, 1.0, 1.05, 0.95, 768),
-    96: (1.16, 1.0, 1.05, 0.95, 768),
-    128: (1.16, 1.0, 1.1, 0.95, 49152),
+    64: (1.0, 1.2, 0.94, 384),
+    80: (1.16, 1.05, 0.95, 768),
+    96: (1.16, 1.05, 0.95, 768),
+    128: (1.16, 1.1, 0.95, 49152),
 }
 # with a causal mask: past how many keys seen two groups are faster than small programs, in even pairs from half of it
 # on; from how many on three are; how many times the rows of small programs two groups may have
 TWO, THREE, _CLOSE = 256, {64: 1536, 80: 1536, 96: 1536, 128: 24576}, 1.06
 # of programs of 64 queries, AT_ONCE are few for a multiprocessor; of 192, LONG_PROGRAMS are many
 AT_ONCE, LONG_PROGRAMS = 4, 3
-# keys seen, past which few programs share a multiprocessor in twos; with a mask and fewer keys than queries this is TWO
+# past how many keys seen few programs of 64 columns are of FORWARD_LARGE; and, with a mask and fewer keys than queries,
+# two groups are faster
 SHORT = 768
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program
@@ -180,12 +181,6 @@ def even_pairs(
     return waiting <= WAITING and waiting * seen_keys(num_queries, num_keys, True) <= BEGINNING
 
 
-def has_small_tiles(config: Forward, columns: int) -> bool:
-    """Whether tiles of 64 queries, for one group, may even out shares where no mask does: only three groups gain by
-    it, and with 128 columns they are not persistent."""
-    return config.groups == 3 and columns < 128
-
-
 def load_of(config: Forward, batch_heads: int, groups: int, full: int, multiprocessors: int) -> float:
     """What the busiest multiprocessor gets, in full tiles, if `full` tiles of each head are full. These are shared in
     turns, and the turns go on with the small ones."""
@@ -206,7 +201,7 @@ def full_tiles(
     of: whichever is done first."""
     groups = triton.cdiv(num_queries, GROUP)
     every, most = triton.cdiv(groups, config.groups), groups // config.groups
-    if not has_small_tiles(config, columns):
+    if config.groups < 3 or columns == 128:  # two groups gain nothing by it, three with 128 columns lose
         return every
     even = most * batch_heads // multiprocessors * multiprocessors // batch_heads
     load = lambda full: load_of(config, batch_heads, groups, full, multiprocessors)
@@ -225,15 +220,15 @@ def chain_of(
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Without a mask what is done first: the busiest multiprocessor decides. With one, programs of more groups
-    the more keys they see: those read keys and values less often, and persistent ones load a tile while another ends,
-    but of small ones, several of which share a multiprocessor, one begins or ends beside the matmuls of another.
+    """Without a mask, what the busiest multiprocessor would finish first. With one, the more keys are seen, the more
+    groups: programs of several read keys and values less often, and persistent ones load a tile while another ends.
+    Small programs, several of which share a multiprocessor, begin and end beside the matmuls of others.
     A rule made from times of an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
     columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
     few, small, large, long = (x[columns] for x in FORWARD_TABLES)
     if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
         return few
-    seen, sizes = seen_keys(num_queries, num_keys, is_causal), (batch_heads, num_queries, num_keys)
+    seen = seen_keys(num_queries, num_keys, is_causal)
     many = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
     if columns == 64:
         some = batch_heads * groups <= AT_ONCE * multiprocessors
@@ -242,7 +237,7 @@ def forward_config(
         if many and seen >= THREE[columns]:
             return long
         more = seen > (TWO if num_keys >= num_queries else SHORT)
-        paired = 2 * seen >= TWO and even_pairs(large, *sizes, multiprocessors)
+        paired = 2 * seen >= TWO and even_pairs(large, batch_heads, num_queries, num_keys, multiprocessors)
         close = triton.cdiv(groups, large.groups) * large.groups <= _CLOSE * groups
         return large if close and (more or paired) else small
 
@@ -253,8 +248,8 @@ def forward_config(
             load = triton.cdiv(load, config.programs) * config.programs
         return per_row * config.groups * load
 
-    of_small, of_two, few_keys, many_keys, enough = PER_ROW[columns]
-    per_row = of_small, of_two, many_keys if seen >= enough else few_keys
+    of_small, few_keys, many_keys, enough = PER_ROW[columns]
+    per_row = of_small, 1.0, many_keys if seen >= enough else few_keys
     return min(zip((small, large, long), per_row, strict=True), key=lambda x: cost(*x))[0]
 
 

@@ -1,10 +1,11 @@
 """Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
 mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
 another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
-programs without a producer). A PERSISTENT program takes tiles of queries one after another: Q and the
-first K of the next one arrive during the last matmuls of this one. With a causal mask it takes them in pairs that have
-the same work. Without one, what would make shares uneven comes in small tiles: 64 queries, for one group, which take
-about half as long.
+programs without a producer).
+
+A PERSISTENT program takes tiles of queries one after another: Q and the first K of the next one arrive during the last
+matmuls of this one. With a causal mask it takes them in pairs that have the same work. Without one, small tiles even
+out what multiprocessors get: 64 queries, for one group, which take about half as long.
 """
 
 # ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
@@ -96,21 +97,21 @@ def _slot_of_q(done, g, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _leave_last(q_empty, done, g, GROUPS: gl.constexpr):
-    """If O takes Q's place: once O of the tile before has left, that place is free for Q of the next one."""
+def _free_last(q_empty, done, g, GROUPS: gl.constexpr):
+    """Where O takes Q's place: waits until O of the tile before has left, whose place is then free for the next Q."""
     last, _ = _slot_of_q(done - 1, g, GROUPS)
     tma.store_wait(0)
     mbarrier.arrive(q_empty.index(last), count=1, pred=done > 0)
 
 
 @gluon.jit
-def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first_query, head, done, begun, num_keys,
-               IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, sizes, first_query, head, done, begun, IS_CAUSAL: gl.constexpr,
+               GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
     before, with `begun` tiles of keys; the new number of these is returned."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
+    heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys = sizes
     b, h = head // heads, head % heads
     for g in gl.static_range(GROUPS):
         slot, parity = _slot_of_q(done, g, GROUPS)
@@ -132,19 +133,20 @@ def _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first_query, head
 
 
 @gluon.jit
-def _items(row_tiles, batch_heads, IS_CAUSAL: gl.constexpr):
+def _items(sizes, IS_CAUSAL: gl.constexpr):
     """What persistent programs share: tiles of queries, or with a causal mask pairs of them."""
+    heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys = sizes
     return row_tiles * ((batch_heads + 1) // 2 if IS_CAUSAL else batch_heads)
 
 
 @gluon.jit
-def _tile_of(item, second, full_tiles, row_tiles, batch_heads, section, num_queries, IS_CAUSAL: gl.constexpr,
-             GROUPS: gl.constexpr, PAIRS: gl.constexpr):  # fmt: skip
+def _tile_of(item, second, sizes, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, PAIRS: gl.constexpr):
     """A tile's first query, an end that its queries lie before, its head, and whether there is one. With a causal mask
     the last queries are the heaviest and come first; in PAIRS (`second`: 0, 1) the i-th heaviest tile of a head and the
     i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no next one.
 
     Without a mask the first `full_tiles` of each head have queries for all groups. The others have 64 and come last."""
+    heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys = sizes
     there: gl.constexpr = True
     end = num_queries
     if IS_CAUSAL:
@@ -168,36 +170,34 @@ def _tile_of(item, second, full_tiles, row_tiles, batch_heads, section, num_quer
 
 
 @gluon.jit
-def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                      num_queries, num_keys, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                      D: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr):  # fmt: skip
+def _forward_producer(q_desc, k_desc, v_desc, tiles, barriers, sizes, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
+                      BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                      PERSISTENT: gl.constexpr):  # fmt: skip
     if PERSISTENT:
         done = 0
         begun = 0
-        for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
+        for item in range(gl.program_id(0), _items(sizes, IS_CAUSAL), gl.num_programs(0)):
             for second in range(2 if IS_CAUSAL else 1):
-                first, end, head, there = _tile_of(item, second, full_tiles, row_tiles, batch_heads, section,
-                                                   num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
+                first, end, head, there = _tile_of(item, second, sizes, IS_CAUSAL, GROUPS, PERSISTENT)
                 if there:
-                    begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first, head, done, begun,
-                                       num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
+                    begun = _load_tile(q_desc, k_desc, v_desc, tiles, barriers, sizes, first, head, done, begun,
+                                       IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES)  # fmt: skip
                     done += 1
     else:
-        first, end, head, there = _tile_of(gl.program_id(0), 0, full_tiles, row_tiles, batch_heads, section,
-                                           num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
-        _load_tile(q_desc, k_desc, v_desc, tiles, barriers, heads, first, head, None, 0, num_keys, IS_CAUSAL, GROUPS,
-                   BLOCK_N, D, STAGES)  # fmt: skip
+        first, end, head, there = _tile_of(gl.program_id(0), 0, sizes, IS_CAUSAL, GROUPS, PERSISTENT)
+        _load_tile(q_desc, k_desc, v_desc, tiles, barriers, sizes, first, head, None, 0, IS_CAUSAL, GROUPS, BLOCK_N, D,
+                   STAGES)  # fmt: skip
 
 
 @gluon.jit
-def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, done, begun, num_queries, num_keys, c,
-                  IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                  D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
-                  HALVE: gl.constexpr):  # fmt: skip
+def _forward_tile(o_desc, l_ptr, tiles, barriers, sizes, c, first_of_tile, head, done, begun, IS_CAUSAL: gl.constexpr,
+                  G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                  OVERLAP: gl.constexpr, REST: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
     """64 queries of a tile: the online softmax over their keys, then O and L. A persistent program has had `done` tiles
     of queries before, with `begun` tiles of keys."""
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, full, empty, q_empty = barriers
+    heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
@@ -230,7 +230,7 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, do
     met_k = k_smem.index(slot).reshape([BLOCK_N, D]).slice(0, MET, 0)
     met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
     if IN_PLACE:
-        _leave_last(q_empty, done, G, GROUPS)
+        _free_last(q_empty, done, G, GROUPS)
     met = warpgroup_mma_wait(0, deps=(met,))
     mbarrier.arrive(empty.index(slot), count=1)
     row_max, row_sum, p32 = first_softmax(met, first_query, (steps - 1) * BLOCK_N, num_keys, c, IS_CAUSAL)
@@ -291,23 +291,23 @@ def _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, do
 
 
 @gluon.jit
-def _forward_share(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, end, head, done, begun, num_queries, num_keys,
-                   c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+def _forward_share(o_desc, l_ptr, tiles, barriers, sizes, c, first_of_tile, end, head, done, begun,
+                   IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
                    HALVE: gl.constexpr):  # fmt: skip
     """`_forward_tile`, if the tile has queries for this group; otherwise the group lets the others go on. Returns how
     many tiles of keys have begun then."""
     q_full, full, empty, q_empty = barriers
     IN_PLACE: gl.constexpr = tiles[3].shape[0] > GROUPS
-    steps = key_tiles(first_of_tile, GROUPS * WG, num_keys, IS_CAUSAL, BLOCK_N)
+    steps = key_tiles(first_of_tile, GROUPS * WG, sizes[6], IS_CAUSAL, BLOCK_N)
     if first_of_tile + G * WG < end:
-        _forward_tile(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, head, done, begun, num_queries, num_keys,
-                      c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+        _forward_tile(o_desc, l_ptr, tiles, barriers, sizes, c, first_of_tile, head, done, begun, IS_CAUSAL, G, GROUPS,
+                      BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
     else:
         q_slot, q_parity = _slot_of_q(done, G, GROUPS)
         mbarrier.wait(q_full.index(q_slot), q_parity)
         if IN_PLACE:
-            _leave_last(q_empty, done, G, GROUPS)
+            _free_last(q_empty, done, G, GROUPS)
         elif done is not None:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         for t in range(begun, begun + steps + 1):
@@ -317,28 +317,25 @@ def _forward_share(o_desc, l_ptr, tiles, barriers, heads, first_of_tile, end, he
 
 
 @gluon.jit
-def _forward_group(o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles, num_queries,
-                   num_keys, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
-                   PERSISTENT: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
+def _forward_group(o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL: gl.constexpr, G: gl.constexpr,
+                   GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                   OVERLAP: gl.constexpr, REST: gl.constexpr, PERSISTENT: gl.constexpr,
+                   HALVE: gl.constexpr):  # fmt: skip
     """64 queries of this program's tile, or of all its tiles."""
     if PERSISTENT:
         done = 0
         begun = 0
-        for item in range(gl.program_id(0), _items(row_tiles, batch_heads, IS_CAUSAL), gl.num_programs(0)):
+        for item in range(gl.program_id(0), _items(sizes, IS_CAUSAL), gl.num_programs(0)):
             for second in range(2 if IS_CAUSAL else 1):
-                first, end, head, there = _tile_of(item, second, full_tiles, row_tiles, batch_heads, section,
-                                                   num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
+                first, end, head, there = _tile_of(item, second, sizes, IS_CAUSAL, GROUPS, PERSISTENT)
                 if there:
-                    begun = _forward_share(o_desc, l_ptr, tiles, barriers, heads, first, end, head, done, begun,
-                                           num_queries, num_keys, c, IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP,
-                                           REST, HALVE)  # fmt: skip
+                    begun = _forward_share(o_desc, l_ptr, tiles, barriers, sizes, c, first, end, head, done, begun,
+                                           IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
                     done += 1
     else:
-        first, end, head, there = _tile_of(gl.program_id(0), 0, full_tiles, row_tiles, batch_heads, section,
-                                           num_queries, IS_CAUSAL, GROUPS, PERSISTENT)  # fmt: skip
-        _forward_share(o_desc, l_ptr, tiles, barriers, heads, first, end, head, None, 0, num_queries, num_keys, c,
-                       IS_CAUSAL, G, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
+        first, end, head, there = _tile_of(gl.program_id(0), 0, sizes, IS_CAUSAL, GROUPS, PERSISTENT)
+        _forward_share(o_desc, l_ptr, tiles, barriers, sizes, c, first, end, head, None, 0, IS_CAUSAL, G, GROUPS,
+                       BLOCK_N, D, STAGES, OVERLAP, REST, HALVE)  # fmt: skip
     tma.store_wait(0)
 
 
@@ -386,38 +383,33 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     fence_async_shared()  # the TMA unit sees them initialized
     tiles = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, full, empty, q_empty)
+    sizes = (heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys)
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
-                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 2, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES,
+                                 PERSISTENT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     elif GROUPS == 1:
         # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
-                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES,
+                                 PERSISTENT)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_group, (o_desc, l_ptr, tiles, barriers, heads, batch_heads, section, full_tiles, row_tiles,
-                              num_queries, num_keys, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES, OVERLAP, REST,
-                              PERSISTENT, HALVE)),
-            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, heads, batch_heads, section, full_tiles,
-                                 row_tiles, num_queries, num_keys, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES, PERSISTENT)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 0, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_group, (o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL, 1, GROUPS, BLOCK_N, D, STAGES,
+                              OVERLAP, REST, PERSISTENT, HALVE)),
+            (_forward_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, IS_CAUSAL, GROUPS, BLOCK_N, D, STAGES,
+                                 PERSISTENT)),
         ], [4, 1], [240, 24])  # fmt: skip
