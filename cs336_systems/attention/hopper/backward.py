@@ -190,7 +190,7 @@ def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, h
         else:
             unmasked = query_tiles - masked
             v = ()
-            if REST:
+            if REST or not IS_CAUSAL:
                 v = columns_in_registers(v_smem.index(G).reshape([WG, D]), s_layout, REST)
             for MASKED in gl.static_range(2):  # first the tiles that do not
                 for n in range(unmasked if MASKED else 0, query_tiles - start if MASKED else unmasked):

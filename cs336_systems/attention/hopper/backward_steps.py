@@ -134,8 +134,11 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
-    before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
-    registers; accumulators of 128 columns leave no room for it.
+    before dK is done. The first tile of these keys was the program's `begun`-th.
+
+    v: parts of V in registers, both with REST. Accumulators of 128 columns leave no room for it; but without a mask
+    the first of two halves pays, though fewer matmuls may then be under way at once: dP waits for P, dQ for dSᵀ, the
+    scores for dK.
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
@@ -147,30 +150,41 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     do = do_smem.index(slot).reshape([BLOCK_M, D])
     k = k_smem.index(zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
+    FEWER: gl.constexpr = not REST and not IS_CAUSAL
     if not REST:
-        v = v_smem.index(G + zero(t)).reshape([WG, D])
+        whole = v_smem.index(G + zero(t)).reshape([WG, D])
 
     mbarrier.wait(do_full.index(slot), (t // STAGES) & 1)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
-    dp = mma_of_columns(v, do, dp) if REST else mma_over_columns(v, do, dp, REST)
+    if REST:
+        dp = mma_of_columns(v, do, dp)
+    elif not FEWER:
+        dp = mma_over_columns(whole, do, dp, REST)
     p16 = rounded(
         weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
     )
+    if FEWER:
+        dp = mma_of_columns((v[0], whole.slice(64, 64, 1)), do, dp)
     dv = [mma_of_part(p16, do, x) for x in dv]
-    dq = late_dq(tiles, barriers, t - 1, G, D, REST)
+    if not FEWER:
+        dq = late_dq(tiles, barriers, t - 1, G, D, REST)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-    dp = warpgroup_mma_wait(PARTS + 1, deps=(dp,))
+    dp = warpgroup_mma_wait(PARTS if FEWER else PARTS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
     ds_slot = t % 3
     ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    if FEWER:
+        dq = late_dq(tiles, barriers, t - 1, G, D, REST)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(PARTS, dv, dq)
     mbarrier.arrive(do_empty.index(slot), count=1)
     if t > begun:  # while dK's matmul runs
         put_dq(dq, tiles, dq_barriers, G, t - 1)
+    if FEWER:
+        dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
     s = scores(tiles, barriers, k, gl.where(more, t + 1, t), BLOCK_M, D, STAGES, REST)
     dk, s = wait_for_both(0, dk, s)
     mbarrier.arrive(q_empty.index(slot), count=1)

@@ -167,14 +167,19 @@ def mma_over_columns(a, b, empty, REST: gl.constexpr):
 
 @gluon.jit
 def columns_in_registers(tile, layout: gl.constexpr, REST: gl.constexpr):
-    """Both parts of a tile in shared memory as first operands of matmuls whose results have this layout."""
+    """Both parts of a tile in shared memory, or the first 64 of all D columns, as first operands of matmuls whose
+    results have this layout."""
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    return tile.slice(0, 64, 1).load(operand), tile.slice(64, REST, 1).load(operand)
+    first = tile.slice(0, 64, 1).load(operand)
+    if REST:
+        return first, tile.slice(64, REST, 1).load(operand)
+    else:
+        return (first,)
 
 
 @gluon.jit
 def mma_of_columns(a, b, empty):
-    """Issues a bᵀ, a being two parts in registers."""
+    """Issues a bᵀ, a being two parts, the first or both in registers."""
     REST: gl.constexpr = a[1].shape[1]
     first = warpgroup_mma(a[0], b.slice(0, 64, 1).permute((1, 0)), empty, use_acc=False, is_async=True)
     return warpgroup_mma(a[1], b.slice(64, REST, 1).permute((1, 0)), first, is_async=True)
