@@ -134,13 +134,15 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
               STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
-    before dK is done. The first tile of these keys was the program's `begun`-th.
+    before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
+    registers.
 
-    v: parts of V in registers, both with REST. Accumulators of 128 columns leave no room for it; but without a mask
-    the first of two halves pays, though fewer matmuls may then be under way at once: dP waits for P, dQ for dSᵀ, the
-    scores for dK.
+    Accumulators of 128 columns leave no room for these. Without a mask half of V, its first 64 columns, pays all the
+    same, though fewer matmuls are then under way at once: dP is issued when P is computed, dQ when dSᵀ is stored, the
+    scores when dK is done.
 
-    A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers."""
+    A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
+    not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -150,7 +152,8 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     do = do_smem.index(slot).reshape([BLOCK_M, D])
     k = k_smem.index(zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
-    FEWER: gl.constexpr = not REST and not IS_CAUSAL
+    HALF_OF_V: gl.constexpr = not REST and not IS_CAUSAL
+    gl.static_assert(STAGES == 2)
     if not REST:
         whole = v_smem.index(G + zero(t)).reshape([WG, D])
 
@@ -158,32 +161,32 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if REST:
         dp = mma_of_columns(v, do, dp)
-    elif not FEWER:
+    elif not HALF_OF_V:
         dp = mma_over_columns(whole, do, dp, REST)
     p16 = rounded(
         weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
     )
-    if FEWER:
+    if HALF_OF_V:
         dp = mma_of_columns((v[0], whole.slice(64, 64, 1)), do, dp)
     dv = [mma_of_part(p16, do, x) for x in dv]
-    if not FEWER:
+    if not HALF_OF_V:
         dq = late_dq(tiles, barriers, t - 1, G, D, REST)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-    dp = warpgroup_mma_wait(PARTS if FEWER else PARTS + 1, deps=(dp,))
+    dp = warpgroup_mma_wait(PARTS if HALF_OF_V else PARTS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
     ds_slot = t % 3
     ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    if FEWER:
+    if HALF_OF_V:
         dq = late_dq(tiles, barriers, t - 1, G, D, REST)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(PARTS, dv, dq)
     mbarrier.arrive(do_empty.index(slot), count=1)
     if t > begun:  # while dK's matmul runs
         put_dq(dq, tiles, dq_barriers, G, t - 1)
-    if FEWER:
+    if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
     s = scores(tiles, barriers, k, gl.where(more, t + 1, t), BLOCK_M, D, STAGES, REST)
     dk, s = wait_for_both(0, dk, s)
