@@ -137,9 +137,9 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
     before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
     registers.
 
-    Accumulators of 128 columns leave no room for these. Without a mask half of V, its first 64 columns, pays all the
-    same, though fewer matmuls are then under way at once: dP is issued when P is computed, dQ when dSᵀ is stored, the
-    scores when dK is done.
+    Accumulators of 128 columns leave room for the first 64 of V only, and only where fewer matmuls are under way at
+    once: dP is issued when P is computed, dQ when dSᵀ is stored, the scores when dK is done. That is faster without a
+    mask.
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""

@@ -167,7 +167,7 @@ def mma_over_columns(a, b, empty, REST: gl.constexpr):
 
 @gluon.jit
 def columns_in_registers(tile, layout: gl.constexpr, REST: gl.constexpr):
-    """Both parts of a tile in shared memory, or the first 64 of all D columns, as first operands of matmuls whose
+    """Both parts of a tile in shared memory, or, REST = 0, its first 64 columns, as first operands of matmuls whose
     results have this layout."""
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     first = tile.slice(0, 64, 1).load(operand)

@@ -339,17 +339,8 @@ def _forward_group(o_desc, l_ptr, tiles, barriers, sizes, c, IS_CAUSAL: gl.const
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "batch_heads",
-        "section",
-        "full_tiles",
-        "row_tiles",
-        "num_queries",
-        "num_keys",
-    ]
-)
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "full_tiles", "row_tiles", "num_queries",
+                              "num_keys"])  # fmt: skip
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, full_tiles, row_tiles,
                    num_queries, num_keys, c, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
                    D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, REST: gl.constexpr,
