@@ -64,12 +64,11 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
         in_cuda = kernels in ("cuda", "turing")
         if kernels != "hopper" and not in_cuda:
             # as if these programs were more than the GPU has multiprocessors, and as if they were fewer
-            from cs336_systems.attention.triton import launch as triton_launch
-            from cs336_systems.attention.triton import tiles
+            from cs336_systems.attention.triton import again, tiles
 
             of = tiles if kernels == "portable" else launcher
             of.multiprocessors_of = lambda index, many=many: 1 if many else 10**6
-            triton_launch._remembered.clear()
+            again._passes.clear()
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         dtype = torch.float32 if dtype == "tf32" else dtype
         batch, heads, num_queries, num_keys = shape

@@ -52,7 +52,9 @@ def impl(request, monkeypatch):
 def portable(monkeypatch):
     """None of the kernels for Hopper, which serve most shapes there."""
     from cs336_systems.attention import flash_triton
+    from cs336_systems.attention.triton import again
 
+    monkeypatch.setattr(again, "_passes", {})
     monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: {})
 
 
@@ -266,10 +268,7 @@ def test_tf32_products_follow_the_setting(impl, heads):
 PRECISIONS = [(FP32, "highest"), (FP16, "highest"), (BF16, "highest"), (FP32, "high")]
 
 
-def check_shapes(lengths, head_dim, dtype, precision, monkeypatch):
-    from cs336_systems.attention.triton import launch
-
-    monkeypatch.setattr(launch, "_remembered", {})
+def check_shapes(lengths, head_dim, dtype, precision):
     torch.set_float32_matmul_precision(precision)
     # cuBLAS makes products of narrow heads in fp32 all the same; ours cut what they take to the ten bits of TF32
     floor = 4 * 2**-10 if precision == "high" else None
@@ -288,7 +287,7 @@ def test_tiles_of_many_and_of_few_programs(
     from cs336_systems.attention.triton import tiles
 
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: multiprocessors)
-    check_shapes(((200, 130), (77, 300), (250, 250)), head_dim, dtype, precision, monkeypatch)
+    check_shapes(((200, 130), (77, 300), (250, 250)), head_dim, dtype, precision)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), PRECISIONS, ids=name)
@@ -307,7 +306,7 @@ def test_kernels_that_are_mistrusted_have_others_in_their_place(
 
     monkeypatch.setattr(launch, "_mistrusted", lambda *arguments: True)
     monkeypatch.setattr(launch, "tiles_without_wgmma", without_wgmma)
-    check_shapes(((200, 130), (77, 300)), head_dim, dtype, precision, monkeypatch)
+    check_shapes(((200, 130), (77, 300)), head_dim, dtype, precision)
     assert len(asked) == 6  # three kernels for each of the shapes
 
 
@@ -317,6 +316,13 @@ def test_columns_that_lie_apart_and_odd_strides(impl):
     check(impl, q, gpu(2, 4, 20, 9, dtype=BF16).transpose(2, 3), v, True)
     q, k = gpu(2, 2, 20, 128, dtype=FP16).transpose(2, 3), gpu(2, 2, 10, 40, dtype=FP16)[..., ::2]
     check(impl, q, k, gpu(2, 10, 2, 20, dtype=FP16).transpose(1, 2), False)
+
+
+@impls("flash_triton")
+def test_signs_that_are_kept_in_a_flag(impl):
+    q = torch.randn(1, 2, 70, 32, dtype=torch.complex64, device="cuda").conj().imag
+    assert q.is_neg()
+    torch.testing.assert_close(attention(q, q, q, True, impl), attention(*[q.resolve_neg()] * 3, True, impl))
 
 
 def test_leaderboard_call(impl):

@@ -17,6 +17,7 @@ from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.hopper import backward_ends, configs, tma
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.reference import exact_attention
+from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton import launch as portable
 from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB
 from cs336_systems.ladder.steps import HOPPER, STEPS
@@ -130,15 +131,14 @@ def test_the_switch_and_a_triton_that_they_were_not_tried_with(version, tried, m
 
 def on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
-    monkeypatch.setattr(portable, "_remembered", {})
 
 
-def test_who_is_served_is_asked_for_each_layout(monkeypatch):
+def test_who_is_served(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     x = zeros(1, 40, 1024, 128)
     spread = zeros(1, 1, 1024, 128).expand(1, 40, 1024, 128)
     unaligned = zeros(x.numel() + 8)[1 : x.numel() + 1].view(x.shape)
-    for part in ("forward", "backward") * 2:
+    for part in ("forward", "backward"):
         assert hopper.serves(part, x, x, x)
         assert hopper.serves(part, *[x.half()] * 3)
         assert not hopper.serves(part, *[x.float()] * 3)
@@ -184,6 +184,91 @@ def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
     assert served() == ["hopper", None]
 
 
+class Firsts:
+    """Counts how often a pass is launched first, and again."""
+
+    def __init__(self, monkeypatch):
+        self.first, self.again = 0, 0
+        monkeypatch.setattr(again, "_passes", {})
+        monkeypatch.setattr(again, "driver", of_one_stream())
+
+    def __call__(self, *tensors):
+        self.first += 1
+        return again.Pass(
+            [types.SimpleNamespace(call=lambda stream, at: (self.once_more, ()))], lambda *at: (at,)
+        )
+
+    def once_more(self):
+        self.again += 1
+
+
+def shifted(x):
+    """The same numbers in the same layout, 2 bytes behind an aligned address."""
+    return torch.empty(x.numel() + 8, dtype=x.dtype)[1 : x.numel() + 1].as_strided(x.shape, x.stride(), 1)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_what_a_pass_is_remembered_by(part, monkeypatch):
+    """Whatever of a call changes what is launched makes it a first one, once."""
+    firsts, x = Firsts(monkeypatch), zeros(2, 3, 64, 64)
+    names = ("q", "k", "v") if part == "forward" else ("q", "k", "v", "o", "do")
+    given = dict.fromkeys(names, x) | (
+        {} if part == "forward" else {"logsumexp": zeros(2, 3, 64, dtype=torch.float32)}
+    )
+    given |= {"is_causal": True, "config": None}
+
+    def call(**changed):
+        getattr(again, part)(firsts, **given | changed)
+
+    transposed = zeros(2, 64, 3, 64).transpose(1, 2)
+    changes = [
+        {},
+        {"is_causal": False},
+        {"config": "small"},
+        {"k": zeros(2, 3, 70, 64), "v": zeros(2, 3, 70, 64)},
+    ]
+    changes += [{name: change} for name in names for change in (transposed, shifted(x))]
+    changes += [dict.fromkeys(names, x.half()), dict.fromkeys(names, x.float())]
+    for change in changes * 2:
+        call(**change)
+    assert (firsts.first, firsts.again) == (len(changes), len(changes))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    call(**changes[-1])
+    call()
+    assert firsts.first == len(changes) + 1
+    if part == "backward":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        call()
+        assert firsts.first == len(changes) + 2
+    before = firsts.again
+    monkeypatch.setattr(again, "watched", lambda: True)
+    call()
+    assert firsts.again == before
+
+
+def test_calls_are_kept_by_stream_and_addresses(monkeypatch):
+    made, current = [], [1]
+    active = types.SimpleNamespace(get_current_stream=lambda index: current[0])
+    monkeypatch.setattr(again, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(again, "_calls", {})
+    launched = []
+
+    def call(stream, at):
+        made.append((stream, at))
+        return launched.append, ((stream, at),)
+
+    known, other = (again.Pass([types.SimpleNamespace(call=call)], lambda *at: (at,)) for _ in range(2))
+    cpu = torch.device("cpu")
+    for stream, of, address in ((1, known, 5), (1, known, 6), (2, known, 5), (1, other, 5)) * 2:
+        current[0] = stream
+        of.again(cpu, address)
+    assert len(made) == 4 and launched == made * 2
+
+
+def of_one_stream():
+    return types.SimpleNamespace(active=types.SimpleNamespace(get_current_stream=lambda index: 7))
+
+
 def _layout(draw, batch, heads, n, d):
     """A tensor (batch, heads, n, d) that TMA can read, in one of the layouts that tensors come in."""
     of_batch = heads * n * d if batch > 1 else draw.choice([1, 3, 8])
@@ -211,6 +296,13 @@ def launched(monkeypatch):
     """Lists of the keys that launches are remembered by, and of what they would be made with."""
     keys, launches = [], []
 
+    class Forgetful(dict):
+        def get(self, key):
+            keys.append(key)
+
+        def __setitem__(self, key, found):
+            pass
+
     def first_launch(kernel, grid, descriptors, pointers, arguments, **options):
         values = [*arguments.values(), options]
         seen = [(x.shape, x.strides, x.block_shape, repr(x.layout), x.base.dtype) for x in descriptors]
@@ -219,8 +311,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(hopper, "first_launch", first_launch)
-    monkeypatch.setattr(hopper, "remembered", keys.append)
-    monkeypatch.setattr(hopper, "remember", lambda key, plans: None)
+    monkeypatch.setattr(again, "_passes", Forgetful())
     return keys, launches
 
 
@@ -240,7 +331,7 @@ def test_which_tensor_is_unaligned_makes_a_launch_another_one(launched):
 def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched):
     """Equal keys of remembered launches mean equal descriptors, arguments, grids and alignment."""
     keys, launches = launched
-    draw, known, again = random.Random(0), {}, 0
+    draw, known, met_again = random.Random(0), {}, 0
     for _ in range(1000):
         batch, heads, n, m = (draw.choice(x) for x in ((1, 2), (1, 3), (1, 100), (1, 70)))
         d, is_causal = draw.choice((40, 128)), draw.random() < 0.5
@@ -253,30 +344,30 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
             o = zeros(o.numel() + 4)[4:].as_strided((batch, heads, n, d), (heads * n * d, n * d, d, 1))
         hopper.launch_backward(q, k, v, o, logsumexp, _gradient(draw, batch, heads, n, d), is_causal)
         for key, found in zip(keys, (launches[:forward], launches[forward:]), strict=True):
-            again += key in known
+            met_again += key in known
             assert known.setdefault(key, list(found)) == found
-    assert again > 50
+    assert met_again > 50
 
 
 def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
     """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
-    plans, calls = {}, []
+    calls = []
 
     def first_launch(kernel, grid, descriptors, pointers, arguments, **options):
         tensors = [x.base for x in descriptors] + list(arguments.values())[:pointers]
         assert all(isinstance(x, torch.Tensor) for x in tensors)
         calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [x.data_ptr() for x in tensors]))
 
-        def again(index, described, *others):
-            assert len(described) == len(descriptors) and len(others) == pointers
-            calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [*described, *others]))
+        def once_more(addresses):
+            assert len(addresses) == len(tensors)
+            calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [*addresses]))
 
-        return types.SimpleNamespace(again=again)
+        return types.SimpleNamespace(call=lambda stream, addresses: (once_more, (addresses,)))
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(hopper, "first_launch", first_launch)
-    monkeypatch.setattr(hopper, "remembered", plans.get)
-    monkeypatch.setattr(hopper, "remember", plans.__setitem__)
+    monkeypatch.setattr(again, "_passes", {})
+    monkeypatch.setattr(again, "driver", of_one_stream())
     n, m = 70, 130
     gradients = {
         "a matrix": zeros(1, 2, n, 64),
@@ -315,7 +406,7 @@ def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, 
     tile = (1, batch_heads, 64, d) if one_number else None
     counters = 1 + batch_heads
     workspace = hopper.Workspace((2 * batch_heads, rows), (batch_heads, rows * d // 64, 64), counters, tile)
-    buffer = workspace.empty(torch.device("cpu"))
+    (buffer,) = again.empty(workspace.scratch, torch.device("cpu"))
     parts = [x for x in workspace.tensors(buffer, torch.float16) if x is not None]
     shapes = (workspace.stats, workspace.dq_sum, (counters + -counters % 4,), tile)
     assert [tuple(x.shape) for x in parts] == [x for x in shapes if x]
@@ -405,11 +496,9 @@ def recorded(monkeypatch):
         return ("map", address, *map(str, layout))
 
     utils = types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
-    active = types.SimpleNamespace(utils=utils, get_current_stream=lambda index: ("stream", index))
-    monkeypatch.setattr(type(triton.runtime.driver), "active", active)
-    monkeypatch.setattr(tma, "_made", {})
+    monkeypatch.setattr(type(triton.runtime.driver), "active", types.SimpleNamespace(utils=utils))
     run = object.__new__(nvidia.CudaLauncher)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, False, False
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, True, False
     for scratch in ("global", "profile"):
         vars(run).update({f"{scratch}_scratch_size": 0, f"{scratch}_scratch_align": 0})
     if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7 and later
@@ -418,8 +507,9 @@ def recorded(monkeypatch):
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
     signature = {0: kind, 1: kind, 2: "*bf16", 3: "i32", 4: "constexpr"}
     run.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [meta, meta])
-    described = tuple(tma._Described([n, 64], [64, 1], meta) for n in (100, 200))
-    return run, described, calls
+    compiled = types.SimpleNamespace(run=run, function="function", packed_metadata="packed")
+    described = tuple(tma.Described([n, 64], [64, 1], meta) for n in (100, 200))
+    return tma.DescribedLaunch(compiled, (7, 1, 1), (5, 64), described), calls
 
 
 def flat(call):
@@ -430,40 +520,68 @@ def maps(call):
     return [x for x in flat(call) if isinstance(x, tuple) and x[0] == "map"]
 
 
+def calls_by_both_ways(launch, addresses, monkeypatch):
+    """The launcher in C of a launch, and the long way."""
+    monkeypatch.setattr(again, "untried_triton", lambda: None)
+    assert launch.launcher is not None, "this version keeps it elsewhere: launches take the long way"
+    short = launch.call("stream", addresses)
+    vars(launch)["launcher"] = None
+    return short, launch.call("stream", addresses)
+
+
 @pytest.mark.versions
-def test_a_launch_made_again_is_triton_s_own(recorded):
-    run, described, calls = recorded
-    launch = (run, (7, 1, 1), ("function", "packed", None, None, None), (5, 64))
-    below = tma._launcher_below(run)
-    assert below is not None, "this version keeps its launcher elsewhere: launches take the long way"
-    for launcher in (None, below, below):  # the long way, the short one, and that with what it remembers
-        tma.Plan(launch, described, launcher).again(3, (0x100, 0x200), 0x300)
-    first, *others = map(flat, calls)
-    assert others == [first, first] and len(tma._made) == 2
+def test_a_launch_made_again_is_triton_s_own(recorded, monkeypatch):
+    launch, calls = recorded
+    for launcher, arguments in calls_by_both_ways(launch, (0x100, 0x200, 0x300), monkeypatch):
+        launcher(*arguments)
+    short, long = map(flat, calls)
+    assert short == long and 0x300 in short
     assert maps(calls[0]) == [
         ("map", address, "3", "2", "9", "[1, 64]", f"[{n}, 64]", "[64, 1]", "0")
         for address, n in ((0x100, 100), (0x200, 200))
     ]
-    tma.Plan(launch, described, below).again(3, (0x100, 0x400), 0x300)  # one of the tensors lies elsewhere
-    assert [x[1] for x in maps(calls[3])] == [0x100, 0x400]
 
 
 @pytest.mark.versions
-def test_few_descriptors_are_kept(recorded, monkeypatch):
-    _, (described, other), _ = recorded
-    monkeypatch.setattr(tma, "_MAX_MADE", 10)
-    for address in range(0, 100 * 16, 16):
-        for x in (described, other):
-            assert x.make(address)[0][1] == address and tma._made[x.serial, address][0][1] == address
-    assert len(tma._made) <= 10
+def test_so_is_one_without_descriptors(recorded, monkeypatch):
+    described, calls = recorded
+    launch = again.Launch(described.compiled, described.grid, described.rest)
+    launch.compiled.run.launch = lambda *args: calls.append(args)  # which nothing wraps
+    for launcher, arguments in calls_by_both_ways(launch, (0x300,), monkeypatch):
+        launcher(*arguments)
+    assert flat(calls[0]) == flat(calls[1])
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("needs", [{"global_scratch_size": 128}, {"gsan_enabled": True}])
-def test_a_launcher_that_adds_arguments_takes_the_long_way(recorded, needs):
-    run, _, _ = recorded
-    vars(run).update(needs)
-    assert tma._launcher_below(run) is None
+def test_a_launcher_that_adds_arguments_takes_the_long_way(recorded, needs, monkeypatch):
+    monkeypatch.setattr(again, "untried_triton", lambda: None)
+    launch, _ = recorded
+    vars(launch.compiled.run).update(needs)
+    assert launch.launcher is None
+    assert again.Launch(launch.compiled, launch.grid, launch.rest).launcher is None
+
+
+@pytest.mark.versions
+def test_a_triton_that_was_not_tried_takes_the_long_way(recorded, monkeypatch):
+    monkeypatch.setattr(again, "untried_triton", lambda: "triton 9.0: tried with 3.6 to 3.9")
+    launch, _ = recorded
+    assert launch.launcher is None
+    assert again.Launch(launch.compiled, launch.grid, launch.rest).launcher is None
+
+
+def test_few_calls_and_passes_are_kept(monkeypatch):
+    monkeypatch.setattr(again, "driver", of_one_stream())
+    for name, most in (("_calls", "_MAX_CALLS"), ("_passes", "_MAX_PASSES")):
+        monkeypatch.setattr(again, name, {})
+        monkeypatch.setattr(again, most, 10)
+    launch = types.SimpleNamespace(call=lambda stream, at: (len, (at,)))
+    found = again.Pass([launch], lambda *at: (at,))
+    for n in range(1, 100):
+        x = zeros(1, 1, n, 8)
+        again.forward(lambda *tensors: found, x, x, x, True)
+        found.again(x.device, n)
+    assert len(again._passes) <= 10 and len(again._calls) <= 10
 
 
 # --------------------------------------------------------------------------------- around the backward kernel
@@ -655,6 +773,7 @@ SHAPES = [  # batch, heads, n_queries, n_keys, d
 @pytest.fixture
 def on_hopper(monkeypatch):
     monkeypatch.delenv("CS336_HOPPER", raising=False)
+    monkeypatch.setattr(again, "_passes", {})  # by which kernels is remembered, too
     flash_triton._launchers.cache_clear()
     if reason := hopper_reason():
         pytest.skip(reason)
@@ -765,7 +884,6 @@ def test_scores_that_grow_from_tile_to_tile(on_hopper, d, dtype, growth):
 @pytest.mark.parametrize("d", [64, 80, 96, 128])
 def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkeypatch):
     """As if the GPU had one multiprocessor, a few, or all: shapes as small as these would leave a tile for each."""
-    monkeypatch.setattr(portable, "_remembered", {})
     monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if zeroed else 2**30))
     monkeypatch.setattr(hopper, "even_pairs", lambda *sizes: True)
     for constant, value in (("CHAIN", 3), ("CHAINED", 2**30), ("CHAINS", 0.01)):
@@ -775,7 +893,7 @@ def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkey
     alone = configs.FORWARD_OF_SHORT[d]  # chains of three tiles and of what is left, and single ones
     for multiprocessors, forward in ((1, two), (5, overlapping), (3, three), (3, alone), (100_000, alone)):
         monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
-        portable._remembered.clear()
+        again._passes.clear()
         for batch, heads, num_queries, num_keys in (
             (2, 3, 333, 517), (1, 5, 517, 333), (1, 3, 1000, 70), (1, 2, 130, 700), (3, 7, 129, 129),
         ):  # fmt: skip

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.checks import aot
 from cs336_systems.attention.hopper import split_launch as launch
+from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton import launch as portable
 
 needs_interpreter = pytest.mark.skipif(not portable.INTERPRETED, reason="needs triton's interpreter")
@@ -35,10 +36,7 @@ SPILLS = {  # bytes, at most
 @pytest.fixture(autouse=True)
 def nothing_decided_before(monkeypatch):
     """What a test changes decides, and only there."""
-    launch._served.cache_clear()
-    monkeypatch.setattr(portable, "_remembered", {})
-    yield
-    launch._served.cache_clear()
+    monkeypatch.setattr(again, "_passes", {})
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -51,7 +49,7 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
     v = fresh(2, 3, 24, 130, requires_grad=False, scale=1e-3, device=device).transpose(2, 3)
     q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
     own = launch.room(q.shape, k.shape, gradient=False)
-    pieces = torch.full_like(own.empty(q.device), float("nan"))
+    pieces = torch.full(own.shape, float("nan"), device=q.device, dtype=torch.bfloat16)
     assert own.addresses(pieces.data_ptr()) == tuple(x.data_ptr() for x in pieces.split(own.rows))
     launch._split(q, k, v, pieces)
     for x, part in zip((q, k, v), pieces.split(own.rows), strict=True):
@@ -228,13 +226,13 @@ def test_small_and_large_scores(scale, always):
 def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always, monkeypatch):
     q, k, v, do = (gpu(1, heads, 1500, 128, requires_grad=False) for _ in range(4))
     first = both_passes(q, k, v, do, True, (None, None))
-    plans = [plan for launches in portable._remembered.values() for plan in launches]
-    assert len(plans) == 2 + 3
-    assert all(plan.launcher is not None for plan in plans if plan.described)
+    launches = [x for found in again._passes.values() for x in found.launches]
+    assert len(launches) == 2 + 3
+    assert all(x.launcher is not None for x in launches)
     others = [x.clone() for x in (q, k, v, do)]  # at other addresses
     monkeypatch.setattr(launch, "_launch", None)  # the long way
-    again = both_passes(*others, True, (None, None))
-    for x, y in zip((*first[0], first[1]), (*again[0], again[1]), strict=True):
+    second = both_passes(*others, True, (None, None))
+    for x, y in zip((*first[0], first[1]), (*second[0], second[1]), strict=True):
         assert torch.equal(x, y)
 
 
@@ -251,8 +249,8 @@ def test_streams_keep_their_pieces_apart(always):
                 found[i].append(both_passes(*inputs[i], True, (None, None))[0])
     torch.cuda.synchronize()
     for i in range(2):
-        for again in found[i]:
-            assert all(torch.equal(x, y) for x, y in zip(again, alone[i], strict=True))
+        for other in found[i]:
+            assert all(torch.equal(x, y) for x, y in zip(other, alone[i], strict=True))
 
 
 @pytest.mark.gpu

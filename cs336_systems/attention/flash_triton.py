@@ -14,7 +14,9 @@ from torch.compiler import is_compiling
 
 from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
-from cs336_systems.attention.triton.launch import INTERPRETED, launch_backward, launch_forward
+from cs336_systems.attention.triton import again
+from cs336_systems.attention.triton import launch as portable
+from cs336_systems.attention.triton.launch import INTERPRETED
 
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
 # The low-level registration costs less per call than torch.library.custom_op.
@@ -53,36 +55,41 @@ def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
     return {part: (q.is_cuda and _kernels(part, *four)) or "portable" for part in ("forward", "backward")}
 
 
-def _launch_forward_on_gpu(q, k, v, is_causal):
-    if name := _kernels("forward", q, k, v):
-        return _launchers(q.get_device())[name].launch_forward(q, k, v, is_causal)
-    return launch_forward(q, k, v, is_causal)
+def _first_forward(q, k, v, *others):
+    name = _kernels("forward", q, k, v)
+    return (_launchers(q.get_device())[name] if name else portable).first_forward(q, k, v, *others)
 
 
-def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal):
-    if name := _kernels("backward", q, k, v):
-        return _launchers(q.get_device())[name].launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
-    return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+def _first_backward(q, k, v, *others):
+    name = _kernels("backward", q, k, v)
+    return (_launchers(q.get_device())[name] if name else portable).first_backward(q, k, v, *others)
+
+
+_launch_forward_on_gpu = functools.partial(again.forward, _first_forward)
+_launch_backward_on_gpu = functools.partial(again.backward, _first_backward)
 
 
 def _launch_forward_on_cpu(q, k, v, is_causal):
     _require_interpreter(q.dtype)
-    return launch_forward(q, k, v, is_causal)
+    return portable.launch_forward(q, k, v, is_causal)
 
 
 def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal):
     _require_interpreter(q.dtype)
-    return launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    return portable.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 
-def _plain(x: torch.Tensor) -> bool:
-    """Whether nothing intercepts the call: a plain CUDA tensor, no tracing, no FLOP counter or other dispatch mode.
+def _plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether nothing intercepts the call: plain CUDA tensors, none with its sign in a flag (`torch.Tensor.is_neg`), no
+    tracing, no FLOP counter or other dispatch mode.
 
     Then the launchers are called directly: the round trip through the dispatcher takes longer than they do.
     """
     if is_compiling():  # checked first: the compiler cannot trace the last check
         return False
-    return x.is_cuda and type(x) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+    if not x.is_cuda or type(x) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (x.is_neg() or any([other.is_neg() for other in others]))
 
 
 def _require_interpreter(dtype: torch.dtype) -> None:
@@ -148,7 +155,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, Q, K, V, is_causal=False):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V)
-        forward = _launch_forward_on_gpu if _plain(Q) else torch.ops.cs336.flash_forward
+        forward = _launch_forward_on_gpu if _plain(Q, K, V) else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal)
         else:
@@ -162,9 +169,27 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx, grad_o):
         first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp = ctx.saved_tensors
-        backward = _launch_backward_on_gpu if _plain(q) else torch.ops.cs336.flash_backward
+        backward = _launch_backward_on_gpu if _plain(q, k, v, grad_o) else torch.ops.cs336.flash_backward
         if q.ndim == 4:
             return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None
         four = [to_four_axes(x) for x in (q, k, v, o)]
         grads = backward(*four, logsumexp.view(four[0].shape[:3]), to_four_axes(grad_o), ctx.is_causal)
         return *(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), None
+
+
+_apply_in_c = super(torch.autograd.Function, FlashAttentionTriton).apply
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    """`FlashAttentionTriton.apply`, for less of the host's time: torch's `apply` finds out at each call that the class
+    has no `setup_context`."""
+    of_functorch = torch._C._functorch.is_functorch_wrapped_tensor  # one that has left its transform
+    if (
+        is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or of_functorch(q) or of_functorch(k) or of_functorch(v)
+    ):  # fmt: skip
+        return FlashAttentionTriton.apply(q, k, v, is_causal)
+    return _apply_in_c(q, k, v, is_causal)

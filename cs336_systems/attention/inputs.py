@@ -48,7 +48,7 @@ def check_inputs(
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under autocast, floating-point inputs in autocast's dtype, as for torch's own attention; else unchanged."""
-    device = tensors[0].device.type
+    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type  # the name of a type is slow to get
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

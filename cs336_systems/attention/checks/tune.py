@@ -18,7 +18,7 @@ import torch
 from triton.testing import do_bench
 
 from cs336_systems.attention.checks import aot
-from cs336_systems.attention.triton.launch import first_launch, launch_again, launch_forward
+from cs336_systems.attention.triton.launch import first_launch, launch_forward
 from cs336_systems.attention.triton.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
@@ -65,11 +65,12 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
         del tensors["o"]
         tensors |= dict(dk=torch.empty_like(k), dv=torch.empty_like(v))
     (launch,) = first_launch(kernel, tensors, True, tiles)
-    pointers = [x.data_ptr() for x in tensors.values()]
+    pointers = tuple(x.data_ptr() for x in tensors.values())
 
     # a launch takes addresses, which are valid only as long as the tensors live
     def again(_kept: object = tensors) -> None:
-        launch_again(launch, q.get_device(), *pointers)
+        launcher, arguments = launch.call(torch.cuda.current_stream().cuda_stream, pointers)
+        launcher(*arguments)
 
     return again
 

@@ -32,7 +32,8 @@ from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.forward_alone import alone_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.hopper.workspace import Workspace
-from cs336_systems.attention.triton.launch import elsewhere, remember, remembered, watched
+from cs336_systems.attention.triton import again
+from cs336_systems.attention.triton.again import Pass
 from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
 LOG2_E = math.log2(math.e)
@@ -86,24 +87,18 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
-    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    index = q.get_device()
-    key = ("serves", index, q.dtype, aligned, q.shape, k.shape, q.stride(), k.stride(), v.stride())
-    decided = remembered(key)
-    if decided is None:
-        forward = reason_against(q, k, v) is None
-        batch, heads, num_queries, _ = q.shape
-        multiprocessors, programs = multiprocessors_of(index), few_programs_of(batch * heads, num_queries)
-        # with more keys than queries a portable program for queries has more to do than any here
-        few = k.shape[2] <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors
-        if CROSS * k.shape[2] <= num_queries:
-            programs = batch * heads * triton.cdiv(k.shape[2], KEYS)
-            few = few or programs <= PORTABLE_BACKWARD_OF_KEYS * multiprocessors
+    if reason_against(q, k, v) is not None:
+        return False
+    batch, heads, num_queries, _ = q.shape
+    num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
+    if part == "forward":
         # few queries against many keys: the portable forward kernel splits the keys among programs
-        shared = k.shape[2] >= CROSS * num_queries and splits_for(q, k) >= 4
-        decided = [forward and not shared, forward and not few]
-        remember(key, decided)
-    return decided[part == "backward"]
+        return num_keys < CROSS * num_queries or splits_for(q, k) < 4
+    # with more keys than queries a portable program for queries has more to do than any here
+    few = few_programs_of(batch * heads, num_queries) <= PORTABLE_BACKWARD * multiprocessors
+    programs_of_keys = batch * heads * triton.cdiv(num_keys, KEYS)
+    few_of_keys = programs_of_keys <= PORTABLE_BACKWARD_OF_KEYS * multiprocessors
+    return not ((num_keys <= num_queries and few) or (CROSS * num_keys <= num_queries and few_of_keys))
 
 
 def _section(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
@@ -116,19 +111,17 @@ def _section(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Forward | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_forward(q, k, v, is_causal, config)
-    o, device = torch.empty_like(q), q.device
-    batch, heads, num_queries, head_dim = shape = q.shape
-    logsumexp = torch.empty((batch, heads, num_queries), device=device, dtype=torch.float32)
-    key = ("hopper", is_causal, config, q.dtype, device, shape, k.shape, q.stride(), k.stride(), v.stride())
-    if (plans := remembered(key)) and not watched():
-        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
-        plans[0].again(device.index, at, logsumexp.data_ptr())
-        return o, logsumexp
-    num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(device.index)
+    """O and L as `again.forward` describes them."""
+    return again.forward(first_forward, q, k, v, is_causal, config)
+
+
+def first_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
+    config: Forward | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(q.get_device())
     sizes = batch * heads, num_queries, num_keys
     config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors)
     row_tiles, full = triton.cdiv(num_queries, config.groups * GROUP), 0
@@ -158,9 +151,8 @@ def launch_forward(
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     options = {} if config.registers is None else {"maxnreg": config.registers}
-    plan = first_launch(kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
-    remember(key, [plan])
-    return o, logsumexp
+    launch = first_launch(kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
+    return Pass([launch], lambda *tensors_at: (tensors_at,))
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -168,34 +160,19 @@ def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, config: Backward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: three kernels on the device's current stream.
+    """dQ, dK, dV as `again.backward` describes them. `config`: of the kernel for any number of queries."""
+    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, config)
+
+
+def first_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: Backward | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the three kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it.
 
     dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
-    expanded; it is copied otherwise where TMA cannot read it. `config`: of the kernel for any number of queries.
+    expanded; it is copied otherwise where TMA cannot read it.
     """
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_backward(q, k, v, o, logsumexp, do, is_causal, config)
-    device, dtype = q.device, q.dtype
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    o_at, do_at, l_at = o.data_ptr(), do.data_ptr(), logsumexp.data_ptr()
-    key = (
-        "hopper backward", is_causal, config, dtype, device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        o.stride(), do.stride(), (o_at | do_at | l_at) % 16 and (o_at % 16, do_at % 16, l_at % 16),
-    )  # fmt: skip
-    if (plans := remembered(key)) and not watched():
-        prepare, main, finish, workspace, copied, counted = plans
-        if copied:
-            do = do.clone(memory_format=torch.contiguous_format)
-            do_at = do.data_ptr()
-        buffer, index = workspace.empty(device), device.index
-        stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer.data_ptr())
-        tile_at = tile_at if workspace.tile else do_at
-        prepare.again(index, (), o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at)
-        described = q.data_ptr(), k.data_ptr(), v.data_ptr(), tile_at, dk.data_ptr(), dv.data_ptr()
-        main.again(index, (*described, sum_at, stats_at), *((counters_at,) if counted else ()))
-        finish.again(index, (), sum_at, dq.data_ptr())
-        return dq, dk, dv
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
     few = config is None and few_queries(num_queries, num_keys, d)
@@ -203,7 +180,7 @@ def launch_backward(
     settings.check(d)
     persistent = settings.persistent and not few
     zeroed = not persistent or num_queries > UNZEROED[d]
-    as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == dtype
+    as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
     rest, width = rest_of(head_dim), columns_of(head_dim)
@@ -221,7 +198,8 @@ def launch_backward(
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, settings.block_m, d) if one_number else None,
     )
-    stats, dq_sum, counters, do_tile = workspace.tensors(workspace.empty(device), dtype)
+    (buffer,) = again.empty(workspace.scratch, q.device)
+    stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
     do_tile = do if do_tile is None else do_tile
     arguments = dict(
         o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile, counters_ptr=counters
@@ -232,7 +210,7 @@ def launch_backward(
         heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
         ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0, ZEROED=zeroed,
     )  # fmt: skip
-    plans = [first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)]
+    prepare = first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)
     block_m = settings.block_m
     descriptors = (
         descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
@@ -258,7 +236,7 @@ def launch_backward(
         K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    plans.append(first_launch(kernel, (programs, 1, 1), descriptors, int(persistent), arguments, **options))
+    main = first_launch(kernel, (programs, 1, 1), descriptors, int(persistent), arguments, **options)
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(
@@ -266,6 +244,13 @@ def launch_backward(
         D=d, TRANSPOSED=settings.dq_group and not few,
     )  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
-    plans.append(first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True))
-    remember(key, [*plans, workspace, copied, persistent])
-    return dq, dk, dv
+    finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
+
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, buffer_at):
+        stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer_at)
+        tile_at = tile_at if one_number else do_at
+        prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
+        described = q_at, k_at, v_at, tile_at, dk_at, dv_at, sum_at, stats_at
+        return prepared, (*described, counters_at) if persistent else described, (sum_at, dq_at)
+
+    return Pass([prepare, main, finish], addresses, workspace.scratch, copies_do=copied)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.hopper import split
 from cs336_systems.attention.hopper.launch import LOG2_E
-from cs336_systems.attention.hopper.tma import Plan, first_launch
-from cs336_systems.attention.triton.launch import (
-    INTERPRETED,
-    MAX_REMEMBERED,
-    elsewhere,
-    options_of,
-    remember,
-    remembered,
-    strides,
-    watched,
-)
+from cs336_systems.attention.hopper.tma import first_launch
+from cs336_systems.attention.triton import again
+from cs336_systems.attention.triton.again import Launch, Pass
+from cs336_systems.attention.triton.launch import INTERPRETED, options_of, strides
 from cs336_systems.attention.triton.tiles import Tiles, few_programs_of, multiprocessors_of
 
 MAX_HEAD_DIM = 128
@@ -122,16 +114,11 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     take less time, or hardly more."""
     if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return False
-    return _served(part, q.shape, k.shape, _multiprocessors(q.device))
-
-
-@functools.lru_cache(maxsize=MAX_REMEMBERED)
-def _served(part: str, q_shape: torch.Size, k_shape: torch.Size, multiprocessors: int) -> bool:
-    batch, heads, num_queries, head_dim = q_shape
-    num_keys = k_shape[2]
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
     if head_dim > MAX_HEAD_DIM or min(num_queries, num_keys) < MIN_LENGTH:
         return False
-    few = few_programs_of(batch * heads, num_queries) <= PORTABLE_FORWARD * multiprocessors
+    few = few_programs_of(batch * heads, num_queries) <= PORTABLE_FORWARD * _multiprocessors(q.device)
     if part == "forward" and few:
         return False
     return 3 * batch * heads * padded_rows(max(num_queries, num_keys)) <= _MAX_ROWS
@@ -144,7 +131,7 @@ def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
 def _launch(
     kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
     arguments: dict[str, Any], tiles: Tiles | None = None,
-) -> list[Plan]:  # fmt: skip
+) -> list[Launch]:  # fmt: skip
     """Launches a kernel; how to do so again, or nothing in Triton's interpreter."""
     options = {} if tiles is None else options_of(tiles)
     if INTERPRETED:
@@ -162,15 +149,11 @@ class Room:
     shape: tuple[int, int]
     before: tuple[int, ...]
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, device=device, dtype=torch.bfloat16)
-
     def addresses(self, start: int) -> tuple[int, ...]:
         """Where the pieces of each lie in a tensor at `start`."""
         return tuple([start + n for n in self.before])
 
 
-@functools.lru_cache(maxsize=MAX_REMEMBERED)
 def room(q_shape: torch.Size, k_shape: torch.Size, gradient: bool) -> Room:
     """The room for tensors of these shapes (batch, heads, n, d)."""
     heads, d = q_shape[0] * q_shape[1], padded(q_shape[3])
@@ -180,7 +163,7 @@ def room(q_shape: torch.Size, k_shape: torch.Size, gradient: bool) -> Room:
     return Room(rows, (sum(rows), d), before)
 
 
-def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor) -> list[Plan]:
+def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor) -> list[Launch]:
     batch, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     queries, keys = padded_rows(num_queries), padded_rows(num_keys)
@@ -194,35 +177,26 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tens
     return _launch(split.split_kernel, grid, (), 4, arguments)
 
 
-def _alignment(*tensors: torch.Tensor) -> tuple[int, ...]:
-    return tuple(x.data_ptr() % 16 for x in tensors)
-
-
 # ------------------------------------------------------------------------------------------------ forward
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream."""
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_forward(q, k, v, is_causal, tiles)
-    o = torch.empty_like(q)
+    """O and L as `again.forward` describes them."""
+    return again.forward(first_forward, q, k, v, is_causal, tiles)
+
+
+def first_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
+    tiles: Tiles | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
-    logsumexp = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
     own = room(q.shape, k.shape, False)
-    pieces = own.empty(q.device)
-    key = (
-        "split", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        _alignment(q, k, v),
-    )  # fmt: skip
-    if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), own.addresses(pieces.data_ptr())
-        plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
-        plans[1].again(index, at, o.data_ptr(), logsumexp.data_ptr())
-        return o, logsumexp
+    scratch = ((own.shape, torch.bfloat16),)
+    (pieces,) = again.empty(scratch, q.device)
     num_keys, d = k.shape[2], pieces.shape[1]
     tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q.device))
-    plans = _split(q, k, v, pieces)
+    launches = _split(q, k, v, pieces)
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
@@ -233,9 +207,12 @@ def launch_forward(
     rows = (tiles.block_m, tiles.block_n, tiles.block_n)
     described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(own.rows), rows, strict=True))
     grid = (triton.cdiv(num_queries, tiles.block_m) * batch * heads, 1, 1)
-    plans += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
-    remember(key, plans)
-    return o, logsumexp
+    launches += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
+
+    def addresses(q_at, k_at, v_at, o_at, l_at, pieces_at):
+        return (q_at, k_at, v_at, pieces_at), (*own.addresses(pieces_at), o_at, l_at)
+
+    return Pass(launches, addresses, scratch)
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -243,33 +220,23 @@ def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v, on the device's current stream.
+    """dQ, dK, dV as `again.backward` describes them."""
+    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, tiles)
 
-    logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded.
-    """
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_backward(q, k, v, o, logsumexp, do, is_causal, tiles)
+
+def first_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, tiles: tuple[Tiles, Tiles] | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the three kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
     num_keys, batch_heads = k.shape[2], batch * heads
     padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     own = room(q.shape, k.shape, True)
-    pieces = own.empty(q.device)
-    delta = torch.empty((batch_heads, padded_queries), device=q.device, dtype=torch.float32)
-    key = (
-        "split backward", is_causal, tiles, q.device, q.shape, k.shape, q.stride(), k.stride(),
-        v.stride(), o.stride(), do.stride(), _alignment(q, k, v, o, do, logsumexp),
-    )  # fmt: skip
-    if (plans := remembered(key)) and not watched():
-        index, at = q.get_device(), own.addresses(pieces.data_ptr())
-        plans[0].again(index, (), q.data_ptr(), k.data_ptr(), v.data_ptr(), at[0])
-        l_at, delta_at = logsumexp.data_ptr(), delta.data_ptr()
-        plans[1].again(index, (), o.data_ptr(), do.data_ptr(), at[3], delta_at)
-        plans[2].again(index, at + at, l_at, delta_at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
-        return dq, dk, dv
+    scratch = (own.shape, torch.bfloat16), ((batch_heads, padded_queries), torch.float32)
+    pieces, delta = again.empty(scratch, q.device)
     d, scale = pieces.shape[1], head_dim**-0.5
-    plans = _split(q, k, v, pieces)
+    launches = _split(q, k, v, pieces)
     of_each = pieces.split(own.rows)
     arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=of_each[3], delta_ptr=delta)
     arguments |= strides("o", o) | strides("do", do)
@@ -278,7 +245,7 @@ def launch_backward(
         HEAD_DIM=head_dim, EXPANDED=do.stride(3) == 0,
     )  # fmt: skip
     grid = (batch_heads * padded_queries // _ROWS, 1, 1)
-    plans += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
+    launches += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
     few = few_backward(head_dim, batch_heads, num_queries, num_keys, _multiprocessors(q.device))
     by_query, by_key = tiles or backward_tiles(head_dim, few)
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
@@ -296,6 +263,15 @@ def launch_backward(
     rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)
     described = tuple(_descriptor(x, n) for x, n in zip(of_each * 2, rows, strict=True))
     grid = (2 * max(query_programs, key_programs) if few else query_programs + key_programs, 1, 1)
-    plans += _launch(split.backward_kernel, grid, described, 5, arguments, by_key)
-    remember(key, plans)
-    return dq, dk, dv
+    launches += _launch(split.backward_kernel, grid, described, 5, arguments, by_key)
+
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, pieces_at, delta_at):
+        of_each = own.addresses(pieces_at)
+        gradient = o_at, do_at, of_each[3], delta_at
+        return (
+            (q_at, k_at, v_at, pieces_at),
+            gradient,
+            (*of_each, *of_each, l_at, delta_at, dq_at, dk_at, dv_at),
+        )
+
+    return Pass(launches, addresses, scratch)

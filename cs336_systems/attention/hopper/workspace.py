@@ -31,13 +31,9 @@ class Workspace:
         return dq_sum, counters, tile, tile + (math.prod(self.tile) // 2 if self.tile else 0)
 
     @property
-    def numbers(self) -> int:
-        """The buffer's length in fp32 elements."""
-        return self._starts[-1]
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """The buffer, (numbers,) in fp32, not initialized."""
-        return torch.empty(self.numbers, device=device, dtype=torch.float32)
+    def scratch(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """The buffer's shape and dtype, as `triton.again.Pass` takes them."""
+        return (((self._starts[-1],), torch.float32),)
 
     def addresses(self, start: int) -> tuple[int, int, int, int]:
         """The four in a buffer at `start`, in bytes; without a tile the last is where the buffer ends."""

@@ -1,19 +1,15 @@
-"""Launches the Triton kernels: their arguments, and a fast path for every launch after the first of its kind.
-
-Working out some forty arguments, and triton's binding of them, takes longer than a small kernel runs. A launch is
-therefore remembered by the layouts it depends on: the compiled kernel, its grid, its arguments after the pointers.
-"""
+"""Launches the Triton kernels: their grids and arguments, and the room that they share."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
-from triton.runtime import driver
 
 from cs336_systems.attention.machine_code import faulty
+from cs336_systems.attention.triton import again
+from cs336_systems.attention.triton.again import Launch, Pass
 from cs336_systems.attention.triton.kernels import KERNELS, combine_kernel
 from cs336_systems.attention.triton.tiles import (
     Tiles,
@@ -34,11 +30,6 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 FUSED = {"enable_fp_fusion": True}
 
 COMBINED_ROWS = 8  # queries of a program that combines
-
-# A compiled kernel's launcher, its grid, what it takes between the stream and the pointers, and after the pointers
-Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]
-_remembered: dict[tuple[Any, ...], list[Any]] = {}
-MAX_REMEMBERED = 10_000  # the lengths are part of the key, and a program may meet any number of them
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -102,8 +93,8 @@ def _mistrusted(
 def first_launch(
     kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, splits: int = 1
 ) -> list[Launch]:
-    """Compiles one of KERNELS where needed, launches it, and returns what the next launch needs (nothing when
-    interpreted). Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
+    """Compiles one of KERNELS where needed, launches it, and returns how to do so again (nothing when interpreted).
+    Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
     trusted."""
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
@@ -120,114 +111,52 @@ def first_launch(
 def _launched(
     kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], pointers: int, options: dict[str, Any]
 ) -> list[Launch]:
-    """Launches a kernel whose arguments begin with so many pointers, and returns what the next launch needs."""
+    """Launches a kernel whose arguments begin with so many pointers, and returns how to do so again."""
     compiled = kernel[grid](**arguments, **options)
-    if INTERPRETED:
-        return []
-    fixed = (
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-    )  # no metadata of the launch, no hooks
-    return [(compiled.run, grid, fixed, tuple(arguments.values())[pointers:])]
+    return [] if INTERPRETED else [Launch(compiled, grid, tuple(arguments.values())[pointers:])]
 
 
-def watched() -> bool:
-    """Whether a hook (of triton's profiler) wants to see each launch; triton's own launch path calls it."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(
-            hook, "calls", True
-        ):  # a chain of hooks, or in older versions a function
-            return True
-    return False
-
-
-def launch_again(launch: Launch, device_index: int, *pointers: int) -> None:
-    """Launches a kernel as before on tensors of the same layouts at these addresses, on the device's current stream.
-
-    This is triton's own call after it has bound the arguments. Addresses instead of tensors save it from asking the
-    driver about each.
-    """
-    run, grid, fixed, rest = launch
-    run(*grid, driver.active.get_current_stream(device_index), *fixed, *pointers, *rest)
-
-
-def remembered(key: tuple[Any, ...]) -> list[Any] | None:
-    """What `remember` was given for a key."""
-    return _remembered.get(key)
-
-
-def remember(key: tuple[Any, ...], launches: list[Any]) -> None:
-    """Keeps what the next launches of a kind need, or who makes them, the kind being all that this depends on."""
-    if launches:
-        if len(_remembered) >= MAX_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = launches
-
-
-def elsewhere(x: torch.Tensor) -> bool:
-    """Whether triton would launch on another device than the tensor's."""
-    return x.is_cuda and x.get_device() != driver.active.get_current_device()
-
-
+# ------------------------------------------------------------------------------------------------ forward
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream.
+    """O and L as `again.forward` describes them.
 
     splits: among how many programs the keys are split, without a mask only, at most as many as there are tiles of keys
     (None: `tiles.splits_for`).
     """
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_forward(q, k, v, is_causal, tiles, splits)
-    o = torch.empty_like(q)
-    shape, device, dtype = q.shape, q.device, q.dtype
-    batch, heads, num_queries, _ = shape  # a slice of a Size takes longer, here and as an argument
-    logsumexp = torch.empty((batch, heads, num_queries), device=device, dtype=torch.float32)
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    # what a launch depends on; outputs are new, and thus aligned
-    key = (
-        "forward", is_causal, tiles, splits, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
-        v.stride(), (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
-    )  # fmt: skip
-    if (launches := remembered(key)) and not watched():
-        if len(launches) == 1:
-            launch_again(launches[0], device.index, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr())
-            return o, logsumexp
-        forward, combine, splits = launches
-        parts = _parts(q, splits)
-        parts_at = parts[0].data_ptr(), parts[1].data_ptr()
-        launch_again(forward, device.index, q_at, k_at, v_at, *parts_at)
-        launch_again(combine, device.index, *parts_at, o.data_ptr(), logsumexp.data_ptr())
-        return o, logsumexp
+    return again.forward(first_forward, q, k, v, is_causal, (tiles, splits))
+
+
+def first_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
+    config: tuple[Tiles | None, int | None] | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
+    tiles, splits = config or (None, None)
     splits = splits or (1 if is_causal else splits_for(q, k))
     if splits == 1:
         tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp)
-        remember(key, first_launch("forward", tensors, is_causal, tiles))
-    else:
-        o_parts, l_parts = _parts(q, splits)
-        tensors = dict(q=q, k=k, v=v, o=o_parts[0], l=l_parts[0])
-        launches = first_launch("forward", tensors, is_causal, tiles, splits)
-        launches += _first_combination(o_parts, l_parts, o, logsumexp)
-        remember(key, launches and [*launches, splits])
-    return o, logsumexp
+        launches = first_launch("forward", tensors, is_causal, tiles)
+        return Pass(launches, lambda *tensors_at: (tensors_at,))
+    # O and L of each split
+    parts = ((splits, *q.shape), torch.float32), ((splits, *logsumexp.shape), torch.float32)
+    o_parts, l_parts = again.empty(parts, q.device)
+    tensors = dict(q=q, k=k, v=v, o=o_parts[0], l=l_parts[0])
+    launches = first_launch("forward", tensors, is_causal, tiles, splits)
+    launches += _first_combination(o_parts, l_parts, o, logsumexp)
 
+    def addresses(q_at, k_at, v_at, o_at, l_at, *parts_at):
+        return (q_at, k_at, v_at, *parts_at), (*parts_at, o_at, l_at)
 
-def _parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for O and L of each split, fp32: (splits, batch, heads, n_q, d) and (splits, batch, heads, n_q)."""
-    make = functools.partial(torch.empty, device=q.device, dtype=torch.float32)
-    return make((splits, *q.shape)), make((splits, *q.shape[:3]))
+    return Pass(launches, addresses, parts)
 
 
 def _first_combination(
     o_parts: torch.Tensor, l_parts: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor
 ) -> list[Launch]:
-    """Combines O and L of all splits, and returns what the next launch needs."""
+    """Combines O and L of all splits, and returns how to do so again."""
     batch, heads, num_queries, head_dim = o.shape
     arguments = dict(parts_ptr=o_parts, l_parts_ptr=l_parts, o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
@@ -238,36 +167,32 @@ def _first_combination(
     return _launched(combine_kernel, grid, arguments, 4, FUSED)
 
 
+# ------------------------------------------------------------------------------------------------ backward
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: two kernels on the device's current stream.
+    """dQ, dK, dV as `again.backward` describes them."""
+    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, (query_tiles, key_tiles))
 
-    logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded; it is not copied.
-    """
-    if elsewhere(q):
-        with torch.cuda.device(q.device):
-            return launch_backward(q, k, v, o, logsumexp, do, is_causal, query_tiles, key_tiles)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(logsumexp)
-    dtype, device = q.dtype, q.device
-    at = [x.data_ptr() for x in (q, k, v, o, do, logsumexp)]
-    q_at, k_at, v_at, o_at, do_at, l_at = at
-    key = (
-        "backward", is_causal, query_tiles, key_tiles, dtype, _precision(dtype), device, q.shape, k.shape,
-        q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
-        (q_at | k_at | v_at | o_at | do_at | l_at) % 16 and tuple(x % 16 for x in at),
-    )  # fmt: skip
-    if (launches := remembered(key)) and not watched():
-        index, delta_at = device.index, delta.data_ptr()
-        launch_again(launches[0], index, q_at, k_at, v_at, o_at, do_at, l_at, delta_at, dq.data_ptr())
-        launch_again(
-            launches[1], index, q_at, k_at, v_at, do_at, l_at, delta_at, dk.data_ptr(), dv.data_ptr()
-        )
-    else:
-        first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq)
-        second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv)
-        launches = first_launch("backward_queries", first, is_causal, query_tiles)
-        remember(key, launches + first_launch("backward_keys", second, is_causal, key_tiles))
-    return dq, dk, dv
+
+def first_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool,
+    config: tuple[Tiles | None, Tiles | None] | None = None,
+) -> Pass:  # fmt: skip
+    """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it. An
+    expanded `do` is not copied."""
+    query_tiles, key_tiles = config or (None, None)
+    scratch = ((tuple(logsumexp.shape), torch.float32),)
+    (delta,) = again.empty(scratch, q.device)
+    first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq)
+    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv)
+    launches = first_launch("backward_queries", first, is_causal, query_tiles)
+    launches += first_launch("backward_keys", second, is_causal, key_tiles)
+
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, delta_at):
+        inputs = q_at, k_at, v_at
+        return (*inputs, o_at, do_at, l_at, delta_at, dq_at), (*inputs, do_at, l_at, delta_at, dk_at, dv_at)
+
+    return Pass(launches, addresses, scratch)
