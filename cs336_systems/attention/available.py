@@ -99,7 +99,7 @@ def hopper_unable(device_index: int = 0) -> str | None:
 
 def untried_triton() -> str | None:
     """The version of triton, where the kernels for Hopper were not tried with it: Gluon changes from one to the next,
-    and what launches them uses parts of triton that are not public."""
+    and kernels are launched again by parts of triton that are not public."""
     import triton
 
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])

@@ -183,8 +183,8 @@ _apply_in_c = super(torch.autograd.Function, FlashAttentionTriton).apply
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
-    """`FlashAttentionTriton.apply`, for less of the host's time: torch's `apply` finds out at each call that the class
-    has no `setup_context`."""
+    """`FlashAttentionTriton.apply` (shapes and errors there) for less of the host's time: past the layer in which torch
+    finds out at each call that the class has no `setup_context`."""
     of_functorch = torch._C._functorch.is_functorch_wrapped_tensor  # one that has left its transform
     if (
         is_compiling()

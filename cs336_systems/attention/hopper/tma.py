@@ -89,7 +89,7 @@ class DescribedLaunch(Launch):
 
     @functools.cached_property
     def launcher(self) -> Callable[..., Any] | None:
-        """Below triton's layer that makes arguments of descriptors."""
+        """That below triton's layer which makes arguments of descriptors; None where there is no such layer."""
         layer = super().launcher
         code, cells = getattr(layer, "__code__", None), getattr(layer, "__closure__", None)
         if (

@@ -1,8 +1,8 @@
-"""Passes of attention, first and again: what a launch needs is worked out once.
+"""Passes of attention: a pass that was launched before costs the host two lookups.
 
-Working out some forty arguments, and triton's binding of them, takes longer than a small kernel runs. What a pass
-launches is therefore remembered by all that it depends on, and what triton's launcher takes by the tensors' addresses,
-which a loop meets again and again.
+Working out some forty arguments, and triton's binding of them, takes longer than a small kernel runs. So the kernels of
+a pass are remembered by all that they depend on (layouts, flags), and the complete arguments of triton's launcher by
+the addresses of the tensors, which a loop meets again and again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from cs336_systems.attention.available import untried_triton
 
-# triton's launcher of a kernel, and all that it takes
+# what launches a kernel, and all that it takes
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
 
@@ -34,8 +34,8 @@ class Launch:
 
     @functools.cached_property
     def launcher(self) -> Callable[..., Any] | None:
-        """Triton's launcher in C, if this version of it was tried and nothing has to happen in the layers above at each
-        launch."""
+        """Triton's launcher in C. None where this version of triton was not tried, or where the layers above it have
+        something to do at each launch: then launches go through these."""
         if untried_triton():
             return None
         run = self.compiled.run
@@ -49,7 +49,7 @@ class Launch:
         return addresses
 
     def of_tensors(self, addresses: Shape) -> tuple[Any, ...]:
-        """What triton's own way to that launcher takes for them. Addresses instead of tensors save it from asking the
+        """What triton's layers above the launcher take for them. Addresses instead of tensors save them from asking the
         driver about each."""
         return addresses
 
@@ -75,9 +75,9 @@ _serials = itertools.count()
 class Pass:
     """The launches of one pass; none in triton's interpreter.
 
-    addresses: those that each launch takes, from all of the pass: of q, k, v, o, L, then of a gradient dO and the
-    results, then of scratch. scratch: the shapes and dtypes of what the launches share. copies_do: dO lies where they
-    cannot read it, and is copied first.
+    addresses: takes those of q, k, v, o and L, in a backward pass then of dO, dQ, dK and dV, and last of scratch;
+    returns for each launch those of its tensors. scratch: the shapes and dtypes of what the launches share. copies_do:
+    dO has a layout that they cannot read, and is copied first.
     """
 
     launches: list[Launch]

@@ -94,8 +94,7 @@ def first_launch(
     kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, splits: int = 1
 ) -> list[Launch]:
     """Compiles one of KERNELS where needed, launches it, and returns how to do so again (nothing when interpreted).
-    Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be
-    trusted."""
+    Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be trusted."""
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
     tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
