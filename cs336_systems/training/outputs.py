@@ -92,12 +92,20 @@ class Pool(ProcessPoolExecutor):
         super().__init__(workers, multiprocessing.get_context("spawn"), _begin_worker, (begin, how))
 
     def submit(self, *call: Any, **arguments: Any) -> Future:
-        # an interrupt within a queue's lock would leave it locked, and the end of the pool waiting for it
+        # An interrupt within would leave a queue locked, or work that nobody is told of, and the end of the pool
+        # waiting for it. To block the signal keeps it from new processes, but here another thread may take it.
+        if threading.current_thread() is not threading.main_thread():
+            return super().submit(*call, **arguments)
+        interrupts: list[int] = []
+        handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(*call, **arguments)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.signal(signal.SIGINT, handler)
+            if interrupts:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _begin_worker(begin: Callable[..., None] | None, how: tuple[Any, ...]) -> None:
