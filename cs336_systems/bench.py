@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import tempfile
 import types
@@ -15,6 +16,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from cs336_systems import terminal
 from cs336_systems.store import machine, measuring, rows
 
 
@@ -74,3 +76,29 @@ def as_table(frame: pd.DataFrame, fields: list[str]) -> str:
     empty = [c for c in shown if silent[c] and c not in (*fields, "status")]
     table = shown.drop(columns=empty).to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
     return "\n".join([", ".join(f"{f}={frame[f].iloc[0]}" for f in same)] * bool(same) + [table])
+
+
+def tune(given: dict[str, str]) -> str:
+    """The rows for `tiles.TABLE` that a search at one shape finds; exit code 1 without a GPU to time on."""
+    from cs336_systems import experiments
+
+    with terminal.wrong_input():
+        shape = {"seq_len": [16384], "heads": [16]} | experiments.named(
+            experiments.load("flash_bench"), **given
+        )
+        for field in ("dtype", "head_dim", "seq_len", "heads"):
+            if len(shape.get(field, ())) != 1:
+                raise ValueError(f"--tune needs one --{field.replace('_', '-')}; got {given[field]!r}")
+    from cs336_systems.attention.checks.tune import tune as search
+    from cs336_systems.store.pool import Pool
+
+    try:
+        with terminal.wrong_input(), Pool(os.cpu_count() or 1) as pool:
+            given = {field: values[0] for field, values in shape.items() if field != "impl"}
+            return search(**given, each=pool.map)
+    except RuntimeError as error:
+        import torch
+
+        if torch.cuda.is_available():
+            raise
+        terminal.fail(error)  # nothing to time on

@@ -12,7 +12,7 @@
     cs336 results merge DIR            take in the rows of another machine
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce         on processes that torchrun starts
 
-Exit codes: 0, 1 where something failed while running, 2 where the command line is wrong, 130 after Ctrl-C.
+Exit codes: 0, 1 where something failed, 2 where the command line is wrong, 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -276,7 +276,9 @@ def bench_flash(
         with _wrong_input():
             if json_file is not None:
                 raise ValueError(f"--json {json_file}: --tune prints the row to add, and writes no file")
-        typer.echo(_tune(given))
+        from cs336_systems import bench as room
+
+        typer.echo(room.tune(given))
     else:
         _bench("flash_bench", given, preset, refresh, save, json_file)
 
@@ -330,29 +332,6 @@ def bench_run(
         "cap_gib": cap_gib, "minutes": minutes, "train_mb": train_mb,
     }  # fmt: skip
     _bench("training_run", given, "full", refresh, save, json_file)
-
-
-def _tune(given: dict[str, str]) -> str:
-    from cs336_systems import experiments
-
-    with _wrong_input():
-        shape = {"seq_len": [16384], "heads": [16]} | experiments.named(
-            experiments.load("flash_bench"), **given
-        )
-        for field in ("dtype", "head_dim", "seq_len", "heads"):
-            if len(shape.get(field, ())) != 1:
-                raise ValueError(f"--tune needs one --{field.replace('_', '-')}; got {given[field]!r}")
-    from cs336_systems.attention.checks.tune import tune
-
-    try:
-        with _wrong_input():
-            return tune(**{field: values[0] for field, values in shape.items() if field != "impl"})
-    except RuntimeError as error:
-        import torch
-
-        if torch.cuda.is_available():
-            raise
-        _fail(error)  # nothing to time on
 
 
 def _bench(

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import types
 import typing
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ import typer
 import typer.core
 
 from cs336_systems.store.machine import has_module
+
+# what the system has no more of, whatever the command: room, names, open files
+EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 
 say = functools.partial(typer.echo, err=True)  # progress goes to stderr: stdout is for what was asked for
 
@@ -42,15 +46,15 @@ def fail(message: object) -> typing.NoReturn:
 
 
 class Interruptible(typer.core.TyperGroup):
-    """Commands that end with one line and exit code 130 after Ctrl-C, or 1 where a disk is full or a package is not
-    installed.
+    """Commands that end with one line and exit code 130 after Ctrl-C (143 after SIGTERM), or 1 where the system has no
+    more room or files to give, or a package is not installed.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
             return super().main(*args, **options)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in EXHAUSTED:
                 raise
             with suppress(OSError):
                 say(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}")
@@ -68,24 +72,47 @@ class Interruptible(typer.core.TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:
         _open_closed_streams()
-        before = signal.getsignal(signal.SIGINT)
-        try:
-            if before is signal.default_int_handler:  # a shell's background jobs ignore it
-                signal.signal(signal.SIGINT, _interrupt)
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            from cs336_systems.launch.team import rank_here
-
-            if not rank_here():  # of torchrun's ranks the first speaks for all
-                typer.echo("Interrupted", err=True)
-            raise typer.Exit(130) from None
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with _interrupts() as heard:
+            try:
+                return super().invoke(ctx)
+            except BaseException as error:  # libraries in C make other errors of an interrupt
+                if not heard and not isinstance(error, KeyboardInterrupt):
+                    raise
+                if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks the first speaks for all
+                    typer.echo("Interrupted", err=True)
+                raise typer.Exit(128 + (heard or [signal.SIGINT])[0]) from None
 
 
-def _interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
-    logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
-    raise KeyboardInterrupt
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt in its block; those that came. One that falls into a finalizer, where
+    Python drops all exceptions, comes again."""
+    heard: list[int] = []
+
+    def interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
+        logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt) and heard:
+            threading.Timer(0.1, signal.raise_signal, heard[-1:]).start()
+        else:
+            hook(what)
+
+    before, hook = {}, sys.unraisablehook
+    if callable(signal.getsignal(signal.SIGINT)):  # a shell's background jobs ignore it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    # torchrun's ranks wait for each other in C, where only the system's own way ends them
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
+    sys.unraisablehook = dropped
+    try:
+        yield heard
+    finally:
+        sys.unraisablehook = hook
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _open_closed_streams() -> None:

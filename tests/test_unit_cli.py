@@ -197,6 +197,7 @@ def test_tune_is_called_with_the_shape(monkeypatch):
     monkeypatch.setitem(sys.modules, "cs336_systems.attention.checks.tune", fake)
     done = call("bench", "flash", "--tune", "--dtype", "bf16", "--head-dim", "80", "--seq-len", "4096")
     assert done.stdout == "the row to add\n"
+    assert seen.pop("each")
     assert seen == {"head_dim": 80, "dtype": "bf16", "seq_len": 4096, "heads": 16}
 
 

@@ -9,9 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -322,27 +320,6 @@ if __name__ == "__main__":
     chosen = config.load(None, keys)
     tokens.prepare(chosen.tokenizer, text.prepare(chosen.text, Path(out) / "text"), Path(out) / "tokens")
 """
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_an_interrupt_waits_until_a_pool_has_its_work(monkeypatch):
-    """Also where another thread is the one that the signal reaches."""
-    handed_over = []
-
-    def interrupt():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.raise_signal(signal.SIGINT)
-
-    def submit(self, *call):
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        thread.join()
-        handed_over.append(call)
-
-    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
-    with outputs.Pool(1) as pool, pytest.raises(KeyboardInterrupt):
-        pool.submit(len, "work")
-    assert handed_over == [(len, "work")]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -80,7 +80,7 @@ def _told_in_a_line() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         code, why = 2, str(error)
     except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        if isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EPIPE):
             raise  # of the output, which `terminal` tells
         if isinstance(error, RuntimeError) and not type(error).__module__.startswith("cs336_systems."):
             raise

@@ -259,7 +259,7 @@ class Trainer:
         return {
             "step": self.step, "tokens": self._tokens(), "valid_loss": valid, "seconds": self.seconds,
             "bits_per_byte": None if valid is None else self.bits_per_byte(valid), "floor": self.data.floor,
-            "stopped": self._asked_to_stop, "checkpoint": str(self.folder / f"step-{self.step:08d}"),
+            "stopped": valid is None, "checkpoint": str(self.folder / f"step-{self.step:08d}"),
         }  # fmt: skip
 
     def _steps(self, log: RunLog | None, total: int | None, traced: Callable[[], None]) -> float | None:
@@ -283,8 +283,9 @@ class Trainer:
                 self.save()
             since += time.perf_counter() - now  # neither is a step
         self._check_losses()
-        valid = None if self._asked_to_stop else self.evaluate(everything=True)
-        if valid is not None:
+        valid = None
+        if not (self._asked_to_stop and self.progress() < 1):
+            valid = self.evaluate(everything=True)
             self._note_validation(log, valid)
         self.save()
         return valid

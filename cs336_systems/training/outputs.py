@@ -11,14 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,41 +75,6 @@ def sha256(path: Path) -> str:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Pool(ProcessPoolExecutor):
-    """Processes for `map`, each begun by begin(*how). Ctrl-C is for the one that started them to hear. They end with
-    it, even where it is killed, which would leave them waiting for work for ever."""
-
-    def __init__(
-        self, workers: int, begin: Callable[..., None] | None = None, how: tuple[Any, ...] = ()
-    ) -> None:
-        # a fork would inherit threads
-        super().__init__(workers, multiprocessing.get_context("spawn"), _begin_worker, (begin, how))
-
-    def submit(self, *call: Any, **arguments: Any) -> Future:
-        # An interrupt within would leave a queue locked, or work that nobody is told of, and the end of the pool
-        # waiting for it. To block the signal keeps it from new processes, but here another thread may take it.
-        if threading.current_thread() is not threading.main_thread():
-            return super().submit(*call, **arguments)
-        interrupts: list[int] = []
-        handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return super().submit(*call, **arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            signal.signal(signal.SIGINT, handler)
-            if interrupts:
-                signal.raise_signal(signal.SIGINT)
-
-
-def _begin_worker(begin: Callable[..., None] | None, how: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    if begin:
-        begin(*how)
 
 
 def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from random import Random
 
 from tqdm import tqdm
 
-from cs336_systems.training.outputs import Pool
+from cs336_systems.store.pool import Pool
 
 GRAMMAR = """
 story: [Once upon a time there was|Once there was|This is the story of|Let me tell you about|Here is a tale about]
@@ -325,23 +325,19 @@ def _block(seed: int, start: int) -> list[Story]:
     return list(stories(seed, start, _BLOCK))
 
 
-def _blocks(seed: int, start: int, workers: int) -> Iterator[list[Story]]:
-    wave = 8 * workers * _BLOCK
-    # starts processes when it gets work
-    with Pool(workers) as pool:
-        for first in count(start, wave):
-            starts = range(first, first + wave, _BLOCK)
-            yield from (map if workers == 1 else pool.map)(partial(_block, seed), starts)
-
-
 def write(path: str | Path, seed: int, start: int, num_bytes: int, workers: int = 1) -> Total:
     """Writes stories, one a line, until there are `num_bytes`: the same for all `workers`. ValueError below 1."""
     for what, value in (("num_bytes", num_bytes), ("workers", workers)):
         if value < 1:
             raise ValueError(f"{what} {value}; allowed: from 1")
     written, size, nats, part = 0, 0, 0.0, Path(f"{path}.part")
-    with part.open("wb") as file, tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
-        for one in chain.from_iterable(_blocks(seed, start, workers)):
+    with (
+        part.open("wb") as file,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar,
+        Pool(workers if workers > 1 else 0) as pool,
+    ):
+        blocks = (pool.map if workers > 1 else map)(partial(_block, seed), count(start, _BLOCK))
+        for one in chain.from_iterable(blocks):
             line = file.write(one.text.encode() + b"\n")
             written, size, nats = written + 1, size + line, nats + one.nats
             bar.update(line)

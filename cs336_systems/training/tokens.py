@@ -26,6 +26,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.documents import END_OF_TEXT, Block
 from cs336_systems.training.text import Split, TextInfo
@@ -196,11 +197,8 @@ def _mapped(blocks: list[Block], how: tuple[Path, str], workers: int) -> Iterato
         _begin(*how)
         yield map(_ids, blocks)
         return
-    with (
-        outputs.Pool(workers, _begin_process, how) as pool,
-        contextlib.closing(pool.map(_ids, blocks)) as arrays,  # what has not begun is left out
-    ):
-        yield arrays
+    with Pool(workers, _begin_process, how) as pool:
+        yield pool.map(_ids, blocks)
 
 
 def _begin_process(tokenizer: Path, dtype: str) -> None:

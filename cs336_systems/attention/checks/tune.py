@@ -9,10 +9,7 @@ Hopper have no part in it: on such a GPU the table serves what they leave.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 
 import torch
 from triton.testing import do_bench
@@ -76,9 +73,12 @@ def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[]
 
 
 def tune(
-    head_dim: int, dtype: str, seq_len: int = 8192, heads: int = 16, log: Callable[[str], None] = print
-) -> str:
+    head_dim: int, dtype: str, seq_len: int = 8192, heads: int = 16, log: Callable[[str], None] = print,
+    each: Callable[..., Iterable[str | None]] = map,
+) -> str:  # fmt: skip
     """Times each kernel's candidates at one causal shape and returns the lines to put into `tiles.TABLE`.
+
+    each: compiles the candidates; a pool's `map` does so in processes.
 
     Errors: ValueError for an unknown dtype, RuntimeError without a CUDA device.
     """
@@ -95,22 +95,19 @@ def tune(
     lines = [
         f"# compute capability {major}.{minor}, head dimension {head_dim}, {dtype}, {heads} heads of {seq_len}"
     ]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for kernel in KERNELS:
-            jobs = [(kernel, capability, head_dim, dtype, tiles) for tiles in candidates(dtype)]
-            good = [
-                job[-1] for job, reason in zip(jobs, pool.map(_fits, jobs), strict=True) if reason is None
-            ]
-            timed = []
-            for tiles in good:
-                ms = do_bench(_call(kernel, tensors, tiles), warmup=10, rep=40, return_mode="median")
-                timed.append((ms, tiles))
-            timed.sort(key=lambda pair: pair[0])
-            for ms, tiles in timed[:6]:
-                log(f"{kernel:17s} {tiles} {ms:.3f} ms")
-            ms, best = timed[0]
-            lines.append(
-                f"{kernel}: _T({best.block_m}, {best.block_n}, {best.num_warps}, {best.num_stages})"
-                f"  # {ms:.3f} ms, the best of {len(timed)}; {len(jobs) - len(good)} did not fit"
-            )
+    for kernel in KERNELS:
+        jobs = [(kernel, capability, head_dim, dtype, tiles) for tiles in candidates(dtype)]
+        good = [job[-1] for job, reason in zip(jobs, each(_fits, jobs), strict=True) if reason is None]
+        timed = []
+        for tiles in good:
+            ms = do_bench(_call(kernel, tensors, tiles), warmup=10, rep=40, return_mode="median")
+            timed.append((ms, tiles))
+        timed.sort(key=lambda pair: pair[0])
+        for ms, tiles in timed[:6]:
+            log(f"{kernel:17s} {tiles} {ms:.3f} ms")
+        ms, best = timed[0]
+        lines.append(
+            f"{kernel}: _T({best.block_m}, {best.block_n}, {best.num_warps}, {best.num_stages})"
+            f"  # {ms:.3f} ms, the best of {len(timed)}; {len(jobs) - len(good)} did not fit"
+        )
     return "\n".join(lines)
