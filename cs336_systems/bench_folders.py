@@ -123,17 +123,18 @@ def _measure(
     from cs336_systems import bench, experiments
     from cs336_systems.report import figures
     from cs336_systems.store import measuring, rows
-    from cs336_systems.store.files import make_folder
+    from cs336_systems.store.files import alone, make_folder
     from cs336_systems.store.machine import machine_name
 
     with terminal.wrong_input():
         refresh = experiments.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
         make_folder("--out", out)
+    with terminal.wrong_input(), alone(out, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, {})
-    frame.insert(0, "machine", machine_name())
-    with figures.styled():
-        for path in folder(frame.reset_index(drop=True), out):
-            typer.echo(path)
+        frame.insert(0, "machine", machine_name())
+        with figures.styled():
+            for path in folder(frame.reset_index(drop=True), out):
+                typer.echo(path)
     if failure:
         terminal.fail(failure)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cs336_systems.report import build
 from cs336_systems.report.coverage import project_root
-from cs336_systems.store.files import make_folder
+from cs336_systems.store.files import alone, make_folder
 
 # What of the checkout is handed in: folders, and files beside them.
 BELONGS = {
@@ -47,12 +47,10 @@ def submit(out: Path | None = None, skip_tests: bool = False) -> list[str]:
             raise SubmitError(f"the tests failed (pytest's exit code {code}): nothing is packed")
     lines = ["the tests were skipped"] if skip_tests else []
     *_, pdf = build.build(pdf=True, root=root)
-    shutil.copyfile(pdf, out / "writeup.pdf")
-    return [
-        *lines,
-        f"{out / 'writeup.pdf'}: {_mb(out / 'writeup.pdf'):.1f} MB",
-        *pack(root, out / "code.zip"),
-    ]
+    with alone(out, print):
+        shutil.copyfile(pdf, out / "writeup.pdf")
+        packed = pack(root, out / "code.zip")
+    return [*lines, f"{out / 'writeup.pdf'}: {_mb(out / 'writeup.pdf'):.1f} MB", *packed]
 
 
 def pack(root: Path, target: Path) -> list[str]:

@@ -85,21 +85,35 @@ class Interruptible(typer.core.TyperGroup):
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in its block; those that came. One that falls into a finalizer, where
-    Python drops all exceptions, comes again."""
+    """SIGINT and SIGTERM raise KeyboardInterrupt in its block; those that came. Finalizers and libraries in C drop
+    exceptions: while none is on its way through the main thread, the signal comes again each second."""
     heard: list[int] = []
+    again, ended = threading.Event(), threading.Event()
 
-    def interrupt(number: int, frame: types.FrameType | None) -> typing.NoReturn:
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
         logging.disable()  # what libraries tell of the sockets and tasks that they leave behind
+        if again.is_set():
+            again.clear()
+            error = sys.exception()
+            while error is not None:  # what is being cleaned up after
+                if isinstance(error, KeyboardInterrupt):
+                    return
+                error = error.__context__
         heard.append(number)
+        if len(heard) == 1:
+            repeater.start()
         raise KeyboardInterrupt
 
+    def repeat() -> None:
+        while not ended.wait(1):
+            again.set()
+            signal.pthread_kill(threading.main_thread().ident, heard[0])
+
     def dropped(what: sys.UnraisableHookArgs) -> None:
-        if issubclass(what.exc_type, KeyboardInterrupt) and heard:
-            threading.Timer(0.1, signal.raise_signal, heard[-1:]).start()
-        else:
+        if not (heard and issubclass(what.exc_type, KeyboardInterrupt)):
             hook(what)
 
+    repeater = threading.Thread(target=repeat, daemon=True)
     before, hook = {}, sys.unraisablehook
     if callable(signal.getsignal(signal.SIGINT)):  # a shell's background jobs ignore it
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
@@ -110,6 +124,9 @@ def _interrupts() -> Iterator[list[int]]:
     try:
         yield heard
     finally:
+        ended.set()
+        if heard:
+            repeater.join()
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
-from cs336_systems.store.files import naming
+from cs336_systems.store.files import alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
 
@@ -65,6 +65,11 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
     if pdf:
         missing_latex()
     there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
+    with alone(root / "_build", print):
+        return _built(root, pdf, there)
+
+
+def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
     shutil.rmtree(_making(root), ignore_errors=True)
     made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there))]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again

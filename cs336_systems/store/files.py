@@ -7,12 +7,15 @@ was, and the next writer sweeps what a killed one left.
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +43,27 @@ def naming(what: str, path: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- reading
+def opened(path: Path) -> BufferedReader:
+    """A regular file to read; OSError for what else may stand there: a pipe or a device need never end."""
+    waits = getattr(os, "O_NONBLOCK", 0)  # a pipe, without it, for who writes
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | waits))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def content(path: Path) -> bytes:
+    """Of a regular file; OSError as `opened`."""
+    with opened(path) as file:
+        return file.read()
+
+
 def read_text(path: Path) -> str | None:
     """The text of a file, with or without a byte order mark; None where there is no such file."""
     with naming("read", path):
         try:
-            data = path.read_bytes()
+            data = content(path)
         except FileNotFoundError:
             if path.is_symlink():
                 raise
@@ -129,7 +148,10 @@ def replace(texts: Mapping[Path, str]) -> None:
                 os.replace(temporary, place)
     finally:
         for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+            with suppress(
+                OSError
+            ):  # it has taken its place; or could not be written, which is what is to be said
+                temporary.unlink()
 
 
 def make_folder(option: str, folder: Path) -> None:
@@ -147,7 +169,8 @@ def make_folder(option: str, folder: Path) -> None:
 @contextmanager
 def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
-    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name."""
+    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. A folder can be
+    locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
     if fcntl is None:
         yield
         return
@@ -156,17 +179,38 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
         others = path.exists() and not os.access(
             path, os.W_OK
         )  # else open for writing: NFS locks nothing else
-        file = os.open(path, os.O_CREAT | (os.O_RDONLY if others else os.O_RDWR), 0o666)
+        how = os.O_RDONLY if others or path.is_dir() else os.O_RDWR | os.O_CREAT
+        file = os.open(path, how, 0o666)
     try:
-        with naming("lock", path):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                busy()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            with naming("lock", path):
                 fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise StoreError(f"cannot lock {path}: {error.strerror}") from error
         yield
     finally:
         os.close(file)
+
+
+@contextmanager
+def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Alone among the commands that write into a folder, which is made. Where another process is at it, `say` gets a
+    line, and this one waits; without `say`, StoreError."""
+
+    def busy() -> None:
+        line = f"{folder}: another process is writing into it; "
+        if say is None:
+            raise StoreError(line + "wait until it has ended, or choose another folder")
+        say(line + "waiting until it has ended")
+
+    with naming("write into", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, busy):
+        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336_systems.store.files import read_json
+from cs336_systems.store.files import alone, make_folder, read_json
 from cs336_systems.training.config import TrainingConfig, describe, load
 
 # what is changed most, by its flag; all else by --set
@@ -102,7 +102,8 @@ def data(config: File = None, change: Change = None, **flags: Any) -> None:
         from cs336_systems.training import text
 
         made = _config(config, change, flags)
-        text.prepare(made.text, Path(made.text.cache or Path(made.out) / "text"), _say)
+        with alone(Path(made.text.cache or made.out), _say):
+            text.prepare(made.text, Path(made.text.cache or Path(made.out) / "text"), _say)
 
 
 @_flags(4)
@@ -111,7 +112,9 @@ def tokenize(config: File = None, change: Change = None, **flags: Any) -> None:
     with _told_in_a_line():
         from cs336_systems.training import pipeline
 
-        pipeline.prepare(_config(config, change, flags), _say)
+        made = _config(config, change, flags)
+        with alone(Path(made.out), _say):
+            pipeline.prepare(made, _say)
 
 
 @_flags(len(FLAGS))
@@ -159,10 +162,12 @@ def speedrun(
         from cs336_systems.training import speedrun as room
 
         plan = room.choose(minutes, out, size, gib, ranks, dtype)
-        room.write(plan)
+        make_folder("--out", plan.file.parent)
         for line in room.told(plan):
             _say(line)
-        if not dry_run:
+        if dry_run:
+            room.write(plan)
+        else:
             room.run(plan, _say)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.sizes import SIZES, ModelConfig
+from cs336_systems.store.files import content
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
@@ -255,11 +256,13 @@ def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         raise ValueError(f"{file}: a configuration is a .toml or .json file")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = content(file).decode()
         told = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration {file}") from None
-    except (OSError, ValueError) as error:  # no TOML, no JSON, no UTF-8
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no JSON, no UTF-8
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(told, dict):
         raise ValueError(f"{file}: it must hold sections of keys, not {type(told).__name__}")

@@ -16,6 +16,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store.files import opened as regular
+
 END_OF_TEXT = "<|endoftext|>"
 END = f"\n{END_OF_TEXT}\n".encode()
 _MARK = END_OF_TEXT.encode()
@@ -28,7 +30,7 @@ Block = tuple[Path, int, int]  # the same of some documents, or a piece of a lon
 def opened(path: Path) -> mmap.mmap:
     """A file's content; ValueError that names it where it has none, cannot be read or is not UTF-8."""
     try:
-        with open(path, "rb") as file:
+        with regular(path) as file:
             if not path.stat().st_size:
                 raise ValueError(f"{path} is empty")
             decoder, read = codecs.getincrementaldecoder("utf-8")(), 0

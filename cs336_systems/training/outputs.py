@@ -8,15 +8,16 @@ size and SHA-256 of each; what says otherwise, or has files of other sizes, is m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from cs336_systems.store.files import content, lock, opened
 
 _FORMAT = 1  # of the files that stages write: what has another is made anew
 
@@ -34,7 +35,8 @@ def stage(
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
+        # the folder itself is the lock: no file to leave behind
+        with lock(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
             told, verb = _taken(folder, name, made_from), "took"
             if told is None:
                 told, verb = _made(folder, name, made_from, make), "made"
@@ -47,7 +49,7 @@ def stage(
 def check(folder: Path, name: str) -> None:
     """Reads a stage's files in full; ValueError that names the one which is missing or not what `<name>.json` says."""
     try:
-        files = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["files"]
+        files = json.loads(content(folder / f"{name}.json"))["files"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / name}.json cannot be read: {error}") from None
     for file, expected in files.items():
@@ -68,7 +70,7 @@ def write(path: Path, content: str) -> None:
 
 def sha256(path: Path) -> str:
     """Of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -79,7 +81,7 @@ def cores() -> int:
 
 def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        told = json.loads(content(folder / f"{name}.json"))
         sizes = {file: (folder / file).stat().st_size for file in told["files"]}
         expected = {file: about["bytes"] for file, about in told["files"].items()}
         same = told["from"] == made_from and sizes == expected
@@ -124,25 +126,3 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """One process at a time makes what a folder holds, where the system and the disk have locks. `wait` is called by
-    one that is not the first."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)  # the folder itself is the lock: no file to leave behind
-    try:
-        with contextlib.suppress(OSError):  # some network disks have none
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention.registry import availability
+from cs336_systems.store.files import alone, content
 from cs336_systems.training import forecast, outputs, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
 
@@ -44,14 +45,24 @@ def prepare(config: TrainingConfig, say: Say = print) -> tokens.TokensInfo:
     return tokens.prepare(config.tokenizer, found, out / "tokens", log=say)
 
 
-def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
+def train(
+    config: TrainingConfig, say: Say = print, first: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """All stages; what came of the training, and its samples. Under torchrun all ranks call this together.
 
-    Errors: ValueError where the run's folder holds a run that is not this one, or not to be gone on with; those of
-    `loop.Trainer`; LaunchError where a rank fails.
+    first: is called, by rank 0, when no other process can write into the run's folder.
+
+    Errors: ValueError where the run's folder holds a run that is not this one, or not to be gone on with, or another
+    process is writing into it; those of `loop.Trainer`; LaunchError where a rank fails.
     """
     if "RANK" in os.environ:
-        return _under_torchrun(config, say)
+        return _under_torchrun(config, say, first)
+    with alone(Path(config.out)):
+        first()
+        return _trained(config, say)
+
+
+def _trained(config: TrainingConfig, say: Say) -> dict[str, Any]:
     if result := _finished(config):
         say(f"training: {config.out} holds it already, {result['step']} steps")
     else:
@@ -110,23 +121,26 @@ def _sigterm_asks_to_stop(out: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
+def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None]) -> dict[str, Any]:
     from torch import distributed as dist
 
     from cs336_systems.launch.group import process_group
 
-    with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
-        failed, told = None, ["", ""]
-        if rank.rank == 0:
-            try:
-                told[0] = _begin(config, rank.world_size, say)
-            except Exception as error:
-                failed, told[1] = error, f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(told, src=0)
-        if told[1]:
-            raise failed or ValueError(f"rank 0 could not prepare the run: {told[1]}")
-        result = on_a_rank(rank, config.to_dict(), told[0])
-    return _finish(config, result, say) if rank.rank == 0 else result
+    failed, told = None, ["", ""]
+    with contextlib.ExitStack() as held:
+        with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
+            if rank.rank == 0:
+                try:
+                    held.enter_context(alone(Path(config.out)))
+                    first()
+                    told[0] = _begin(config, rank.world_size, say)
+                except Exception as error:
+                    failed, told[1] = error, f"{type(error).__name__}: {error}"
+            dist.broadcast_object_list(told, src=0)
+            if told[1]:
+                raise failed or ValueError(f"rank 0 could not prepare the run: {told[1]}")
+            result = on_a_rank(rank, config.to_dict(), told[0])
+        return _finish(config, result, say) if rank.rank == 0 else result
 
 
 def data_of(config: TrainingConfig) -> Data:
@@ -162,7 +176,7 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     """The result of this very run, if it has been trained to its end."""
     path = Path(config.out) / "result.json"
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(content(path))
         for key in ("step", "checkpoint", "valid_loss", "bits_per_byte", "floor"):
             result[key]
         return result if result["digest"] == digest(config) and not result["stopped"] else None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import make_folder
+from cs336_systems.store.files import alone, make_folder
 from cs336_systems.training import outputs
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 from cs336_systems.training.forecast import largest_batch, what_fits
@@ -138,13 +138,17 @@ def run(plan: Plan, say: Any = print) -> dict[str, Any]:
     """Trains, and writes what the model then writes; as `pipeline.train`, in `config.out`."""
     from cs336_systems.training import pipeline
 
-    write(plan)
-    return pipeline.train(plan.config, say)
+    return pipeline.train(plan.config, say, lambda: _write(plan))
 
 
 def write(plan: Plan) -> None:
-    """The configuration as a file, which the plan's command reads."""
+    """The configuration as a file, which the plan's command reads. ValueError where a run is writing beside it."""
     make_folder("--out", plan.file.parent)
+    with alone(plan.file.parent):
+        _write(plan)
+
+
+def _write(plan: Plan) -> None:
     outputs.write(plan.file, json.dumps(plan.config.to_dict(), indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from cs336_systems.store.files import content
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.documents import END_OF_TEXT, Block
@@ -93,7 +94,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     where it is none, or has no end of text.
     """
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(content(path).decode())
     except Exception as error:  # the package raises nothing more exact
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {why}") from None
@@ -139,7 +140,8 @@ def _tokenize(
         shutil.copyfile(given, path)
     else:
         log(f"tokens: learning {config.vocab_size:,} of them from the text")
-        _learn(text.train.path, config.vocab_size).save(str(path))
+        learned = _learn(text.train.path, config.vocab_size)
+        path.write_text(learned.to_str(pretty=True), encoding="utf-8")  # `save` has errors of its own
     tokenizer = load_tokenizer(path)
     vocab_size = _vocab_size(tokenizer)
     splits = {"train": text.train, "valid": text.valid}
@@ -218,7 +220,13 @@ def _ids(block: Block) -> np.ndarray:
     tokenizer, dtype = _worker
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
-    for encoded in tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False):
+    try:
+        found = tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
+            raise
+        raise ValueError(f"the tokenizer fails at the text: {error}") from None
+    for encoded in found:
         ids += encoded.ids
         ids.append(end_of_text)
     return np.array(ids[:-1], dtype)
