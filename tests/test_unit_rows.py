@@ -197,6 +197,7 @@ def csv(write):
         (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
         (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
         (["{}", GOOD.replace(",1,", ",-inf,")], "line 2: ms_p50=-inf: expected a finite number"),
+        (["{}", GOOD.replace(",1,", ",1;2;3,")], "line 2: ms_p50=1;2;3: expected a finite number"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1e999,")], "line 3: ms_p50=1e999: expected"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from cs336_systems.training import documents, outputs, text, tokens
 from cs336_systems.training.config import load
@@ -305,6 +305,22 @@ def test_random_tokens_reach_the_whole_vocabulary(tmp_path, vocab_size, dtype):
     info = draw(tmp_path, vocab_size=vocab_size, train_mb=1)
     assert info.train.dtype == np.dtype(dtype) and len(info.train) == 10**6 // info.train.itemsize
     assert 0.99 * vocab_size < int(info.train.max()) < vocab_size
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch, workers, capfd):
+    monkeypatch.setattr(documents, "_BLOCK", 1000)
+    made = Tokenizer(models.BPE({MARK: 0, "x": 1}, []))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    made.save(str(tmp_path / "made.json"))
+    source = tmp_path / "source.txt"
+    source.write_text(f"\n{MARK}\n".join("x" * 500 for _ in range(40)))
+    chosen = load(None, {"text.source": str(source), "tokenizer.path": str(tmp_path / "made.json")})
+    chosen = dataclasses.replace(chosen, tokenizer=dataclasses.replace(chosen.tokenizer, workers=workers))
+    found = text.prepare(chosen.text, tmp_path / "text", lambda line: None)
+    with pytest.raises(ValueError, match="the tokenizer fails at the text"):
+        tokens.prepare(chosen.tokenizer, found, tmp_path / "tokens", lambda line: None)
+    assert "panicked" not in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- interruption

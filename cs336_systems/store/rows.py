@@ -38,6 +38,7 @@ from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
 
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+_LISTS = re.compile(r"^turns_|(_each|losses|sums|_tokens|_seconds)$")  # metrics with several numbers a row
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
@@ -151,21 +152,22 @@ def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tupl
 
 def _refuse_words(path: Path, metric: str, cells: list[tuple[int, str]]) -> None:
     """No metric says which type it has: where at least half of the cells are numbers (or lists of such), all are."""
-    words = [(line, cell) for line, cell in cells if not _is_number(cell)]
-    damaged = words if 2 * len(words) <= len(cells) else [x for x in words if _NOT_FINITE.fullmatch(x[1])]
+    words = [(line, cell) for line, cell in cells if not _is_number(cell, bool(_LISTS.search(metric)))]
+    never = [(line, cell) for line, cell in words if _NOT_FINITE.fullmatch(cell) or _is_number(cell, True)]
+    damaged = words if 2 * len(words) <= len(cells) else never
     if damaged:
         line, cell = damaged[0]
         raise StoreError(f"{path}, line {line}: {metric}={cell}: expected a finite number")
 
 
-def _is_number(cell: str) -> bool:
+def _is_number(cell: str, lists: bool) -> bool:
     if "_" in cell or not cell.isascii():  # Python's numbers, but not pandas'
         return False
     try:
         values = [float(part) for part in cell.replace(";", " ").split()]
     except ValueError:
         return False
-    return len(values) > 1 or any(map(math.isfinite, values))
+    return (lists and len(values) > 1) or (len(values) == 1 and math.isfinite(values[0]))
 
 
 def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.DataFrame:

@@ -216,12 +216,25 @@ def _begin(tokenizer: Path, dtype: str) -> None:
 _worker: tuple[Tokenizer, str]  # of this process
 
 
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    before = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def _ids(block: Block) -> np.ndarray:
     tokenizer, dtype = _worker
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
     try:
-        found = tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False)
+        with _silent_stderr():  # before it raises, a panic tells of itself
+            found = tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
             raise
