@@ -3,15 +3,33 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from cs336_systems import terminal
 from cs336_systems.terminal import Interruptible
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+
+def test_an_interrupt_while_the_command_is_imported_is_told_in_a_line():
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from cs336_systems.__main__ import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder()); main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).resolve().parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "Interrupted\n")
 
 
 class Finalizer:

@@ -307,6 +307,28 @@ def test_random_tokens_reach_the_whole_vocabulary(tmp_path, vocab_size, dtype):
     assert 0.99 * vocab_size < int(info.train.max()) < vocab_size
 
 
+def test_a_script_without_a_guard_works(tmp_path):
+    """Its processes do not import it: they would run it once more, and wait for what it holds."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from cs336_systems.training import config, outputs, pipeline\n"
+        "outputs.cores = lambda: 2\n"
+        "keys = {'text.train_mb': 0.05, 'text.valid_mb': 0.05, 'tokenizer.vocab_size': 300}\n"
+        "made = config.load(None, {'out': 'run', 'tokenizer.workers': 2, **keys})\n"
+        "print(pipeline.prepare(made, lambda line: None).vocab_size)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "300\n", done.stderr
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch, workers, capfd):
     monkeypatch.setattr(documents, "_BLOCK", 1000)

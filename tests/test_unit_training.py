@@ -239,6 +239,17 @@ def test_asked_to_stop_it_saves_and_goes_on_later(tmp_path, how):
     assert finished["valid_loss"] == alone["valid_loss"] and log(out) == log(tmp_path / "alone")
 
 
+def test_asked_to_stop_in_its_last_step_it_is_finished(tmp_path):
+    trainer = Trainer(made(tmp_path / "run", schedule__steps=2), data())
+    step = trainer.train_step
+    trainer.train_step = lambda: (
+        step(),
+        os.kill(os.getpid(), signal.SIGTERM) if trainer.step == 2 else None,
+    )[0]
+    result = trainer.run()
+    assert result["step"] == 2 and not result["stopped"] and result["valid_loss"] is not None
+
+
 # ------------------------------------------------------------------------------------------------------------ modes
 def on_two_ranks(out, changes, start=""):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
