@@ -7,8 +7,8 @@ import csv
 import os
 import shutil
 import signal
-import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ pytest.importorskip("safetensors")
 import distributed  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
-from cs336_systems.training import checkpoints, config, modes, optimizer, outputs  # noqa: E402
+from cs336_systems.training import checkpoints, clock, config, modes, optimizer, outputs  # noqa: E402
 from cs336_systems.training.batches import Batches  # noqa: E402
 from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
 
@@ -396,10 +396,95 @@ def test_steps_that_do_not_go_round_are_refused():
         config.for_ranks(made("unused", batch__accumulate=2), 3)
 
 
-def test_a_length_in_minutes_ends(tmp_path):
-    trainer = Trainer(made(tmp_path, schedule__steps=0, schedule__minutes=0.02, logging__every=1), data())
-    timer = threading.Timer(60, lambda: (tmp_path / "stop").touch())
-    timer.start()
+# ------------------------------------------------------------------------------------------------ lengths in minutes
+def by_a_fake_clock(monkeypatch, trainer, length_of):
+    """Step n of this start takes length_of(n) seconds, by a clock of our own; all else takes a second. Returns, of all
+    steps, learning rates, and seconds when they ended."""
+    now, rates, ends = [100.0], [], []
+    step, line = trainer.train_step, trainer._check_losses
+    monkeypatch.setattr(clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def timed():
+        norm = step()
+        now[0] += length_of(len(rates) + 1)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        ends.append(sum(length_of(n) for n in range(2, len(rates) + 1)))
+        return norm
+
+    def pausing():
+        now[0] += 1.0
+        return line()
+
+    trainer.train_step, trainer._check_losses = timed, pausing
+    return rates, ends
+
+
+MINUTE = {"schedule__steps": 0, "schedule__minutes": 1, "logging__every": 20, "schedule__warmup": 0.2}
+LENGTHS = {
+    "alike": lambda n: 1.5,
+    "compiled": lambda n: 1000.0 if n == 1 else 1.5,
+    "slower": lambda n: 0.5 if n < 20 else 4.0,
+    "faster": lambda n: 4.0 if n < 9 else 0.25,
+    "at random": lambda n: (n * 7919) % 13 / 4 + 0.1,
+    "too long": lambda n: 70.0,
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_progress_belongs_to_every_step(tmp_path, monkeypatch, kind):
+    length, whole = LENGTHS[kind], made(tmp_path, **MINUTE, checkpoints__every=7)
+    trainer = Trainer(whole, data())
+    rates, ends = by_a_fake_clock(monkeypatch, trainer, length)
     result = trainer.run()
-    timer.cancel()
-    assert not result["stopped"] and result["step"] > 1 and result["seconds"] >= 1.2
+    assert ends[-2] < 60 <= ends[-1] == pytest.approx(result["seconds"])
+    assert all(
+        0 < rate < 0.0011 for rate in rates[:2]
+    )  # a step that was not timed, and one before which none was
+    for n, rate in enumerate(rates[2:], 3):  # a step is taken to be as long as the one before
+        done = (ends[n - 2] + length(n - 1)) / 60
+        assert rate == pytest.approx(optimizer.learning_rate(whole.schedule, 0.01, min(done, 1)))
+    with open(tmp_path / "log.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    assert [float(row["seconds"]) for row in rows] == pytest.approx([ends[int(r["step"]) - 1] for r in rows])
+
+
+def test_a_length_in_minutes_goes_on(tmp_path, monkeypatch):
+    whole = made(tmp_path, **MINUTE, checkpoints__every=13)
+    trainer = Trainer(whole, data())
+    by_a_fake_clock(monkeypatch, trainer, lambda n: 1.0)
+    assert trainer.run()["step"] == 61
+    later = Trainer(whole, data())
+    later.resume(tmp_path / "checkpoints" / "step-00000026")
+    rates, _ = by_a_fake_clock(monkeypatch, later, lambda n: 500.0 if n == 1 else 1.0)
+    result = later.run()
+    assert result["step"] == 26 + 1 + 35 and result["seconds"] == pytest.approx(60)
+    first = optimizer.learning_rate(whole.schedule, 0.01, 26 / 60)
+    assert rates[:2] == pytest.approx([first, first], rel=0.01)
+
+
+PACES = {
+    "alike": lambda n: 0.3, "slower": lambda n: 0.2 if n < 100 else 0.8, "faster": lambda n: 0.8 if n < 30 else 0.3,
+}  # fmt: skip
+
+
+def minutes_on_two_ranks(folder, kind):
+    rank, asked = torch.distributed.get_rank(), []
+    told = made(folder, **MINUTE | {"logging__every": 10**6, "evaluation__every": 0})
+    trainer = Trainer(told, data(), Rank(rank, rank, 2, 2, "cpu", "gloo"))
+    with pytest.MonkeyPatch.context() as patched:
+        rates, ends = by_a_fake_clock(patched, trainer, PACES[kind] if rank == 0 else lambda n: 9.0)
+
+        def broadcast(tensor, src):
+            asked.append(len(rates))
+            torch.distributed.broadcast(tensor, src)
+
+        patched.setattr(clock, "dist", types.SimpleNamespace(broadcast=broadcast))
+        return trainer.run()["seconds"], rates, ends, asked
+
+
+@pytest.mark.parametrize("kind", PACES)
+def test_several_ranks_agree_on_rank_0s_time_and_seldom_ask(tmp_path, kind):
+    (seconds, rates, ends, asked), other = distributed.run(minutes_on_two_ranks, 2, str(tmp_path), kind)
+    assert other[0] == seconds == pytest.approx(ends[-1]) == pytest.approx(60, rel=0.02)
+    assert other[1] == rates and all(a > 0 for a in rates) and len(set(rates)) > 0.9 * len(rates)
+    assert asked[:3] == [1, 2, 4] and len(asked) < len(rates) / 6

@@ -118,7 +118,7 @@ class Schedule:
     steps: int = _number(0, 0, "optimizer steps")
     tokens: int = _number(0, 0, "training tokens, all ranks together")
     epochs: float = _number(0, 0, "passes over the training text")
-    minutes: float = _number(0, 0, "time of its steps; evaluation and checkpoints come on top")
+    minutes: float = _number(0, 0, "time of its steps; the first one, evaluation and checkpoints come on top")
     kind: str = _one_of("cosine", ("cosine", "constant"), "after the warm-up")
     warmup: float = _number(0.05, 0, "share of the length in which the learning rate rises", most=1)
     floor: float = _number(0.1, 0, "share of the learning rate that a cosine ends at", most=1)

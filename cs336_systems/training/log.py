@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ COLUMNS = (
     "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
     "tokens_per_s", "mfu", "peak_gib", "skipped_steps",
 )  # fmt: skip
-"""loss and valid_loss in nats a token; seconds of training, evaluation and checkpoints left out; skipped_steps: those
-that fp16's gradient scaling has skipped so far."""
+"""loss and valid_loss in nats a token; seconds of training: evaluation, checkpoints and the first step, which compiles,
+left out; skipped_steps: those that fp16's gradient scaling has skipped so far."""
 
 
 class RunLog:
@@ -94,6 +95,22 @@ class RunLog:
                 writer.close()
         if self._wandb:
             self._wandb.finish()
+
+
+@contextlib.contextmanager
+def recording(out: Path, count: int) -> Iterator[Callable[[], None]]:
+    """What to call after each step, for a trace of `count` steps after the tenth: trace.json.gz in `out`."""
+    if not count:
+        yield lambda: None
+        return
+    from torch.profiler import profile, schedule
+
+    def written(found: Any) -> None:
+        found.export_chrome_trace(str(out / "trace.json.gz"))
+
+    plan = schedule(skip_first=10, wait=0, warmup=1, active=count, repeat=1)
+    with profile(schedule=plan, on_trace_ready=written) as recorder:
+        yield recorder.step
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

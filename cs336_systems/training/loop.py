@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
 from cs336_systems.training import checkpoints, modes, optimizer
 from cs336_systems.training.batches import Batches
+from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
-from cs336_systems.training.log import RunLog
+from cs336_systems.training.log import RunLog, recording
 
 STOP = "stop"  # a file of this name in the run's folder asks for an end at the next line of the log
 
@@ -79,11 +79,13 @@ class Trainer:
         self.optimizer = optimizer.make(self.model, config.optimizer, self.device)
         kind = self.device.split(":")[0]
         self.scaler = torch.amp.GradScaler(kind, enabled=self.dtype == "fp16", init_scale=2.0**16)
-        self.step, self.seconds, self.best, self.skipped = 0, 0.0, math.inf, 0
+        self.step, self.best, self.skipped = 0, math.inf, 0
+        kind, length = config.schedule.length
+        limit_s = 60 * length if kind == "minutes" else math.inf
+        self.clock = Clock(limit_s, self.device, self.number, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
-        self._progress = 0.0  # of a run whose length is in minutes
         self._asked_to_stop = False
 
     # -------------------------------------------------------------------------------------------------- setting up
@@ -108,10 +110,10 @@ class Trainer:
         steps = value / per_step if kind == "tokens" else value * self.batches.steps_per_epoch
         return max(1, math.ceil(steps))
 
-    def progress(self) -> float:
-        """The share of the run that is done."""
+    def progress(self, ahead: int = 0) -> float:
+        """The share of the run that is done, or will be so many steps later."""
         total = self.total_steps()
-        return self._progress if total is None else self.step / total
+        return self.clock.progress(ahead) if total is None else (self.step + ahead) / total
 
     def _tensors(self, arrays: tuple[np.ndarray, np.ndarray]) -> list[torch.Tensor]:
         tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
@@ -122,8 +124,7 @@ class Trainer:
     def train_step(self) -> torch.Tensor | None:
         """One optimizer step; the norm of its gradients before clipping."""
         config = self.config
-        total = self.total_steps()
-        done = self._progress if total is None else (self.step + 1) / total
+        done = self.progress(ahead=1)
         for group in self.optimizer.param_groups:
             group["lr"] = optimizer.learning_rate(config.schedule, config.optimizer.learning_rate, done)
         accumulate = config.batch.accumulate
@@ -198,8 +199,8 @@ class Trainer:
         if self.number == 0:
             state = {"scaler": self.scaler.state_dict(), "random": states, "sum": self._sum.cpu()}
             about = {
-                "count": self._count, "seconds": self.seconds, "skipped": self.skipped,
-                "progress": self._progress, "best": self.best if math.isfinite(self.best) else None,
+                "count": self._count, "seconds": self.clock.seconds, "skipped": self.skipped,
+                "progress": self.progress(), "best": self.best if math.isfinite(self.best) else None,
                 "world_size": self.world, "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
             }  # fmt: skip
             try:
@@ -229,8 +230,8 @@ class Trainer:
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
         self._sum.copy_(state["sum"])
-        self.step, self._count, self.seconds = about["step"], about["count"], about["seconds"]
-        self.skipped, self._progress = about["skipped"], about["progress"]
+        self.step, self._count, self.skipped = about["step"], about["count"], about["skipped"]
+        self.clock.resume(about["seconds"], self.step)
         self.best = math.inf if about["best"] is None else about["best"]
 
     def _last_saved(self) -> str:
@@ -251,37 +252,47 @@ class Trainer:
             )
         valid = None
         try:
-            with self._stopping_on_sigterm(), self._profile() as traced:
-                valid = self._steps(log, total, traced)
+            count = 0 if self.number else config.run.profile
+            with self._stopping_on_sigterm(), recording(self.out, count) as traced:
+                valid = self._steps(log, traced)
         finally:
             if log:
                 log.close()
         return {
-            "step": self.step, "tokens": self._tokens(), "valid_loss": valid, "seconds": self.seconds,
+            "step": self.step, "tokens": self._tokens(), "valid_loss": valid, "seconds": self.clock.seconds,
             "bits_per_byte": None if valid is None else self.bits_per_byte(valid), "floor": self.data.floor,
             "stopped": valid is None, "checkpoint": str(self.folder / f"step-{self.step:08d}"),
         }  # fmt: skip
 
-    def _steps(self, log: RunLog | None, total: int | None, traced: Callable[[], None]) -> float | None:
-        config = self.config
-        since, at_start, norm = time.perf_counter(), self.step, None
-        while not self._asked_to_stop and (self.step < total if total is not None else self._progress < 1):
+    def _steps(self, log: RunLog | None, traced: Callable[[], None]) -> float | None:
+        config, clock, norm = self.config, self.clock, None
+        seconds, timed = clock.seconds, clock.timed  # at the last line of the log
+        clock.start()
+        while not self._asked_to_stop and self.progress() < 1:
             norm = self.train_step()
+            clock.stepped()
             traced()
             if self.world == 1 and (self.out / STOP).is_file():
                 self._asked_to_stop = True
-            ends = self.step == total
-            if self.step % config.logging.every == 0 or ends:
-                since, at_start = self._line(log, norm, since, at_start), self.step
-            now = time.perf_counter()
-            every = config.evaluation.every
-            if every and self.step % every == 0 and not ends:
+            ends = self.progress() >= 1
+            due = {
+                "line": ends or self.step % config.logging.every == 0,
+                "evaluation": not ends and self._is_due(config.evaluation.every),
+                "checkpoint": not ends and self._is_due(config.checkpoints.every),
+            }
+            if not any(due.values()):
+                continue
+            clock.ask()
+            if due["line"]:
+                self._line(log, norm, clock.seconds - seconds, clock.timed - timed)
+                seconds, timed = clock.seconds, clock.timed
+            if due["evaluation"]:
                 self._note_validation(log, self.evaluate())
-            every = config.checkpoints.every
-            if every > 0 and self.step % every == 0 and not ends:
+            if due["checkpoint"]:
                 self._check_losses()
                 self.save()
-            since += time.perf_counter() - now  # neither is a step
+            clock.start()  # these are no steps
+        clock.ask()
         self._check_losses()
         valid = None
         if not (self._asked_to_stop and self.progress() < 1):
@@ -290,35 +301,29 @@ class Trainer:
         self.save()
         return valid
 
-    def _line(self, log: RunLog | None, norm: torch.Tensor | None, since: float, at_start: int) -> float:
-        """Logs the steps since the last line, and has all ranks agree on the time and on whether to stop."""
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _line(self, log: RunLog | None, norm: torch.Tensor | None, seconds: float, steps: int) -> None:
+        """Logs what came since the last line, timed as so many steps, and has all ranks agree on whether to stop."""
         asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
-        mean = self._check_losses()
-        now = time.perf_counter()
-        mine = [mean, float(asked), now - since if self.number == 0 else 0.0]
-        told = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        told = torch.tensor([self._check_losses(), float(asked)], dtype=torch.float64, device=self.device)
         self._add_up(told)
-        mean, seconds = told[0].item() / self.world, told[2].item()
-        self._asked_to_stop = told[1].item() > 0
-        self.seconds += seconds
-        kind, length = self.config.schedule.length
-        if kind == "minutes":
-            self._progress = min(1.0, self.seconds / (60 * length))
+        mean, self._asked_to_stop = told[0].item() / self.world, told[1].item() > 0
         if self.scaler.is_enabled():
             self.skipped = self.skipped_steps()
         if log:
-            steps = self.step - at_start
-            per_step = self.config.batch.sequences * self.sizes.context_length
+            tokens = steps * self.config.batch.sequences * self.sizes.context_length
             log.row({
                 "step": self.step, "tokens": self._tokens(), "epoch": self.step / self.batches.steps_per_epoch,
-                "seconds": self.seconds, "loss": mean, "learning_rate": self.optimizer.param_groups[0]["lr"],
-                "grad_norm": None if norm is None else float(norm), "tokens_per_s": steps * per_step / seconds,
-                "mfu": self._mfu(seconds / max(steps, 1)), "peak_gib": self._peak_gib(),
+                "seconds": self.clock.seconds, "loss": mean, "learning_rate": self.optimizer.param_groups[0]["lr"],
+                "grad_norm": None if norm is None else float(norm), "peak_gib": self._peak_gib(),
+                "tokens_per_s": tokens / seconds if seconds else None,
+                "mfu": self._mfu(seconds / steps) if seconds else None,
                 "skipped_steps": self.skipped if self.scaler.is_enabled() else None,
             })  # fmt: skip
         self._sum.zero_()
         self._count = 0
-        return time.perf_counter()
 
     def skipped_steps(self) -> int:
         """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
@@ -382,19 +387,3 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    @contextlib.contextmanager
-    def _profile(self) -> Iterator[Callable[[], None]]:
-        """With `run.profile`, rank 0 writes a trace of so many steps after the tenth: trace.json.gz."""
-        count = self.config.run.profile
-        if not count or self.number:
-            yield lambda: None
-            return
-        from torch.profiler import profile, schedule
-
-        def written(found: Any) -> None:
-            found.export_chrome_trace(str(self.out / "trace.json.gz"))
-
-        plan = schedule(skip_first=10, wait=0, warmup=1, active=count, repeat=1)
-        with profile(schedule=plan, on_trace_ready=written) as recorder:
-            yield recorder.step
