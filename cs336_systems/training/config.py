@@ -165,7 +165,9 @@ class Parallel:
 
     nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
     wrapper: str = _one_of(
-        "in_place", WRAPPERS, "how gradients are averaged (`parallel.ddp`), or torch's own DDP"
+        "in_place",
+        WRAPPERS,
+        "how gradients are averaged (`parallel.ddp`), torch's own DDP, or none of a single rank",
     )
     bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
     timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
@@ -374,7 +376,13 @@ def checked(config: TrainingConfig) -> TrainingConfig:
 
 
 def for_ranks(config: TrainingConfig, world_size: int) -> int:
-    """The sequences of a microbatch on each rank; ValueError where the step's do not go round."""
+    """The sequences of a microbatch on each rank; ValueError where the step's do not go round, and for several ranks
+    that nothing keeps alike."""
+    if world_size > 1 and config.parallel.wrapper == "none":
+        allowed = ", ".join(WRAPPERS[1:])
+        raise ValueError(
+            f"parallel.wrapper='none' on {world_size} ranks, which would diverge; allowed: {allowed}"
+        )
     parts = world_size * config.batch.accumulate
     if config.batch.sequences % parts:
         raise ValueError(

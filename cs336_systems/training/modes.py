@@ -78,7 +78,7 @@ def wrap(
     elif run.compile == "whole":
         module.compile(fullgraph=True, dynamic=False)
     name, mb = parallel.wrapper, parallel.bucket_mb
-    if world_size == 1 or name == "none":
+    if world_size == 1:
         return module, lambda: None
     if name == "torch":
         return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb), lambda: None
