@@ -98,3 +98,36 @@ def test_memory_that_other_processes_hold(monkeypatch, used, own, others):
     assert machine.memory_of_others_gib() == pytest.approx(others)
     monkeypatch.setattr(machine, "gpu_names", list)
     assert machine.memory_of_others_gib() == 0
+
+
+def groups(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return machine._free_in_containers(folder, folder / "own")
+
+
+def test_what_a_container_leaves(tmp_path):
+    none = groups(tmp_path / "none", {})
+    newer = groups(tmp_path / "v2", {
+        "own": "0::/a/b\n", "a/b/memory.max": "max\n", "a/b/memory.current": "70\n", "a/b/memory.stat": "anon 60\n",
+        "a/memory.max": "1000\n", "a/memory.current": "700\n",
+        "a/memory.stat": "anon 400\nactive_file 100\ninactive_file 200\n",
+    })  # fmt: skip
+    inside = groups(tmp_path / "inside", {
+        "own": "0::/of/the/host\n", "memory.max": "500\n", "memory.current": "600\n", "memory.stat": "file 1\n",
+    })  # fmt: skip
+    older = groups(tmp_path / "v1", {
+        "own": "5:devices:/d\n4:memory:/d\n0::/\n", "memory/d/memory.limit_in_bytes": "300\n",
+        "memory/d/memory.usage_in_bytes": "100\n", "memory/d/memory.stat": "inactive_file 9\ntotal_inactive_file 50\n",
+    })  # fmt: skip
+    assert (none, newer, inside, older) == ([], [600], [0], [250])
+
+
+def test_free_memory_is_the_least_of_machine_and_containers(monkeypatch):
+    monkeypatch.setattr(machine, "_free_in_containers", lambda: [2**40, 2**20])
+    assert machine.free_memory_bytes("cpu") == 2**20
+    monkeypatch.setattr(machine, "_free_in_containers", list)
+    assert machine.free_memory_bytes("cpu") > 2**20
+    monkeypatch.setattr(machine, "_free_on_machine", lambda: None)
+    assert machine.free_memory_bytes("cpu") is None

@@ -9,10 +9,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+import numpy as np
 from typer.testing import CliRunner
 
+from cs336_systems.accounting.model import num_parameters
 from cs336_systems.cli import app
-from cs336_systems.training import config
+from cs336_systems.launch.group import Rank
+from cs336_systems.training import config, forecast
+from cs336_systems.training.loop import Data, Trainer
 
 WRONG = [  # --set, and what the line names
     ("model.sizes=small", "model.sizes"), ("modle.size=small", "modle"), ("size", "expected section.key=value"),
@@ -116,3 +120,69 @@ def test_every_key_is_listed():
     keys = {line.split()[0] for line in lines}
     assert {"out", "model.size", "checkpoints.resume", "optimizer.learning_rate"} <= keys
     assert len(keys) == len(lines)
+
+
+# ------------------------------------------------------------------------------------------------ before the first step
+def test_several_ranks_need_a_wrapper(tmp_path, monkeypatch):
+    told = ("train", "--out", tmp_path / "run", "--nproc", 2, "--wrapper", "none", "--device", "cpu")
+    for more in ((), ("--dry-run",)):
+        refused(call(*told, *more), "parallel.wrapper='none' on 2 ranks, which would diverge; allowed: naive")
+    assert not (tmp_path / "run").exists()
+    made = config.load(None, {"parallel.wrapper": "none", "out": str(tmp_path / "run")})
+    assert config.for_ranks(made, 1) == 16
+    ids = np.zeros(2000, dtype=np.uint16)
+    with pytest.raises(ValueError, match="'none' on 2 ranks"):  # as under torchrun, where nproc is 1
+        Trainer(made, Data(ids, ids, 300, 2000), Rank(0, 0, 2, 2, "cpu", "gloo"))
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--nproc", 2), ("--nproc", 2, "--sharded")], ids=str)
+def test_what_finds_no_room_on_a_cpu_is_refused(tmp_path, monkeypatch, more):
+    told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--size", "medium", "--batch")
+    monkeypatch.setattr(forecast, "free_memory_bytes", lambda device: 23 * 2**30)
+    line = refused(call(*told, 64, *more), "23.0 GiB are free")
+    assert "batch.sequences=64" in line and not (tmp_path / "run").exists()
+
+
+def test_activations_count_as_the_accounting_says(monkeypatch):
+    made = lambda **changes: config.load(None, {"run.device": "cpu", **changes})
+    small = {"model.size": "small", "batch.sequences": 32}
+    needed = forecast.memory_bytes(made(**small, **{"tokenizer.vocab_size": 5000}), "fp32", "cpu", 1)
+    monkeypatch.setattr(forecast, "free_memory_bytes", lambda device: needed)
+    forecast.check_fits(made(**small), 1, 5000)
+    forecast.check_fits(made(**small | {"batch.sequences": 64, "batch.accumulate": 2}), 1, 5000)
+    for more, vocab in (
+        ({}, 5001),
+        ({"batch.sequences": 33}, 5000),
+        ({"model.attention": "reference"}, 5000),
+    ):
+        with pytest.raises(ValueError, match="GiB are free"):
+            forecast.check_fits(made(**small | more), 1, vocab)
+
+
+def test_a_sharded_optimizer_is_told_by_its_fullest_rank():
+    made = lambda sharded: config.load(None, {
+        "model.size": "small", "tokenizer.vocab_size": 50257, "optimizer.sharded": sharded, "batch.sequences": 8,
+    })  # fmt: skip
+    whole, shared = (forecast.memory_bytes(made(s), "bf16", "cuda", 8) for s in (False, True))
+    moments = 8 * num_parameters(made(False).model.sizes(50257))
+    assert 1 - (whole - shared) / moments == pytest.approx(0.203, abs=0.001)
+
+
+def test_a_dry_run_refuses_attention_that_is_not_there(tmp_path):
+    refused(call("train", "--out", tmp_path, "--dry-run", "--attention", "flash_cuda"), "is unavailable")
+
+
+@pytest.mark.parametrize(("train", "valid", "which"), [(0.05, 1e-4, "valid"), (1e-4, 0.05, "train")])
+def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which):
+    told = (
+        "--train-mb",
+        train,
+        "--set",
+        f"text.valid_mb={valid}",
+        "--context-length",
+        512,
+        "--device",
+        "cpu",
+    )
+    line = refused(call("train", "--out", tmp_path, *told), f"a larger text.{which}_mb")
+    assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line

@@ -17,6 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 # Words of a device's marketing name that say nothing about which chip it is.
 _NOISE = {"nvidia", "tesla", "geforce", "quadro", "graphics", "gpu", "generation"}
@@ -143,21 +144,62 @@ def environment_digest(env: dict | None = None) -> str:
 def free_memory_bytes(device: str) -> int | None:
     """What a device (`"cpu"`, `"cuda"`) has left for new tensors, memory that torch's allocator caches included.
 
-    None where the system does not say (macOS, Windows).
+    Of a CPU: of the machine and of the container around this process, what is less; where the system does not say what
+    is free (macOS) what there is, and None where it says nothing (Windows).
     """
     if device != "cpu":
         import torch
 
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
+    return min(filter(None.__ne__, [_free_on_machine(), *_free_in_containers()]), default=None)
+
+
+def _free_on_machine() -> int | None:
     try:
         with open("/proc/meminfo") as f:
             for line in f:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except FileNotFoundError:
+        pass
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return None
-    return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_in_containers(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """What is left in each control group around this process that has a limit; files that the kernel caches give way.
+
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    left = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            if kinds
+            else ("memory.max", "memory.current", "")
+        )
+        top = root / "memory" if kinds else root
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):  # inside a container the path may be that outside
+            if not folder.is_relative_to(top):
+                break
+            try:
+                limit = (folder / names[0]).read_text().strip()
+                used = int((folder / names[1]).read_text())
+                told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            cached = sum(int(told.get(f"{names[2]}{kind}_file", 0)) for kind in ("active", "inactive"))
+            if limit != "max":
+                left.append(max(0, int(limit) - used + cached))
+    return left
 
 
 def memory_of_others_gib() -> float:

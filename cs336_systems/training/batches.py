@@ -14,16 +14,25 @@ import functools
 import numpy as np
 
 
+def check_long_enough(count: int, context_length: int, name: str) -> None:
+    """ValueError where a text of so many tokens, train or valid, has not one window."""
+    if count <= context_length:
+        what = {"train": "training", "valid": "held-out"}[name]
+        raise ValueError(
+            f"the {what} text has {count} tokens; model.context_length={context_length} needs {context_length + 1} or "
+            f"more: a larger text.{name}_mb (or a longer text), or a shorter context"
+        )
+
+
 class Batches:
     """Windows over `tokens`, a 1-D array of token ids (a memory map, usually). `sequences`: of one optimizer step, all
-    ranks and microbatches together. ValueError where there is not one window."""
+    ranks and microbatches together. `name`: of the text, train or valid. ValueError as `check_long_enough`."""
 
-    def __init__(self, tokens: np.ndarray, context_length: int, sequences: int, seed: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, context_length: int, sequences: int, seed: int, name: str = "train"
+    ) -> None:
+        check_long_enough(len(tokens), context_length, name)
         self.windows = (len(tokens) - 1) // context_length
-        if self.windows < 1:
-            raise ValueError(
-                f"{len(tokens)} tokens; context_length={context_length} needs {context_length + 1} or more"
-            )
         self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed
         # a step may see the end of one epoch and the next
         self._order = functools.lru_cache(maxsize=2)(self._order_of_epoch)

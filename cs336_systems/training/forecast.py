@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cs336_systems.accounting import model_flops, num_parameters
 from cs336_systems.accounting.memory import peak_bytes
+from cs336_systems.accounting.zero import shards
+from cs336_systems.attention.registry import availability
 from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 
@@ -25,17 +29,25 @@ BATCHES = tuple(2**n for n in range(9))
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
     """Tensors alive at the peak of a step on one rank (`accounting.memory`), for the model run eagerly.
 
-    fp16 holds what bf16 does. A sharded optimizer keeps 1/world_size of AdamW's two moments.
+    fp16 holds what bf16 does. Of a sharded optimizer's state, AdamW's two moments, it is the rank that keeps most.
     """
+    sizes, whole = (
+        config.model.sizes(config.tokenizer.vocab_size),
+        _unsharded(config, dtype, device, world_size),
+    )
+    kept = max(map(sum, shards(sizes, world_size))) if config.optimizer.sharded else num_parameters(sizes)
+    return whole - 8 * (num_parameters(sizes) - kept)
+
+
+def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     held = peak_bytes(
         sizes, for_ranks(config, world_size), sizes.context_length, "train_step",
         "bf16" if dtype in ("bf16", "fp16") else "fp32",
-        "reference" if config.model.attention in _PLAIN or device == "cpu" else "flash",
+        "reference" if config.model.attention in _PLAIN else "flash",
         device.split(":")[0], "fused" if config.optimizer.name == "adamw" else "foreach",
     )  # fmt: skip
-    moments = 8 * num_parameters(sizes)
-    return sum(held.values()) - (moments - moments // world_size if config.optimizer.sharded else 0)
+    return sum(held.values())
 
 
 def largest_batch(
@@ -86,16 +98,29 @@ def what_fits(
     return lines
 
 
-def check_fits(config: TrainingConfig, world_size: int) -> None:
-    """ValueError as `for_ranks` and `modes.device_of`, and where on a CPU not even weights, gradients, AdamW's moments
-    and logits, of the smallest vocabulary, find room. (A GPU says so itself.)"""
+def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
+    """ValueError as `for_ranks` and `modes.device_of`, for attention that this machine lacks, and where on a CPU a step
+    does not find room: `memory_bytes` of all ranks here, with a vocabulary of so many or more. (A GPU says so
+    itself.)"""
     from cs336_systems.training import modes
 
-    sequences, free = for_ranks(config, world_size), free_memory_bytes("cpu")
-    least = 16 * num_parameters(config.model.sizes(257)) + 4 * 257 * sequences * config.model.context_length
-    if modes.device_of(config.run.device) == "cpu" and free is not None and world_size * least > free:
+    for_ranks(config, world_size)
+    device = modes.device_of(config.run.device)
+    if (name := config.model.attention) != "auto" and (reason := availability()[name]):
+        raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
+    if device != "cpu" or (free := free_memory_bytes("cpu")) is None:
+        return
+    tokenizer = dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
+    config = dataclasses.replace(config, tokenizer=tokenizer)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
+    needed = ranks * _unsharded(config, modes.dtype_of(config.run.dtype, device), device, world_size)
+    if config.optimizer.sharded:  # its state is there once, on as many machines as there are
+        needed -= 8 * num_parameters(config.model.sizes(vocab_size)) * (ranks - ranks / world_size)
+    if needed > free:
         raise ValueError(
-            f"model and batch need {world_size * least / 2**30:,.0f} GiB or more; {free / 2**30:.0f} GiB are free"
+            f"model.size={config.model.size!r} and batch.sequences={config.batch.sequences} need "
+            f"{needed / 2**30:,.1f} GiB of memory; {free / 2**30:.1f} GiB are free: fewer sequences, or more "
+            "batch.accumulate, need less"
         )
 
 
@@ -109,7 +134,7 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
     from cs336_systems.training import modes
 
     device, ranks = modes.device_of(config.run.device), config.parallel.nproc
-    check_fits(config, ranks)
+    check_fits(config, ranks, config.tokenizer.vocab_size)
     dtype, sizes = modes.dtype_of(config.run.dtype, device), config.model.sizes(config.tokenizer.vocab_size)
     yield json.dumps(config.to_dict(), indent=1)
     yield f"model: {num_parameters(sizes) / 1e6:.1f} M parameters, on {device} in {dtype}"

@@ -73,7 +73,7 @@ class Trainer:
         if config.checkpoints.init_from:
             self._take_weights(checkpoints.weights_of(Path(config.checkpoints.init_from)))
         self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
-        self.held_out = Batches(data.valid, sizes.context_length, 1, 0)
+        self.held_out = Batches(data.valid, sizes.context_length, 1, 0, "valid")
         whole = modes.WithLoss(self.model)
         self.wrapped, self.finish = modes.wrap(whole, config.run, config.parallel, self.world)
         self.optimizer = optimizer.make(self.model, config.optimizer, self.device)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention.registry import availability
 from cs336_systems.store.files import alone, content
-from cs336_systems.training import forecast, outputs, text, tokens
+from cs336_systems.training import batches, forecast, outputs, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
 
 if TYPE_CHECKING:
@@ -81,15 +81,16 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
 
     forecast.check_fits(config, world_size)
     check_asked(config.generation.prompt, config.generation.temperature)
-    if (name := config.model.attention) != "auto" and (reason := availability()[name]):
-        raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
     try:
         if config.checkpoints.init_from:
             checkpoints.weights_of(Path(config.checkpoints.init_from))
         start = _where_to_start(config, say)
     except checkpoints.CheckpointError as error:
         raise ValueError(str(error)) from error
-    prepare(config, say)
+    info = prepare(config, say)
+    forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
+    for name, ids in (("train", info.train), ("valid", info.valid)):
+        batches.check_long_enough(len(ids), config.model.context_length, name)
     outputs.write(Path(config.out) / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     return start
 
