@@ -376,6 +376,17 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert names == [6, 12, 14] and checkpoints.best_of(tmp_path / "checkpoints").name == "step-00000006"
 
 
+def test_what_an_earlier_start_was_told_to_keep_stays(tmp_path):
+    changes = {"checkpoints__every": 1, "evaluation__every": 0}
+    Trainer(made(tmp_path, **changes, checkpoints__keep=4, schedule__steps=6), data()).run()
+    for steps in (9, 12):
+        later = Trainer(made(tmp_path, **changes, checkpoints__keep=2, schedule__steps=steps), data())
+        later.resume(checkpoints.found(tmp_path / "checkpoints")[-1])
+        later.run()
+    names = [int(path.name[5:]) for path in checkpoints.found(tmp_path / "checkpoints")]
+    assert names == [3, 4, 5, 6, 11, 12]
+
+
 def test_what_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
     trainer = Trainer(made(tmp_path, checkpoints__every=4), data())
     synced = outputs.synced

@@ -89,11 +89,27 @@ def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def keep(folder: Path, count: int) -> None:
-    """Removes all but the newest `count`, and the best."""
+    """Removes all but the newest `count`, and the best. What a start with another `count` was told to keep stays."""
     best = best_of(folder)
-    for path in found(folder)[:-count]:
+    alike = [path for path in found(folder) if _told_to_keep(path) in (count, None)]
+    for path in alike[:-count]:
         if path != best:
             shutil.rmtree(path)
+
+
+def _told_to_keep(path: Path) -> int | None:
+    try:
+        return json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))["config"]["checkpoints"][
+            "keep"
+        ]
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ):  # damaged: it is held to no number of its own
+        return None
 
 
 def mark_best(path: Path) -> None:
