@@ -13,6 +13,9 @@ from cs336_systems import terminal
 
 Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
 Auto = Annotated[str, typer.Option(help="One value, or auto: what this machine is best at.")]
+Batch = Annotated[
+    str, typer.Option(help="Sequences of a step on each rank (`train` counts those of all); or several.")
+]
 Out = Annotated[Path, typer.Option(help="The folder to write: CSV, pictures, report.md.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/, too.")]
@@ -20,7 +23,7 @@ Save = Annotated[bool, typer.Option(help="Keep the rows under results/, too.")]
 
 def matrix(
     attention: Values = "flash_triton,reference,sdpa", wrapper: Values = "auto", sharded: Values = "all",
-    size: Auto = "auto", context_length: Values = "256", batch: Values = "8", dtype: Auto = "auto",
+    size: Auto = "auto", context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
     compile: Values = "off", steps: Values = "12",
     ranks: Annotated[int, typer.Option(min=0, help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = 0,
     out: Out = Path("runs/matrix"), refresh: Refresh = "missing", save: Save = True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 
 import pytest
 
@@ -16,6 +18,7 @@ from cs336_systems.accounting.model import num_parameters
 from cs336_systems.cli import app
 from cs336_systems.launch.group import Rank
 from cs336_systems.training import config, forecast
+from cs336_systems.training.log import RunLog
 from cs336_systems.training.loop import Data, Trainer
 
 WRONG = [  # --set, and what the line names
@@ -186,3 +189,56 @@ def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which)
     )
     line = refused(call("train", "--out", tmp_path, *told), f"a larger text.{which}_mb")
     assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line
+
+
+# ------------------------------------------------------------------------------------------------------------- trackers
+@pytest.mark.parametrize("how", [(), ("--dry-run",), ("--nproc", 2)], ids=str)
+@pytest.mark.parametrize(("name", "asked"), [("tensorboard", "true"), ("wandb", "stories")])
+def test_a_tracker_that_is_not_installed_is_told_first(tmp_path, monkeypatch, name, asked, how):
+    monkeypatch.setitem(sys.modules, name, None)
+    told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--set", f"logging.{name}={asked}")
+    refused(call(*told, *how), f"pip install 'cs336-systems[{name}]'")
+    assert not (tmp_path / "run").exists()
+
+
+class NoKey(Exception):
+    pass
+
+
+def stub_of_wandb(monkeypatch, mode):
+    """A module of that name, which keeps what it is told; without a key unless offline."""
+    told = []
+
+    def begun():
+        if mode != "offline":
+            raise NoKey("api_key not configured (no-tty).\nCall wandb.login")
+
+    def init(**settings):
+        begun()
+        told.append(settings)
+        log = lambda values, step: told.append((step, values))
+        return types.SimpleNamespace(log=log, finish=lambda: told.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=begun))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    return told
+
+
+@pytest.mark.parametrize("how", [(), ("--nproc", 2)], ids=str)
+def test_wandb_without_a_login_is_told_in_a_line(tmp_path, monkeypatch, how):
+    stub_of_wandb(monkeypatch, "online")
+    told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--set", "logging.wandb=stories", *how)
+    line = refused(call(*told), "logging.wandb='stories': api_key not configured (no-tty).")
+    assert "wandb login" in line and "WANDB_MODE=offline" in line and not (tmp_path / "run").exists()
+
+
+def test_wandb_gets_the_lines_of_the_log(tmp_path, monkeypatch):
+    told = stub_of_wandb(monkeypatch, "offline")
+    log = RunLog(tmp_path, wandb="stories", config={"out": "here"})
+    log.row({"step": 3, "loss": 1.5, "mfu": None})
+    log.close()
+    assert told == [
+        {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}},
+        (3, {"loss": 1.5}),
+        "finished",
+    ]

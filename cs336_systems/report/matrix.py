@@ -110,7 +110,9 @@ def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(BARS)) -> F
 def folder(rows: pd.DataFrame, out: Path) -> list[Path]:
     """Writes the matrix of one machine into a folder: CSV, pictures, a report in Markdown; what was written."""
     found = matrix(rows).drop(columns="machine")
+    each = " or ".join(map(str, sorted(set(rows["batch"]))))
     notes = [
+        f"A step takes {each} sequences on each rank.",
         "*One rank* is alone with its share of a step; the efficiency of a cell is its throughput over that of "
         f"as many single ranks. An epoch is a pass over {EPOCH_MB:g} MB of stories. Losses are means over the last "
         "steps, in nats a token. Hatched: with the sharded optimizer.",

@@ -136,7 +136,7 @@ _LENGTHS = ("steps", "tokens", "epochs", "minutes")
 class Batch:
     """What one optimizer step sees. It does not depend on the number of ranks."""
 
-    sequences: int = _number(16, 1, "of a step, all ranks and microbatches together")
+    sequences: int = _number(16, 1, "sequences of a step, all ranks and microbatches together")
     accumulate: int = _number(1, 1, "microbatches a step")
     seed: int = _number(0, 0, "of the order of the sequences")
 
@@ -186,7 +186,7 @@ class Checkpoints:
     """What is saved, beside the last step, which always is."""
 
     every: int = _number(0, -_LARGEST, "steps; 0 or less: the last only")
-    keep: int = _number(2, 1, "of the periodic ones")
+    keep: int = _number(2, 1, "of the periodic ones; those that a start with another number kept stay")
     best: bool = _switch(False, "keep the one of the lowest validation loss as well")
     resume: str = _text("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
     init_from: str = _text("", "a checkpoint or safetensors file whose weights are the first")

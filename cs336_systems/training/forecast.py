@@ -16,6 +16,7 @@ from cs336_systems.accounting.zero import shards
 from cs336_systems.attention.registry import availability
 from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
+from cs336_systems.training.log import check_trackers
 
 _PLAIN = (
     "reference",
@@ -99,12 +100,13 @@ def what_fits(
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
-    """ValueError as `for_ranks` and `modes.device_of`, for attention that this machine lacks, and where on a CPU a step
-    does not find room: `memory_bytes` of all ranks here, with a vocabulary of so many or more. (A GPU says so
-    itself.)"""
+    """Refuses, as a ValueError, what `for_ranks`, `check_trackers` and `modes.device_of` do, attention that is not
+    there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens in the vocabulary. (A
+    GPU says so itself.)"""
     from cs336_systems.training import modes
 
     for_ranks(config, world_size)
+    check_trackers(config.logging.tensorboard, config.logging.wandb)
     device = modes.device_of(config.run.device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cs336_systems.store.machine import has_module
 from cs336_systems.training import outputs
 
 COLUMNS = (
@@ -23,10 +25,33 @@ COLUMNS = (
 left out; skipped_steps: those that fp16's gradient scaling has skipped so far."""
 
 
+def check_trackers(tensorboard: bool, wandb: str) -> None:
+    """ValueError, in a line, for a tracker that is asked for and not installed, and for wandb without a login."""
+    for name, asked in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if asked and sys.modules.get(name) is None and not has_module(name):
+            raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
+    if wandb and os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled"):
+        with _one_line(wandb):
+            from wandb import login
+
+            login()
+
+
+@contextlib.contextmanager
+def _one_line(project: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of its client's own types, of the network, of the disk
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"logging.wandb={project!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
+        ) from error
+
+
 class RunLog:
     """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped.
 
-    ValueError where TensorBoard or wandb is asked for and not installed.
+    ValueError where TensorBoard or wandb is asked for and cannot begin; `check_trackers` finds out before.
     """
 
     def __init__(
@@ -36,17 +61,16 @@ class RunLog:
         self.out, self.file = out, out / "log.csv"
         self._lines = [row for row in read(self.file) if int(row["step"]) <= step]
         self._board = self._wandb = None
-        try:
-            if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
+        check_trackers(tensorboard, wandb)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(out / "tensorboard"))
-            if wandb:
+            self._board = SummaryWriter(str(out / "tensorboard"))
+        if wandb:
+            with _one_line(wandb):
                 from wandb import init
 
                 self._wandb = init(project=wandb, dir=str(out), config=dict(config or {}))
-        except ImportError as error:
-            raise ValueError(f"logging.tensorboard and logging.wandb need their packages: {error}") from None
         self._write_all()
         shown = sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05) if shown else None

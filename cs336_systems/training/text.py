@@ -136,7 +136,10 @@ def _fetched(name: str) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError("text.source='tinystories' needs the package huggingface_hub") from None
+        raise ValueError(
+            "text.source='tinystories' needs huggingface_hub: pip install 'cs336-systems[hub]'; --source FILE takes a "
+            "text that is here"
+        ) from None
     for again in (False, True):
         try:
             file = huggingface_hub.hf_hub_download(
@@ -144,7 +147,9 @@ def _fetched(name: str) -> Path:
             )
         except Exception as error:  # of the network, of HTTP, of the disk: its client's own types among them
             why = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(f"text.source='tinystories': {name} cannot be fetched: {why}") from error
+            raise ValueError(
+                f"text.source='tinystories': {name} cannot be fetched: {why}; --source FILE takes a text that is here"
+            ) from error
         # the library compares sizes; in its cache it links to a large file by its SHA-256 (where the system has links)
         expected = Path(os.readlink(file)).name if os.path.islink(file) else ""
         if not re.fullmatch(r"[0-9a-f]{64}", expected) or outputs.sha256(Path(file)) == expected:
