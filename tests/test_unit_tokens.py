@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cs336_systems.training import documents, outputs, text, tokens
 from cs336_systems.training.config import load
@@ -278,6 +278,96 @@ def test_what_is_known_of_the_tokens(prepare, rng, tmp_path):
     with pytest.raises(ValueError, match=r"train\.txt is missing or damaged"):
         tokens.prepare(settings(vocab_size=301), text_info, tmp_path / "out", log=lambda line: None)
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["train.bin", "valid.bin", "tokenizer.json", "../text/train.txt", "../text/valid.txt"]
+)
+def test_a_byte_that_has_changed_is_refused(prepare, rng, tmp_path, name):
+    """A file of the right size is no right file."""
+    told, out = [prose(rng, 60) for _ in range(30)], tmp_path / "out"
+    prepare(told, out, vocab_size=300)
+    file = (out / "tokens" / name).resolve()
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(ValueError, match=f"{file.name} is missing or damaged"):
+        prepare(told, out, vocab_size=300)
+
+
+@pytest.mark.parametrize("random_ids", [False, True])
+@pytest.mark.parametrize("what, value", [
+    ("dtype", "<u4"), ("dtype", "junk"), ("vocab_size", 290), ("vocab_size", 2**17), ("vocab_size", "300"),
+    ("end_of_text", 3), ("counts", {"train": 1, "valid": 1}), ("counts", None), ("files", {}), ("ids", 301),
+])  # fmt: skip
+def test_tokens_that_are_not_as_told_are_refused(prepare, rng, tmp_path, random_ids, what, value):
+    """However well the SHA-256s fit."""
+    text_info = (
+        None if random_ids else prepare([prose(rng, 60) for _ in range(30)], tmp_path, vocab_size=300)[0]
+    )
+    again = lambda: (
+        draw(tmp_path, vocab_size=300) if random_ids
+        else tokens.prepare(settings(vocab_size=300), text_info, tmp_path / "tokens", lambda line: None)
+    )  # fmt: skip
+    again()
+    about, file = tmp_path / "tokens" / "tokens.json", tmp_path / "tokens" / "train.bin"
+    told = json.loads(about.read_text())
+    if what == "ids":
+        ids = np.fromfile(file, told["dtype"])
+        ids[5] = value
+        ids.tofile(file)
+        told["files"]["train.bin"] = outputs.synced(file)
+    else:
+        told[what] = value
+    about.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"tokens\.json is damaged") as caught:
+        again()
+    assert "\n" not in str(caught.value)
+
+
+def losing(kind):
+    """Tokenizers of other making that do not keep every character, and one that keeps those of ASCII."""
+    letters = {chr(code): code - 32 for code in range(32, 127)} | {MARK: 95}
+    if kind == "lower":
+        tokenizer = Tokenizer.from_file(str(byte_level(Path("lower.json"))))
+        tokenizer.normalizer = normalizers.Lowercase()
+        return tokenizer
+    if kind == "words":
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1, MARK: 2}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    else:
+        tokenizer = Tokenizer(models.BPE(letters if kind == "ASCII" else {"e": 0, "f": 1, MARK: 2}, []))
+        tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([MARK])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["lower", "words", "letters", "ASCII"])
+def test_tokens_that_are_not_all_of_the_text_have_no_bits_a_byte(tmp_path, prepare, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    losing(kind).save("losing.json")
+    log, out = [], tmp_path / "out"
+    text_info, info = prepare(["The fox ran.", "A fox. Then", "fox"] * 20, out, log, path="losing.json")
+    assert (info.valid_bytes is None) == (kind != "ASCII")
+    assert any("no bits a byte" in line for line in log) == (kind != "ASCII")
+    known = dataclasses.replace(text_info, valid=dataclasses.replace(text_info.valid, nats=9.0))
+    again = lambda: tokens.prepare(settings(path="losing.json"), known, out / "tokens", lambda line: None)
+    assert (again().floor_nats_per_token is None) == (kind != "ASCII")
+    about = out / "tokens" / "tokens.json"
+    told = json.loads(about.read_text())
+    del told["lossless"]  # as it was written before
+    about.write_text(json.dumps(told))
+    assert again().valid_bytes == info.valid_bytes
+
+
+def test_merges_are_not_left_out_at_random(tmp_path, prepare):
+    _, info = prepare(["hello hello world"] * 40, vocab_size=300)
+    told = json.loads(info.tokenizer.read_text())
+    told["model"]["dropout"] = 0.5
+    (tmp_path / "random.json").write_text(json.dumps(told))
+    encode = tokens.load_tokenizer(tmp_path / "random.json").encode
+    assert {tuple(encode("hello world").ids) for _ in range(30)} == {
+        tuple(tokens.load_tokenizer(info.tokenizer).encode("hello world").ids)
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- random tokens

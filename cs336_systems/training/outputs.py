@@ -3,7 +3,8 @@
     told = stage(folder, "text", made_from, make, started, log=print)
 
 `<name>.json` beside the files is written last. It says what they were made from (settings, SHA-256 of inputs) and the
-size and SHA-256 of each; what says otherwise, or has files of other sizes, is made anew. Dates play no part.
+size and SHA-256 of each; what says otherwise, or has files of other sizes, is made anew. Files of the same size whose
+content is another are refused. Dates play no part.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _FORMAT = 1  # of the files that stages write: what has another is made anew
 
 def stage(
     folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
-    started: float, log: Callable[[str], None],
+    started: float, log: Callable[[str], None], expected: Mapping[str, str] = {},
 ) -> dict[str, Any]:  # fmt: skip
     """What `<name>.json` in `folder` says, after the files it speaks of were found there, or made.
 
     make(new) writes files into the empty folder `new` and returns what else is to be said, JSON, with a line about it
-    under "about". started: `time.perf_counter()` when the stage began, for the line that is logged. OSError that names
-    the folder where it cannot be written; nothing half-written is left then.
+    under "about". started: `time.perf_counter()` when the stage began, for the line that is logged. expected: SHA-256
+    of files by name, of those that must come out if they do at all. OSError that names the folder where it cannot be
+    written; ValueError for files that are damaged or not those expected. What was there stays then.
     """
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
     try:
@@ -39,23 +41,48 @@ def stage(
         with lock(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
             told, verb = _taken(folder, name, made_from), "took"
             if told is None:
-                told, verb = _made(folder, name, made_from, make), "made"
+                told, verb = _made(folder, name, made_from, make, expected), "made"
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
+    if verb == "took":
+        check(folder, name)
+        _hold(told["files"], expected, folder)
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
     return told
 
 
-def check(folder: Path, name: str) -> None:
-    """Reads a stage's files in full; ValueError that names the one which is missing or not what `<name>.json` says."""
-    try:
+def check(folder: Path, name: str, only: str = "") -> None:
+    """Reads a stage's files in full, or one; ValueError that names what is missing or not what `<name>.json` says."""
+    with told_by(folder / f"{name}.json"):
         files = json.loads(content(folder / f"{name}.json"))["files"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder / name}.json cannot be read: {error}") from None
-    for file, expected in files.items():
-        if not (folder / file).is_file() or sha256(folder / file) != expected["sha256"]:
+        for file, about in [(only, files[only])] if only else files.items():
+            if not (folder / file).is_file() or sha256(folder / file) != about["sha256"]:
+                raise Damaged(
+                    f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
+                )
+
+
+class Damaged(ValueError):
+    """Of a stage's files one that is not what it should be; names it."""
+
+
+@contextlib.contextmanager
+def told_by(file: Path) -> Iterator[None]:
+    """Turns what a stage's `<name>.json` causes within, that is none or speaks of other files, into one `Damaged`."""
+    try:
+        yield
+    except Damaged:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{file} is damaged ({error!r}); remove it to make anew what it tells of") from error
+
+
+def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:
+    for name, about in files.items():
+        if about["sha256"] != expected.get(name, about["sha256"]):
             raise ValueError(
-                f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
+                f"{folder / name} would not be what the run's checkpoints have learned from: the text or its tokenizer "
+                "is another; choose another out for it"
             )
 
 
@@ -86,20 +113,22 @@ def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, A
         expected = {file: about["bytes"] for file, about in told["files"].items()}
         same = told["from"] == made_from and sizes == expected
     # not there, or none of ours: to be made
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return told if same else None
 
 
 def _made(
-    folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
-) -> dict[str, Any]:
+    folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
+    expected: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
     new = folder / ".making"
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
     new.mkdir()
     try:
         about = make(new)
         files = {path.name: synced(path) for path in sorted(new.iterdir())}
+        _hold(files, expected, folder)
         told = json.dumps({"from": made_from, **about, "files": files}, indent=1)
         (folder / f"{name}.json").unlink(missing_ok=True)
         for file in files:

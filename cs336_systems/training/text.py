@@ -23,7 +23,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,14 @@ class TextInfo:
 _Source = tuple[Any, Callable[[Path], dict[str, dict[str, Any]]]]
 
 
-def prepare(config: Text, folder: Path, log: Callable[[str], None] = print) -> TextInfo:
+def prepare(
+    config: Text, folder: Path, log: Callable[[str], None] = print, expected: Mapping[str, str] = {}
+) -> TextInfo:
     """The text that `config` asks for: taken from `folder`, or made there; in `config.cache`, in a folder of its own.
 
-    Errors: ValueError for a source that does not exist, is empty, cannot be read or fetched, or is not UTF-8; OSError
-    that names the folder where it cannot be written.
+    expected: as for `outputs.stage`. Errors: ValueError for a source that does not exist, is empty, cannot be read or
+    fetched, or is not UTF-8, and for a text that is damaged or not the one expected; OSError that names the folder
+    where it cannot be written.
     """
     started = time.perf_counter()
     if config.source == "random":
@@ -93,12 +96,17 @@ def prepare(config: Text, folder: Path, log: Callable[[str], None] = print) -> T
         sizes = [f"{s['bytes'] / _MB:.3g} MB in {s['documents']:,} documents" for s in splits.values()]
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
-    told = outputs.stage(folder, "text", made_from, make, started, log)
-    train, valid = (
-        Split(folder / f"{name}.txt", sha256=told["files"][f"{name}.txt"]["sha256"], **told["splits"][name])
-        for name in ("train", "valid")
-    )
+    told = outputs.stage(folder, "text", made_from, make, started, log, expected)
+    with outputs.told_by(folder / "text.json"):
+        train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
     return TextInfo(kind, config.seed, train, valid)
+
+
+def _split(path: Path, told: dict[str, Any]) -> Split:
+    split = Split(path, sha256=told["files"][path.name]["sha256"], **told["splits"][path.stem])
+    if split.bytes + split.documents * len(documents.END) != path.stat().st_size:
+        raise ValueError(f"{path.name} is of another size")
+    return split
 
 
 def _stories(config: Text) -> _Source:

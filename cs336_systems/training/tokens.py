@@ -12,12 +12,13 @@ is an array of little-endian uint16, or uint32 where the vocabulary is larger th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,9 @@ _DRAW = 2**22  # random tokens at a time
 class TokensInfo:
     """Token ids to learn from and to be held against, as memory maps.
 
-    valid_bytes: bytes of the text held out; of random tokens, of the array. floor_nats_per_token: the entropy of the
-    text held out, where it is known. tokenizer, end_of_text: None of random tokens.
+    valid_bytes: bytes of the text held out; of random tokens, of the array; None where the tokens are not all of the
+    text. floor_nats_per_token: the entropy of the text held out, where it is known. tokenizer, end_of_text: None of
+    random tokens. files: SHA-256 by name of what was learned from, text and tokenizer among it.
     """
 
     train: np.memmap
@@ -52,17 +54,19 @@ class TokensInfo:
     vocab_size: int
     end_of_text: int | None
     tokenizer: Path | None
-    valid_bytes: int
+    valid_bytes: int | None
     floor_nats_per_token: float | None
+    files: dict[str, str]
 
 
 def prepare(
-    config: configuration.Tokenizer, text: TextInfo, folder: Path, log: Callable[[str], None] = print
-) -> TokensInfo:
+    config: configuration.Tokenizer, text: TextInfo, folder: Path, log: Callable[[str], None] = print,
+    expected: Mapping[str, str] = {},
+) -> TokensInfo:  # fmt: skip
     """The tokens of `text`: taken from `folder`, or made there. They do not depend on `config.workers`.
 
-    Errors: ValueError where `config.path` is no tokenizer or has no end of text, or the text is damaged; OSError that
-    names the folder where it cannot be written.
+    expected: as for `outputs.stage`. Errors: ValueError where `config.path` is no tokenizer or has no end of text, or
+    the text or the tokens are damaged or not those expected; OSError that names the folder where it cannot be written.
     """
     started = time.perf_counter()
     given = Path(config.path).expanduser() if config.path else None
@@ -76,19 +80,54 @@ def prepare(
     else:
         made_from["text"] = {"train": text.train.sha256, "valid": text.valid.sha256}
         make = lambda new: _tokenize(config, given, text, new, log)
-    told = outputs.stage(folder, "tokens", made_from, make, started, log)
-    train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid"))
-    nats = text.valid.nats
+    told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
+    path, nats = None if random else folder / "tokenizer.json", text.valid.nats
+    with outputs.told_by(folder / "tokens.json"):
+        train, valid = (_array(folder / f"{name}.bin", told) for name in ("train", "valid"))
+        names = ("train.bin", "valid.bin", "tokenizer.json")[: 2 if random else 3]
+        files = {name: told["files"][name]["sha256"] for name in names}
+        end_of_text = _agrees(path, told, vocab_size)
+        if (lossless := random or told.get("lossless")) is None:  # made before this was looked at
+            lossless = _lossless(valid, text.valid.path, path)
+    if not random:
+        files |= {split.path.name: split.sha256 for split in (text.train, text.valid)}
+    if not lossless:
+        log(f"tokens: {path} loses characters of the text; there are no bits a byte")
+    floor = math.log(vocab_size) if random else nats / len(valid) if nats is not None and lossless else None
     return TokensInfo(
-        train=train, valid=valid, vocab_size=told["vocab_size"], end_of_text=told["end_of_text"],
-        tokenizer=None if random else folder / "tokenizer.json",
-        valid_bytes=valid.nbytes if random else text.valid.bytes,
-        floor_nats_per_token=math.log(vocab_size) if random else None if nats is None else nats / len(valid),
+        train=train, valid=valid, vocab_size=told["vocab_size"], end_of_text=end_of_text, tokenizer=path,
+        valid_bytes=valid.nbytes if random else text.valid.bytes if lossless else None,
+        floor_nats_per_token=floor, files=files,
     )  # fmt: skip
 
 
+def _array(path: Path, told: Mapping[str, Any]) -> np.memmap:
+    """The ids in a file; ValueError where they are not of the width and number told, or not of the vocabulary."""
+    vocab_size, count = told["vocab_size"], told["counts"][path.stem]
+    if told["dtype"] != _dtype(vocab_size):
+        raise ValueError(f"dtype {told['dtype']!r}; of {vocab_size} tokens it is {_dtype(vocab_size)!r}")
+    ids = np.memmap(path, told["dtype"], mode="r")
+    if len(ids) != count:
+        raise ValueError(f"{path.name} holds {len(ids)} ids, not {count}")
+    if (highest := max(int(ids[i : i + _DRAW].max()) for i in range(0, len(ids), _DRAW))) >= vocab_size:
+        raise ValueError(f"{path.name} holds id {highest}; the vocabulary has {vocab_size}")
+    return ids
+
+
+def _agrees(path: Path | None, told: Mapping[str, Any], vocab_size: int) -> int | None:
+    """The end of text; ValueError where the tokenizer (None: `vocab_size` ids without one) is not the one told of."""
+    known = {"vocab_size": vocab_size, "end_of_text": None}
+    if path:
+        tokenizer = load_tokenizer(path)
+        known = {"vocab_size": _vocab_size(tokenizer), "end_of_text": tokenizer.token_to_id(END_OF_TEXT)}
+    for name, value in known.items():
+        if told[name] != value:
+            raise ValueError(f"{name} is {told[name]!r}, not {value}")
+    return known["end_of_text"]
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json that encodes texts of any length, and reads no special tokens out of them.
+    """A tokenizer.json that encodes texts of any length, always the same way, and reads no special tokens out of them.
 
     `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. ValueError that names the file
     where it is none, or has no end of text.
@@ -100,6 +139,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {why}") from None
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"tokenizer.path={str(path)!r} has no token {END_OF_TEXT}")
+    if hasattr(tokenizer.model, "dropout"):
+        tokenizer.model.dropout = None  # would leave out merges at random
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
@@ -149,13 +190,27 @@ def _tokenize(
         name: _encode(split, path, config.workers, new / f"{name}.bin", _dtype(vocab_size))
         for name, split in splits.items()
     }
+    ids = np.fromfile(new / "valid.bin", _dtype(vocab_size))
     short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
     return {
         "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
         "counts": counts, "bytes": {name: split.bytes for name, split in splits.items()},
+        "lossless": _lossless(ids, text.valid.path, path),
         "about": f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}{short}, "
         f"{text.train.bytes / counts['train']:.2f} bytes each",
     }  # fmt: skip
+
+
+def _lossless(ids: np.ndarray, text: Path, tokenizer: Path) -> bool:
+    """Whether a text's tokens decode to that text. Else the loss of a token says nothing about the text's bytes."""
+    own = load_tokenizer(tokenizer)
+    ends = np.flatnonzero(ids == own.token_to_id(END_OF_TEXT))
+    with open(text, "rb") as file:
+        for start, end in itertools.pairwise([0, *(ends + 1).tolist()]):
+            decoded = own.decode(ids[start : end - 1].tolist()).encode() + documents.END
+            if file.read(len(decoded)) != decoded:
+                return False
+        return not file.read(1)
 
 
 def _learn(path: Path, vocab_size: int) -> Tokenizer:
