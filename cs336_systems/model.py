@@ -247,11 +247,14 @@ def choose_attention(model: nn.Module, name: str) -> None:
 def staff_state_dict(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters of a checkpoint, under the names that `TransformerLM.load_state_dict` expects.
 
-    Strips `_orig_mod.`, which torch.compile puts into the names of a compiled model and of compiled parts of one, and
-    drops the rotary tables, which are computed, not learned.
+    Strips `_orig_mod.` and `module.`, which torch.compile and DistributedDataParallel put into the names of a model
+    and of its parts, and drops the rotary tables, which are computed, not learned.
     """
-    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-    return {name: t for name, t in plain.items() if "positional_encoder" not in name.split(".")}
+    parts = {name: [part for part in name.split(".") if part not in _WRAPPERS] for name in state}
+    return {".".join(own): state[name] for name, own in parts.items() if "positional_encoder" not in own}
+
+
+_WRAPPERS = ("_orig_mod", "module")
 
 
 # -------------------------------------------------------------------------------------------------- choosing

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import distributed
 import pytest
@@ -18,7 +21,7 @@ pytest.importorskip("tokenizers")
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.training import config, log, pipeline
+from cs336_systems.training import checkpoints, config, log, pipeline, resuming
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -119,11 +122,150 @@ def test_generate_speaks_in_a_stream(tmp_path):
     assert call("--temperature", "-1").exit_code == 2 and call("--device", "cuda").exit_code in (0, 2)
 
 
+# ------------------------------------------------------------------------------------------------------------ going on
+MAY = {
+    "schedule.steps": 9, "parallel.wrapper": "naive", "parallel.nproc": 2, "run.compile": "blocks", "logging.every": 7,
+    "checkpoints.keep": 9, "evaluation.every": 1, "optimizer.sharded": True, "generation.seed": 4, "out": "elsewhere",
+}  # fmt: skip
+MUST_NOT = {
+    "text.seed": 1, "text.train_mb": 0.07, "text.source": "random", "tokenizer.vocab_size": 300, "batch.seed": 1,
+    "batch.sequences": 8, "optimizer.learning_rate": 0.5, "optimizer.clip": 0.5, "optimizer.beta2": 0.9,
+    "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
+}  # fmt: skip
+NEVER = {
+    "optimizer.name": "own",
+    "model.d_model": 32,
+    "model.num_heads": 1,
+    "model.num_layers": 3,
+    "model.size": "mini",
+}
+
+
+def on(changes, dtype="fp32"):
+    before = {"config": made("run").to_dict(), "dtype": "fp32"}
+    resuming.check(
+        "there", before, config.load(None, changed("run", {}) | changes), changes.get("run.dtype", dtype)
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), (MAY | MUST_NOT | NEVER).items())
+def test_what_a_run_that_goes_on_may_change(key, value):
+    if key in MAY:
+        on({key: value})
+        return
+    with pytest.raises(
+        ValueError, match=rf"{'model.num_layers' if key == 'model.size' else key}=.*, now "
+    ) as caught:
+        on({key: value})
+    assert "\n" not in str(caught.value) and "model.d_ff" not in str(caught.value)
+    if key in MUST_NOT:
+        on({key: value, "checkpoints.resume_changed": True})
+    else:
+        with pytest.raises(ValueError, match="do not fit"):
+            on({key: value, "checkpoints.resume_changed": True})
+
+
+def test_what_auto_comes_to_counts():
+    on({"run.dtype": "fp32"})
+    with pytest.raises(ValueError, match=r"run\.dtype='fp32', now 'bf16'"):
+        on({}, dtype="bf16")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run's folder, to be copied, and the text of one's own that it has learned from."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "book.txt").write_text("The cat sat on the mat. A dog ran. " * 900, encoding="utf-8")
+    own = {"text__source": str(folder / "book.txt"), "generation__samples": 0, "schedule__steps": 2}
+    pipeline.train(made(folder / "run", **own), lambda line: None)
+    return folder / "run", own
+
+
+def kept(out):
+    files = [out / "config.json", *out.glob("text/*"), *out.glob("tokens/*"), *out.glob("checkpoints/*/*")]
+    return {file: file.read_bytes() for file in files}
+
+
+def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
+    out, own = shutil.copytree(trained[0], tmp_path / "run"), trained[1] | {"checkpoints__resume": "auto"}
+    own |= {"schedule__steps": 3}
+    book, before = Path(own["text__source"]), kept(out)
+    text = book.read_text()
+    for change, flag, names in (
+        ({"batch__seed": 1}, False, "batch.seed=0, now 1; --resume-changed"),
+        ({"optimizer__name": "own"}, True, "optimizer.name='adamw', now 'own'"),
+        ({}, False, "train.txt would not be what"),  # of the file, which has changed meanwhile
+        ({}, True, "tokenizer.json would not be what"),
+    ):
+        book.write_text(text + "x" if change else text.replace("cat", "zebra"))
+        words_of = words(out, **own, **change) + ["--resume-changed"] * flag
+        done = CliRunner().invoke(app, words_of)
+        book.write_text(text)
+        assert done.exit_code == 2 and names in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        kept_now = kept(out)
+        if not (flag and not change):  # the flag allows another text, which is made before the tokenizer is
+            assert kept_now == before
+        assert all(
+            kept_now[file] == content for file, content in before.items() if file.parent.name != "text"
+        )
+    assert (
+        CliRunner().invoke(app, [*words(out, **own), "--set", "batch.seed=1", "--resume-changed"]).exit_code
+        == 0
+    )
+    assert json.loads((out / "config.json").read_text())["batch"]["seed"] == 1
+
+
+@pytest.mark.parametrize("command", ["data", "tokenize"])
+def test_the_text_and_the_tokenizer_of_a_finished_run_stay(tmp_path, trained, command):
+    out, own = shutil.copytree(trained[0], tmp_path / "run"), trained[1]
+    before = kept(out)
+    again = lambda **changes: CliRunner().invoke(app, [command, *words(out, **own | changes)[1:]])
+    assert again().exit_code == 0 and kept(out) == before
+    done = again(text__train_mb=0.01, tokenizer__vocab_size=300)
+    assert done.exit_code == 2 and "checkpoints have learned from" in done.stderr and kept(out) == before
+    if command == "tokenize":
+        assert again(tokenizer__vocab_size=260).exit_code == 2 and kept(out) == before
+    shutil.rmtree(out / "checkpoints")
+    assert again(text__train_mb=0.01).exit_code == 0
+
+
+def test_a_checkpoint_speaks_by_itself(tmp_path, trained):
+    """Old ones have no tokenizer, and speak with that of their run."""
+    [step] = checkpoints.found(trained[0] / "checkpoints")
+    alone = shutil.copytree(step, tmp_path / "alone" / step.name)
+    speak = lambda place: CliRunner().invoke(app, ["generate", "--checkpoint", str(place), "--tokens", "5"])
+    assert speak(alone).exit_code == 0 and speak(alone).stdout == speak(trained[0]).stdout
+    old = shutil.copytree(trained[0], tmp_path / "old") / "checkpoints" / step.name
+    told = json.loads((old / "checkpoint.json").read_text())
+    del told["files"]["tokenizer.json"], told["data"], told["dtype"]
+    (old / "checkpoint.json").write_text(json.dumps(told))
+    (old / "tokenizer.json").unlink()
+    assert speak(old).stdout == speak(alone).stdout, speak(old).stderr
+    assert resuming.expected(made(tmp_path / "old")).keys() == {"tokenizer.json"}
+    file = tmp_path / "old" / "tokens" / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b"cat", b"dog"))
+    assert "tokenizer.json is missing or damaged" in speak(old).stderr
+
+
+def test_a_text_ends_with_all_that_was_written(monkeypatch):
+    """Also where the last character was never ended, or the model has written that sign itself."""
+    from cs336_systems.training import generate
+
+    class Letters:
+        encode = lambda self, text, add_special_tokens: types.SimpleNamespace(ids=[1])
+        decode = lambda self, ids: bytes(ids).decode(errors="replace")
+        token_to_id = lambda self, name: 0
+
+    for told in ("fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82"):
+        monkeypatch.setattr(generate, "generate", lambda *_, told=told, **__: iter(told))
+        assert "".join(pipeline.spoken(None, Letters(), "")) == told.decode(errors="replace")
+
+
 def test_what_is_damaged_is_named(tmp_path):
     pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
     [about] = tmp_path.glob("checkpoints/*/checkpoint.json")
     told = json.loads(about.read_text())
-    tokenizer = tmp_path / "tokens" / "tokenizer.json"
+    tokenizer = about.with_name("tokenizer.json")
     other = json.loads(tokenizer.read_text())
     other["model"]["vocab"] |= {f"foreign {i}": 1000 + i for i in range(300)}
     deep, speak = "[" * 100_000, ("generate", "--checkpoint", str(tmp_path))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import csv
+import json
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -18,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 import distributed  # noqa: E402
+import safetensors.torch  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
 from cs336_systems.training import checkpoints, clock, config, modes, optimizer, outputs  # noqa: E402
@@ -351,6 +354,104 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(tmp_path, tw
         Trainer(made(tmp_path), data()).resume(last)
     newest, why = checkpoints.newest_sound(tmp_path / "checkpoints")
     assert newest == before and len(why) == 1 and last.name in why[0]
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+def edited(name, change):
+    """Changes what a checkpoint's file holds, as `checkpoint.json`, a safetensors file or torch have it."""
+
+    def edit(path):
+        file = path / name
+        if name.endswith(".json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        elif name.endswith(".safetensors"):
+            weights = safetensors.torch.load_file(file)
+            file.write_bytes(safetensors.torch.save({key: change(value) for key, value in weights.items()}))
+        else:
+            torch.save(change(torch.load(file, weights_only=True)), file)
+
+    return edit
+
+
+def swapped(path, one, other):
+    first, second = (path / one).read_bytes(), (path / other).read_bytes()
+    (path / one).write_bytes(second), (path / other).write_bytes(first)
+
+
+WRONG = {
+    "step of another": edited("checkpoint.json", {"step": 9999}),
+    "text as step": edited("checkpoint.json", {"step": "8"}),
+    "true as step": edited("checkpoint.json", {"step": True}),
+    "no count": edited("checkpoint.json", {"count": None}),
+    "endless seconds": edited("checkpoint.json", {"seconds": float("inf")}),
+    "another optimizer": edited("checkpoint.json", {"config": {"optimizer": {"name": "own"}}}),
+    "fp16 weights": edited("model.safetensors", lambda x: x.half()),
+    "garbage weights": lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 99),
+    "garbage state": lambda path: (path / "state.pt").write_bytes(b"PK\x03\x04" + b"\xff" * 99),
+    "empty state": lambda path: (path / "state.pt").write_bytes(b""),
+    "list as state": edited("state.pt", lambda told: [told]),
+    "no random state": edited("state.pt", lambda told: told | {"random": [{"cpu": torch.zeros(3)}]}),
+    "malicious": lambda path: (path / "optimizer.pt").write_bytes(pickle.dumps(Evil(), 2)),
+    "malicious archive": edited("optimizer.pt", lambda told: Evil()),
+    "swapped": lambda path: swapped(path, "optimizer.pt", "state.pt"),
+    "weights as state": lambda path: swapped(path, "model.safetensors", "state.pt"),
+    "moments of another": edited(
+        "optimizer.pt",
+        lambda told: told | {"state": {0: dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.ones(3))}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_checkpoint_that_is_not_what_it_should_be_is_refused_in_a_line(
+    tmp_path, two_checkpoints, monkeypatch, how
+):
+    """However well its SHA-256s fit."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
+    before, last = checkpoints.found(tmp_path / "checkpoints")
+    WRONG[how](last)
+    about = last / "checkpoint.json"
+    told = json.loads(about.read_text())
+    about.write_text(
+        json.dumps(told | {"files": {name: outputs.synced(last / name) for name in told["files"]}})
+    )
+    with pytest.raises(
+        checkpoints.CheckpointError, match=rf"{last.name}.*sound checkpoint is .*{before.name}$"
+    ) as caught:
+        checkpoints.load(last)
+    assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../../elsewhere", "step-1"])
+def test_the_best_is_one_of_the_checkpoints(tmp_path, name):
+    (tmp_path / "best").write_text(name)
+    with pytest.raises(checkpoints.CheckpointError, match="best is damaged"):
+        checkpoints.best_of(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_begin_under_the_names_that_wrappers_give(tmp_path, two_checkpoints, prefix):
+    weights = checkpoints.weights_of(checkpoints.found(two_checkpoints / "checkpoints")[-1])
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file({prefix + name: tensor for name, tensor in weights.items()}, file)
+    begun = Trainer(made(tmp_path, checkpoints__init_from=str(file)), data()).model.state_dict()
+    assert all(torch.equal(begun[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_resumed_run_has_its_own_settings_not_those_saved(tmp_path, two_checkpoints):
+    last = checkpoints.found(two_checkpoints / "checkpoints")[-1]
+    changes = {"optimizer__beta1": 0.5, "optimizer__weight_decay": 0.3}
+    with pytest.raises(ValueError, match=r"beta1=0\.9, now 0\.5; optimizer\.weight_decay=0\.1, now 0\.3;"):
+        Trainer(made(tmp_path, **changes), data()).resume(last)
+    trainer = Trainer(made(tmp_path, checkpoints__resume_changed=True, **changes), data())
+    trainer.resume(last)
+    group = trainer.optimizer.param_groups[0]
+    assert group["betas"] == (0.5, 0.95) and group["weight_decay"] == 0.3
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -4,30 +4,45 @@
         model.safetensors     the weights, as `TransformerLM.state_dict` names them
         optimizer.pt          the optimizer's state, as the plain optimizer would save it
         state.pt              the gradient scaler, and the random state of each rank
-        checkpoint.json       step, tokens, losses, the configuration, and size and SHA-256 of the files above
+        tokenizer.json        what its ids mean, unless they are drawn at random
+        checkpoint.json       step, tokens, losses, the configuration, size and SHA-256 of the files above, and SHA-256
+                              of the files that were learned from ("data")
 
-A checkpoint is written beside its place, synced to disk, and renamed. `about` reads the digests: a truncated or foreign
-one is refused by name. `best` is a file with the name of the one with the lowest validation loss.
+A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests, and its
+content against what it should be: whatever is wrong is one CheckpointError. `best` is a file with the name of the one
+with the lowest validation loss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from torch import nn
 
+from cs336_systems.model import staff_state_dict
 from cs336_systems.training import outputs
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
+TOKENIZER = "tokenizer.json"
+# what checkpoint.json must tell, and may
+_MUST = {"step": int, "vocab_size": int, "config": dict}
+_MAY = {"count": int, "seconds": float, "skipped": int, "progress": float, "best": float, "world_size": int,
+        "data": dict, "dtype": str}  # fmt: skip
+# an optimizer's state of each parameter, by `optimizer.name`
+_MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "own": {"step", "m", "v"}}
 
 
 class CheckpointError(RuntimeError):
@@ -36,11 +51,12 @@ class CheckpointError(RuntimeError):
 
 def save(
     folder: Path, step: int, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any],
-    state: Mapping[str, Any], about: Mapping[str, Any],
+    state: Mapping[str, Any], about: Mapping[str, Any], tokenizer: bytes = b"",
 ) -> Path:  # fmt: skip
     """Writes a checkpoint of `step` into `folder`, and returns its place; one that is there already is replaced.
 
-    weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON.
+    weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON; tokenizer: the
+    content of a tokenizer.json, if there is one.
     CheckpointError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
@@ -55,7 +71,9 @@ def save(
             buffer = io.BytesIO()  # into a file, torch.save hides what a full disk says
             torch.save(dict(value), buffer)
             (new / name).write_bytes(buffer.getbuffer())
-        files = {name: outputs.synced(new / name) for name in _FILES}
+        if tokenizer:
+            (new / TOKENIZER).write_bytes(tokenizer)
+        files = {name: outputs.synced(new / name) for name in (*_FILES, *[TOKENIZER] * bool(tokenizer))}
         (new / "checkpoint.json").write_text(json.dumps({"step": step, **about, "files": files}, indent=1))
         outputs.synced(new / "checkpoint.json")
         if final.exists():
@@ -75,10 +93,10 @@ def found(folder: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.split("-")[1]))
 
 
-def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint, and why newer ones are none."""
+def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, list[str]]:
+    """The newest sound checkpoint other than `but`, and why newer ones are none."""
     why = []
-    for path in reversed(found(folder)):
+    for path in (one for one in reversed(found(folder)) if one != but):
         try:
             about(path)
         except CheckpointError as error:
@@ -120,59 +138,137 @@ def mark_best(path: Path) -> None:
 def best_of(folder: Path) -> Path | None:
     """The best of a folder's checkpoints, if one was marked."""
     mark = folder / "best"
-    try:
-        return folder / mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{mark} is no name of a checkpoint: {error}") from error
+    if not mark.is_file():
+        return None
+    with reading(mark):
+        if not _NAME.fullmatch(name := mark.read_text(encoding="utf-8").strip()):
+            raise ValueError(f"{name[:40]!r} is no name of a checkpoint")
+    return folder / name
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns what damaged or foreign content raises within, whatever it is, into one CheckpointError that names the
+    file, in a line."""
+    try:
+        yield
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename or file} is missing") from error
+    except Exception as error:  # unpickling alone raises anything
+        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {why[:200]}") from error
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What `checkpoint.json` says of a checkpoint; CheckpointError where that cannot be. Its files are not read."""
+    with reading(path / "checkpoint.json"):
+        found = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+        for name, kind in (_MUST | _MAY).items():
+            value = found[name] if name in _MUST else found.get(name, kind())
+            if not (name == "best" and value is None):  # nothing was held out yet
+                kinds = (int, float) if kind is float else (kind,)
+                if type(value) not in kinds or (kind in (int, float) and not 0 <= value < math.inf):
+                    raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+        named = _NAME.fullmatch(path.name)
+        if named and int(named[1]) != found["step"]:
+            raise ValueError(f"step is {found['step']}, in a folder of that name")
+        for name in _FILES:
+            found["files"][name]["sha256"]
+    return found
+
+
 def about(path: Path) -> dict[str, Any]:
     """What `checkpoint.json` says of a checkpoint, after its files were held against it; CheckpointError that names the
     file which is missing, truncated or altered."""
-    try:
-        told = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        files = {name: told["files"][name] for name in _FILES}
-        for name, expected in files.items():
-            size = (path / name).stat().st_size
+    found = told(path)
+    with reading(path / "checkpoint.json"):
+        for name in (*_FILES, *[TOKENIZER] * (TOKENIZER in found["files"])):
+            expected, size = found["files"][name], (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise CheckpointError(f"{path / name} has {size} bytes of {expected['bytes']}")
             if outputs.sha256(path / name) != expected["sha256"]:
                 raise CheckpointError(
                     f"{path / name} has been altered: its SHA-256 is not that in checkpoint.json"
                 )
-        int(told["step"])
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: checkpoint.json: {error!r}") from error
-    return told
+    return found
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    CheckpointError as `about`, which names the newest sound one beside it.
+    CheckpointError as `about`, and where a file holds anything else than its name says; it names the newest sound
+    checkpoint beside it.
     """
+    model, optimizer, state = (path / name for name in _FILES)
     try:
-        told = about(path)
+        found = about(path)
+        with reading(model):
+            weights = safetensors.torch.load_file(model)
+            if other := {str(tensor.dtype) for tensor in weights.values()} - {"torch.float32"}:
+                raise ValueError(f"weights in {', '.join(sorted(other))}; they are saved in torch.float32")
+        with reading(optimizer):
+            moments = torch.load(optimizer, map_location="cpu", weights_only=True)
+            _check_moments(moments, weights, found["config"]["optimizer"]["name"])
+        with reading(state):
+            rest = torch.load(state, map_location="cpu", weights_only=True)
+            dict(rest["scaler"]), float(rest["sum"])
+            for random in rest["random"]:
+                torch.Generator().set_state(random["cpu"])
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_instead(path.parent)}") from error
-    weights = safetensors.torch.load_file(path / _FILES[0])
-    rest = [torch.load(path / name, map_location="cpu", weights_only=True) for name in _FILES[1:]]
-    return told, weights, rest[0], rest[1]
+        raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
+    return found, weights, moments, rest
+
+
+def _check_moments(moments: dict[str, Any], weights: Mapping[str, torch.Tensor], name: str) -> None:
+    for group in moments["param_groups"]:
+        list(group["params"])
+    shapes = Counter(tensor.shape for tensor in weights.values())
+    for key in _MOMENTS[name] - {"step"} if moments["state"] else ():
+        if any(set(one) != _MOMENTS[name] for one in moments["state"].values()):
+            raise ValueError(f"it is no state of the optimizer {name!r}")
+        if Counter(one[key].shape for one in moments["state"].values()) != shapes:
+            raise ValueError("its shapes are not those of the weights")
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, or of a safetensors file."""
+    """The weights of a checkpoint, or of a safetensors file, under the names that a plain model has."""
     if path.is_dir():
         return load(path)[1]
     try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        with reading(path):
+            return staff_state_dict(safetensors.torch.load_file(path))
+    except CheckpointError as error:
         raise CheckpointError(f"{path} holds no weights: {error}") from error
 
 
-def _instead(folder: Path) -> str:
-    sound, _ = newest_sound(folder)
+def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> None:
+    """Has a model take weights; ValueError in a line where they do not fit it."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        first = next(iter(str(error).splitlines()[1:]), str(error)).strip()
+        raise ValueError(f"the weights do not fit {whose}: {first}") from None
+
+
+def tokenizer_of(path: Path) -> Path | None:
+    """The tokenizer.json of a checkpoint: its own, or of one that has none that of its run; None where there is none.
+
+    ValueError where the run's is not what it was.
+    """
+    own, run = path / TOKENIZER, path.resolve().parent.parent / "tokens"
+    if TOKENIZER in told(path)["files"]:
+        return own
+    if not (run / TOKENIZER).is_file():
+        return None
+    if (run / "tokens.json").is_file():
+        outputs.check(run, "tokens", TOKENIZER)
+    return run / TOKENIZER
+
+
+def _instead(folder: Path, path: Path | None = None) -> str:
+    """What there is instead of `path`."""
+    sound, _ = newest_sound(folder, path)
     return f"; the newest sound checkpoint is {sound}" if sound else ""

@@ -24,7 +24,7 @@ FLAGS = {
     "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "minutes": "schedule.minutes",
     "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile", "device": "run.device",
     "nproc": "parallel.nproc", "wrapper": "parallel.wrapper", "sharded": "optimizer.sharded",
-    "resume": "checkpoints.resume",
+    "resume": "checkpoints.resume", "resume_changed": "checkpoints.resume_changed",
 }  # fmt: skip
 File = Annotated[
     Path | None, typer.Option("--config", help="A .toml or .json file; `train --keys` lists its keys.")
@@ -99,11 +99,12 @@ def _say(line: str) -> None:
 def data(config: File = None, change: Change = None, **flags: Any) -> None:
     """Get the text that `train` would learn from."""
     with _told_in_a_line():
-        from cs336_systems.training import text
+        from cs336_systems.training import resuming, text
 
         made = _config(config, change, flags)
+        folder = Path(made.text.cache or Path(made.out) / "text")
         with alone(Path(made.text.cache or made.out), _say):
-            text.prepare(made.text, Path(made.text.cache or Path(made.out) / "text"), _say)
+            text.prepare(made.text, folder, _say, resuming.expected(made))
 
 
 @_flags(4)

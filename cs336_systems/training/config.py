@@ -189,6 +189,9 @@ class Checkpoints:
     keep: int = _number(2, 1, "of the periodic ones; those that a start with another number kept stay")
     best: bool = _switch(False, "keep the one of the lowest validation loss as well")
     resume: str = _text("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
+    resume_changed: bool = _switch(
+        False, "go on though settings that change the run differ from the checkpoint's"
+    )
     init_from: str = _text("", "a checkpoint or safetensors file whose weights are the first")
 
 

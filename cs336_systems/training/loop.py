@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
-from cs336_systems.training import checkpoints, modes, optimizer
+from cs336_systems.training import checkpoints, modes, optimizer, resuming
 from cs336_systems.training.batches import Batches
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -42,13 +42,15 @@ class TrainingError(RuntimeError):
 @dataclass(frozen=True)
 class Data:
     """Token ids to learn from and to be held against. valid_bytes: of the held-out text; floor: its entropy in nats a
-    token, where it is known."""
+    token, where it is known; tokenizer: what tokenizer.json holds; files: SHA-256 of what was learned from, by name."""
 
     train: np.ndarray
     valid: np.ndarray
     vocab_size: int
-    valid_bytes: int
+    valid_bytes: int | None
     floor: float | None = None
+    tokenizer: bytes = b""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Trainer:
@@ -90,13 +92,7 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------- setting up
     def _take_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            first = next(iter(str(error).splitlines()[1:]), str(error)).strip()
-            raise ValueError(
-                f"the weights do not fit model.size={self.config.model.size!r}: {first}"
-            ) from None
+        checkpoints.into(self.model, weights, f"model.size={self.config.model.size!r}")
 
     # ------------------------------------------------------------------------------------------------------- a step
     def total_steps(self) -> int | None:
@@ -171,9 +167,10 @@ class Trainer:
         self._add_up(total)
         return (total[0] / total[1]).item()
 
-    def bits_per_byte(self, loss: float) -> float:
-        """A loss in nats a token as bits a byte of the held-out text."""
-        return loss / math.log(2) * (len(self.data.valid) / self.data.valid_bytes)
+    def bits_per_byte(self, loss: float) -> float | None:
+        """A loss in nats a token as bits a byte of the held-out text; None where its tokens are not all of it."""
+        size = self.data.valid_bytes
+        return loss / math.log(2) * (len(self.data.valid) / size) if size else None
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         if self.world > 1:
@@ -187,7 +184,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
-        state_of_optimizer = self.optimizer.state_dict()
+        moments = self.optimizer.state_dict()
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -202,11 +199,11 @@ class Trainer:
                 "count": self._count, "seconds": self.clock.seconds, "skipped": self.skipped,
                 "progress": self.progress(), "best": self.best if math.isfinite(self.best) else None,
                 "world_size": self.world, "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
+                "dtype": self.dtype, "data": dict(self.data.files),
             }  # fmt: skip
             try:
-                checkpoints.save(
-                    self.folder, self.step, self.model.state_dict(), state_of_optimizer, state, about
-                )
+                weights, tokenizer = self.model.state_dict(), self.data.tokenizer
+                checkpoints.save(self.folder, self.step, weights, moments, state, about, tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep)
             except checkpoints.CheckpointError as error:
                 trouble = [str(error)]
@@ -218,10 +215,11 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Takes up a run where a checkpoint left it; CheckpointError for one that is not sound, ValueError for one of
-        another model."""
-        about, weights, state_of_optimizer, state = checkpoints.load(path)
+        another run (`resuming.check`)."""
+        about, weights, moments, state = checkpoints.load(path)
+        resuming.check(path, about, self.config, self.dtype)
         self._take_weights(weights)
-        self.optimizer.load_state_dict(state_of_optimizer)
+        optimizer.take_up(self.optimizer, moments)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:
@@ -230,9 +228,10 @@ class Trainer:
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
         self._sum.copy_(state["sum"])
-        self.step, self._count, self.skipped = about["step"], about["count"], about["skipped"]
-        self.clock.resume(about["seconds"], self.step)
-        self.best = math.inf if about["best"] is None else about["best"]
+        with checkpoints.reading(path / "checkpoint.json"):
+            self.step, self._count, self.skipped = about["step"], about["count"], about["skipped"]
+            self.clock.resume(about["seconds"], self.step)
+            self.best = math.inf if about["best"] is None else about["best"]
 
     def _last_saved(self) -> str:
         path, _ = checkpoints.newest_sound(self.folder)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention.registry import availability
 from cs336_systems.store.files import alone, content
-from cs336_systems.training import batches, forecast, outputs, text, tokens
+from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
 
 if TYPE_CHECKING:
@@ -33,16 +33,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 _FOREVER_S = 1e8  # three years: a run ends by its schedule
-# what changes nothing about the weights that come out
-_BESIDE = ("out", "logging", "generation", "parallel.timeout_s", "parallel.nproc", "run.profile", "tokenizer.workers",
-           "checkpoints", "text.cache")  # fmt: skip
 
 
 def prepare(config: TrainingConfig, say: Say = print) -> tokens.TokensInfo:
-    """The text, its tokenizer and its tokens, made or found."""
-    out = Path(config.out)
-    found = text.prepare(config.text, Path(config.text.cache or out / "text"), log=say)
-    return tokens.prepare(config.tokenizer, found, out / "tokens", log=say)
+    """The text, its tokenizer and its tokens, made or found; ValueError where the run's checkpoints know others."""
+    out, expected = Path(config.out), resuming.expected(config)
+    found = text.prepare(config.text, Path(config.text.cache or out / "text"), say, expected)
+    return tokens.prepare(config.tokenizer, found, out / "tokens", say, expected)
 
 
 def train(
@@ -77,14 +74,16 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
 
     What the machine or a file does not allow is refused before hours of training.
     """
-    from cs336_systems.training import checkpoints
+    from cs336_systems.training import checkpoints, modes
 
     forecast.check_fits(config, world_size)
     check_asked(config.generation.prompt, config.generation.temperature)
     try:
         if config.checkpoints.init_from:
             checkpoints.weights_of(Path(config.checkpoints.init_from))
-        start = _where_to_start(config, say)
+        if start := _where_to_start(config, say):
+            dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
+            resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
     except checkpoints.CheckpointError as error:
         raise ValueError(str(error)) from error
     info = prepare(config, say)
@@ -149,7 +148,9 @@ def data_of(config: TrainingConfig) -> Data:
     from cs336_systems.training.loop import Data
 
     info = prepare(config, lambda line: None)
-    return Data(info.train, info.valid, info.vocab_size, info.valid_bytes, info.floor_nats_per_token)
+    tokenizer = info.tokenizer.read_bytes() if info.tokenizer else b""
+    bounds = info.valid_bytes, info.floor_nats_per_token
+    return Data(info.train, info.valid, info.vocab_size, *bounds, tokenizer, info.files)
 
 
 def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
@@ -166,10 +167,10 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str
 # ------------------------------------------------------------------------------------------------ what is there already
 def digest(config: TrainingConfig) -> str:
     """Of all settings that the trained weights depend on."""
-    counts = {"checkpoints.init_from": config.checkpoints.init_from}
-    for section, keys in config.to_dict().items():
-        if section not in _BESIDE:
-            counts |= {f"{section}.{k}": v for k, v in keys.items() if f"{section}.{k}" not in _BESIDE}
+    counts = {
+        "checkpoints.init_from": config.checkpoints.init_from,
+        **resuming.settings(config, resuming.BESIDE),
+    }
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -208,7 +209,6 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
         return str(newest or "")
     if not (Path(asked) / "checkpoint.json").is_file():
         raise ValueError(f"checkpoints.resume={asked!r}; allowed: no, auto, the folder of a checkpoint")
-    checkpoints.load(Path(asked))
     return asked
 
 
@@ -225,7 +225,8 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     if result["stopped"]:
         say(f"stopped after step {result['step']}; --resume auto goes on from {result['checkpoint']}")
         return result
-    line = f"held out: {result['valid_loss']:.4f} nats a token, {result['bits_per_byte']:.4f} bits a byte"
+    line = f"held out: {result['valid_loss']:.4f} nats a token"
+    line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
     samples, prompt, seed = (asked.pop(name) for name in ("samples", "prompt", "seed"))
     if samples and config.text.source != "random":
@@ -254,18 +255,14 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))
     about, weights, *_ = checkpoints.load(path)
-    file = path.resolve().parent.parent / "tokens" / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"no tokenizer for {path}: there is no {file}")
+    if (file := checkpoints.tokenizer_of(path)) is None:
+        raise ValueError(f"no tokenizer for {path}: neither in it nor in tokens/ of its run")
     try:
         sizes = load(None, about["config"]).model.sizes(about["vocab_size"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: checkpoint.json describes no model: {error!r}") from error
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: checkpoint.json describes another model: {error}") from error
+    checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
     tokenizer = tokens.load_tokenizer(file)
     if tokenizer.get_vocab_size() > sizes.vocab_size:
         raise ValueError(
@@ -303,3 +300,5 @@ def spoken(
         if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
             yield known[len(shown) :]
             shown = known
+    if new and (last := tokenizer.decode(new)[len(shown) :]):  # a character that was never ended
+        yield last
