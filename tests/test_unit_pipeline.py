@@ -213,6 +213,15 @@ def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
         == 0
     )
     assert json.loads((out / "config.json").read_text())["batch"]["seed"] == 1
+    book.write_text(text.replace("cat", "zebra"))  # another text in the same tokens
+    tokenizer = {
+        "tokenizer__path": str(out / "tokens" / "tokenizer.json"),
+        "schedule__steps": 4,
+        "batch__seed": 1,
+    }
+    done = CliRunner().invoke(app, [*words(out, **own | tokenizer), "--resume-changed"])
+    book.write_text(text)
+    assert done.exit_code == 0 and b"zebra" in (out / "text" / "train.txt").read_bytes(), done.stderr
 
 
 @pytest.mark.parametrize("command", ["data", "tokenize"])

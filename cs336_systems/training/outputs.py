@@ -83,7 +83,7 @@ def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -
         if about["sha256"] != expected.get(name, about["sha256"]):
             raise ValueError(
                 f"{folder / name} would not be what the run's checkpoints have learned from: the text or its tokenizer "
-                "is another; choose another out for it"
+                "is another (tokenizer.path keeps a tokenizer); choose another out for it"
             )
 
 

@@ -40,7 +40,9 @@ METRICS = (
 """first_step_s: of the first step, which compiles; epoch_s: of one pass over EPOCH_MB of stories at this speed; losses:
 of every step, in nats a token; loss_last: the mean of the last LAST of them; backend: what ranks communicate by."""
 # what gets text and writes runs: of these only the text itself makes a difference to a trial
-_AROUND = tuple(f"cs336_systems.training.{m}" for m in ("checkpoints", "documents", "log", "outputs", "text"))
+_AROUND = tuple(
+    f"cs336_systems.training.{m}" for m in ("checkpoints", "documents", "log", "outputs", "resuming", "text")
+)
 PER_CASE = (*peers.PER_CASE, *_AROUND)
 COMPILED_PLAIN = "reference_compiled"  # plain attention under torch.compile, the rest of the model eager
 ATTENTIONS = (*IMPLEMENTATIONS, COMPILED_PLAIN)
