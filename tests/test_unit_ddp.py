@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -31,6 +32,8 @@ WRAPPERS = {
     **{f"bucketed {mb}": functools.partial(BucketedDDP, bucket_size_mb=mb) for mb in BUCKET_SIZES_MB},
     **{f"in place {mb}": functools.partial(InPlaceDDP, bucket_size_mb=mb) for mb in (0.0016, None)},
 }
+ALIKE = ("overlapped", "bucketed 0.01", "in place 0.0016")
+"""One of each class that communicates during the backward pass."""
 OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
 OPTIMIZERS = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -97,6 +100,8 @@ class Odd(nn.Module):
         self.register_buffer("shift", torch.randn(7))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scale", torch.tensor(2, dtype=torch.uint16))  # dtypes that Gloo lacks
+        self.register_buffer("table", torch.ones(3, 2).to(torch.float8_e4m3fn).t())
 
     def forward(self, x):
         x = self.first(x) + self.positions[None]
@@ -378,9 +383,9 @@ def second_backward_pass_is_refused(seed):
 
 def forget_to_finish(seed):
     """Every second step is refused by the name of what was forgotten, and nothing else."""
-    for wrapper in OVERLAPPING:
+    for wrapper in WRAPPERS:
         with about(wrapper):
-            model = OVERLAPPING[wrapper](build("odd", seed))
+            model = WRAPPERS[wrapper](build("odd", seed))
             optimizer = OPTIMIZERS["AdamW"](model.parameters())
             for fails in (False, True, False, True):
                 optimizer.zero_grad()
@@ -396,7 +401,7 @@ def forget_to_finish(seed):
 
 
 # ---------------------------------------------------------------------------- backward passes that raise
-def fail(gradient):
+def fail(*ignored, **named):
     raise ZeroDivisionError("in the backward pass")
 
 
@@ -817,6 +822,10 @@ def refuse_what_differs(seed):
         (lambda: FlatDDP(nn.Linear(3, 2, dtype=dtype)), f"('weight', (2, 3), '{dtype}', True)"),
         (lambda: OverlappedDDP(frozen), f"('layers.0.linear.bias', (40,), 'torch.float32', {rank == 0})"),
         (lambda: BucketedDDP(Plain(), 1 + rank), f"{(1 + rank) * 2.0**20}"),
+        *(
+            (lambda wrap=pair[rank]: wrap(Plain()), f"rank {rank} has ('")
+            for pair in itertools.combinations((NaiveDDP, FlatDDP, *map(WRAPPERS.get, ALIKE)), 2)
+        ),
     ):
         with pytest.raises(ValueError, match="differ between the ranks; expected the same") as error:
             make()
@@ -945,6 +954,48 @@ def test_errors_say_what_is_expected(wrapper, alone):
     module.layers[0].linear.bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match="frozen when the module was wrapped"):
         model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("first", ["naive", "flat", *ALIKE])
+@pytest.mark.parametrize("second", ["naive", "flat", *ALIKE])
+def test_a_parameter_has_one_wrapper_at_a_time(first, second, alone):
+    module = Plain()
+    holder = nn.Module()
+    holder.tied = module.layers[2].weight
+    wrapped = [WRAPPERS[first](module)]
+    wrapped.append(wrapped)  # deleted, it waits for the garbage collector
+    for again in (module, module.layers[2], nn.Sequential(module), nn.Sequential(wrapped[0]), holder):
+        with pytest.raises(ValueError, match=r"wrapped already, .* gradients of .*(weight|tied)"):
+            WRAPPERS[second](again)
+    WRAPPERS[second](copy.deepcopy(module))
+    del wrapped, again
+    model = WRAPPERS[second](module)
+    model(torch.ones(2, 6)).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("refused", ["naive", "overlapped"])
+def test_a_wrapper_that_was_refused_is_none(refused, alone, monkeypatch):
+    """Although its error, which holds it, is alive."""
+    module = Plain()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as error:
+        patch.setattr(dist, "broadcast", fail)
+        WRAPPERS[refused](module)
+    assert NaiveDDP(module) and error
+
+
+@pytest.mark.parametrize("wrapper", ALIKE)
+def test_reentrant_checkpoints_of_a_shared_layer(wrapper, alone):
+    """Each runs a backward pass of its own; `no_sync()` would not help."""
+    model, x = WRAPPERS[wrapper](nn.Linear(6, 6)), torch.ones(2, 6, requires_grad=True)
+    twice = lambda reentrant: checkpoint(
+        model, checkpoint(model, x, use_reentrant=reentrant), use_reentrant=reentrant
+    )
+    with pytest.raises(RuntimeError, match=r"reached (weight|bias) twice .* use_reentrant=False") as error:
+        twice(True).sum().backward()
+    assert "no_sync" not in str(error.value)
+    twice(False).sum().backward()
+    model.finish_gradient_synchronization()
 
 
 def test_a_group_is_needed():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
+import gc
 import hashlib
 import itertools
 import reprlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +20,15 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.parallel.buckets import gradient_dtype
+from cs336_systems.parallel.state import bytes_of
+
+FORGOTTEN = (
+    "parameters have been updated since the last backward pass, without finish_gradient_synchronization(); "
+    "call it after the backward pass of every step, before the optimizer's step"
+)
 
 _num_registered = 0
 """Counts what any module of this process is given, parameters and modules: while it stands still, none is new."""
@@ -32,6 +42,9 @@ def _count(*_: object) -> None:
 register_module_module_registration_hook(_count)
 register_module_parameter_registration_hook(_count)
 
+_alive: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+"""The wrappers of this process: no two may average the same gradients."""
+
 
 class DataParallel(nn.Module, abc.ABC):
     """What the five classes share; `_average_gradients` is what they differ in.
@@ -42,17 +55,22 @@ class DataParallel(nn.Module, abc.ABC):
         afterwards.
     process_group: the ranks that share the batch; None for all.
 
+    options: what else the class was given, the same on all ranks.
+
     Parameters that require no gradient here are left alone: freeze first, wrap then. The wrapper's hooks go when it
-    does; a module has one wrapper at a time. torch.compile may be used inside the module, on it, or on the wrapper; a
-    graph hands over its gradients when its whole backward pass has ended, so compile the blocks, not the model, where
+    does; a parameter has one wrapper at a time. torch.compile may be used inside the module, on it, or on the wrapper;
+    a graph hands over its gradients when its whole backward pass has ended, so compile the blocks, not the model, where
     communication is to overlap.
 
     Errors: ValueError for a module without a parameter to train, with sparse gradients (in the backward pass, where
-    that shows only there), that is wrapped already or differs between ranks (on all of them), or for a group that this
-    process is not in; RuntimeError where torch.distributed has not been initialized.
+    that shows only there) or buffers, that is wrapped already, also in part, or for a group that this process is not
+    in; on all ranks where they differ in class, options or module. RuntimeError where torch.distributed has not been
+    initialized, and in a backward pass if parameters have been updated with gradients that were not averaged.
     """
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ValueError(f"module is {module!r}; expected a torch.nn.Module")
@@ -64,17 +82,29 @@ class DataParallel(nn.Module, abc.ABC):
             raise ValueError(
                 f"module {type(module).__name__} has no parameter that requires a gradient; expected one at least"
             )
-        if any(isinstance(part, DataParallel) for part in module.modules()):
-            raise ValueError(
-                f"module {type(module).__name__} is wrapped already, or a part of it; wrap it once"
-            )
+        self._refuse_second_wrapper()
         self._refuse_sparse_gradients()
         self._num_registered = _num_registered
         self._accumulating = False
+        # the class comes first: those that differ in it have no other collective in common
+        self._check_same_on_all_ranks("wrappers and their options", (type(self).__name__, options))
         tensors = itertools.chain(module.named_parameters(), module.named_buffers())
         layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         self._check_same_on_all_ranks("the module's parameters and buffers", layout)
         self._copy_from_rank_0()
+        # by number: the version of each parameter whose gradient has arrived since gradients were averaged last
+        self._arrived: dict[int, int] = {}
+
+        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
+        # middle of a backward pass that may be waiting for the host: they know their numbers, so that nothing is
+        # looked up by tensor.
+        this = weakref.ref(self)
+        handles = [
+            p.register_post_accumulate_grad_hook(functools.partial(_call_gradient_is_ready, this, i))
+            for i, p in enumerate(self._trained)
+        ]
+        weakref.finalize(self, _remove, handles).atexit = False
+        _alive.add(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the batch."""
@@ -109,7 +139,16 @@ class DataParallel(nn.Module, abc.ABC):
         except RuntimeError as error:
             self._refuse_sparse_gradients(error)
             raise
+        self._arrived.clear()
         self._drop_those_that_nobody_has(absent, given_up)
+
+    def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
+        """What a backward pass calls when it has added to the gradient of a parameter, given with its number."""
+        if self._arrived.get(number, parameter._version) != parameter._version:
+            self._arrived.clear()  # what follows is another step
+            raise RuntimeError(FORGOTTEN)
+        if not self._accumulating:
+            self._arrived[number] = parameter._version
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -157,6 +196,19 @@ class DataParallel(nn.Module, abc.ABC):
                 f"the module has got parameters since it was wrapped: {', '.join(new)}; change it first, wrap then"
             )
 
+    def _refuse_second_wrapper(self) -> None:
+        def shared() -> list[str]:
+            averaged = {p for wrapper in _alive for p in wrapper._trained}
+            return [name for name, p in self.module.named_parameters() if p.requires_grad and p in averaged]
+
+        if shared():
+            gc.collect()  # a wrapper that was deleted may wait for that
+            if names := shared():
+                raise ValueError(
+                    f"module {type(self.module).__name__} is wrapped already, or a part of it: another wrapper "
+                    f"averages the gradients of {', '.join(names)}; delete that one first"
+                )
+
     def _refuse_sparse_gradients(self, cause: Exception | None = None) -> None:
         """ValueError for gradients that are sparse, or will be, by what is known of parameters and layers."""
         tensors = [(n, t) for n, p in self.module.named_parameters() for t in (p, p.grad) if t is not None]
@@ -184,8 +236,19 @@ class DataParallel(nn.Module, abc.ABC):
     def _copy_from_rank_0(self) -> None:
         for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
             contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, group=self.process_group, group_src=0)
+            # as bytes, since no backend knows all dtypes that a buffer may have
+            dist.broadcast(bytes_of(contiguous), group=self.process_group, group_src=0)
             tensor.copy_(contiguous)
+
+
+def _call_gradient_is_ready(wrapper: weakref.ref[DataParallel], number: int, parameter: nn.Parameter) -> None:
+    if (alive := wrapper()) is not None:
+        alive._gradient_is_ready(number, parameter)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _checked(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -37,21 +37,20 @@ sections 3.2 (gradient reduction) and 3.2.4 (gradient accumulation).
 from __future__ import annotations
 
 import abc
-import functools
 import math
 import numbers
 import threading
-import weakref
+import traceback
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.utils.hooks import RemovableHandle
+from torch.utils.checkpoint import CheckpointFunction
 
 from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype, sole
-from cs336_systems.parallel.data_parallel import DataParallel
+from cs336_systems.parallel.data_parallel import FORGOTTEN, DataParallel
 
 
 # ------------------------------------------------------------------------------------------------- averaging
@@ -133,8 +132,7 @@ class HookedDDP(DataParallel):
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, max_bytes: float) -> None:
-        super().__init__(module, process_group)
-        self._check_same_on_all_ranks("sizes of buckets (in bytes)", max_bytes)
+        super().__init__(module, process_group, bucket_bytes=max_bytes)
         # the last layers' gradients come first
         self.buckets: list[Bucket] = assign(reversed(self._trained), max_bytes)
         bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
@@ -144,16 +142,6 @@ class HookedDDP(DataParallel):
         self._order_is_rank_0s = False
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._begin_step()
-
-        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
-        # middle of a backward pass that may be waiting for the host: they know their numbers, so that nothing is
-        # looked up by tensor.
-        this = weakref.ref(self)
-        handles = [
-            p.register_post_accumulate_grad_hook(functools.partial(_call_gradient_is_ready, this, i))
-            for i, p in enumerate(self._trained)
-        ]
-        weakref.finalize(self, _remove, handles).atexit = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
@@ -166,45 +154,44 @@ class HookedDDP(DataParallel):
 
     def _begin_step(self) -> None:
         self._order.begin_step()
-        self._arrived = bytearray(len(self._trained))
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work] = []
         self._in_backward = False
 
-    def _begin_backward(self, parameter: nn.Parameter) -> None:
-        """Notes that a backward pass has begun, and a parameter as it is, to tell later whether it was updated."""
+    def _begin_backward(self) -> None:
         self._in_backward = True  # and so it stays if the pass raises
-        self._witness = parameter, parameter._version
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
-        if self._arrived[number]:
+        if number in self._arrived:
             self._refuse_second_pass(parameter)
         if self._accumulating:
             return
         index = self._bucket_of[number]
         with self._lock:
             if not self._in_backward:
-                self._begin_backward(parameter)
-            self._arrived[number] = True
+                self._begin_backward()
+            self._arrived[number] = parameter._version
             self._missing[index] -= 1
             if not self._missing[index]:
                 self._launch(self._order.ready(index))
 
     def _refuse_second_pass(self, parameter: nn.Parameter) -> NoReturn:
         self._in_backward = True  # for good: this pass fails
-        witness, version = self._witness
-        if witness._version != version:
+        if any(self._trained[i]._version != version for i, version in tuple(self._arrived.items())):
+            raise RuntimeError(FORGOTTEN)
+        names = ", ".join(name for name, p in self.module.named_parameters() if p is parameter)
+        # a reentrant checkpoint runs a backward pass of its own in the middle of the one that has reached it
+        if any(f.f_code is CheckpointFunction.backward.__code__ for f, _ in traceback.walk_stack(None)):
             raise RuntimeError(
-                "parameters have been updated since the last backward pass, without finish_gradient_synchronization(); "
-                "call it after the backward pass of every step, before the optimizer's step"
+                f"checkpointing has reached {names} twice in a backward pass, and its gradient is on its way; "
+                "checkpoint what is used several times with use_reentrant=False"
             )
-        names = [name for name, p in self.module.named_parameters() if p is parameter]
         raise RuntimeError(
-            f"a second backward pass has reached {', '.join(names)}, whose gradient is on its way; run all backward "
+            f"a second backward pass has reached {names}, whose gradient is on its way; run all backward "
             "passes of a step but the last inside no_sync(), and call finish_gradient_synchronization() after that"
         )
 
@@ -237,16 +224,6 @@ class HookedDDP(DataParallel):
             dist.broadcast(order, group=self.process_group, group_src=0)
             self._order.order, self._order_is_rank_0s = order.tolist(), True
         self._begin_step()
-
-
-def _call_gradient_is_ready(wrapper: weakref.ref[HookedDDP], number: int, parameter: nn.Parameter) -> None:
-    if (alive := wrapper()) is not None:
-        alive._gradient_is_ready(number, parameter)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class _LeavesGradients(HookedDDP):
