@@ -77,6 +77,14 @@ class Counting(torch.optim.SGD):
                     p -= factor * group["lr"] / group["taken"] * p.grad
 
 
+class Hidden(torch.optim.SGD):
+    """Keeps a setting where its groups do not tell it."""
+
+    def __init__(self, params, factor):
+        super().__init__(params, lr=0.1)
+        self.factor = factor
+
+
 def batch(step, dtype=torch.float64):
     generator = torch.Generator().manual_seed(100 + step)
     x, y = (torch.randn(8, n, generator=generator, device="cpu") for n in (10, 5))
@@ -516,6 +524,39 @@ def two_errors():
     with raised(ValueError, "parameter 1", "None", "rank 1"):
         parts = [torch.zeros(2), torch.zeros(2)][: 2 - dist.get_rank()]
         ShardedOptimizer([p.requires_grad_() for p in parts], torch.optim.SGD, lr=0.1)
+    rank, groups = dist.get_rank(), lambda *cuts: [{"params": [*model.parameters()][c]} for c in cuts]
+    adamw = torch.optim.AdamW
+    for first, second, words in (
+        ((adamw, {}), (torch.optim.Adam, {}), ["optimizer_cls", "AdamW.* on rank 0", "Adam.* on rank 1"]),
+        (
+            (adamw, {}),
+            (adamw, {"lr": torch.tensor(0.01)}),
+            ["lr of group 0 is 0.001 on rank 0 and 0.00999.* on rank 1"],
+        ),
+        ((adamw, {"betas": (0.9, 0.99)}), (adamw, {}), ["betas of group 0", "0.99"]),
+        ((adamw, {"foreach": True}), (adamw, {}), ["foreach of group 0 is True"]),
+        ((adamw, {"num_rounds": 2}), (adamw, {"num_rounds": 3}), ["num_rounds is 2 on rank 0 and 3"]),
+        ((Hidden, {"factor": 2}), (Hidden, {"factor": 3}), ["factor is 2 on rank 0 and 3"]),
+        ((adamw, {}), (torch.optim.LBFGS, {}), ["optimizer_cls=LBFGS"]),  # noticed by one rank alone
+        ((adamw, {"lr": -1}), (adamw, {}), ["Invalid learning rate: -1"]),
+    ):
+        cls, settings = (first, second)[rank]
+        with raised(ValueError, *words):
+            ShardedOptimizer(model.parameters(), cls, **settings)
+    for mine in (groups(slice(2), slice(2, None)), groups(slice(3), slice(3, None))), ([], groups(slice(2))):
+        with raised(
+            ValueError, "(the number of parameters of group 0 is 2 on rank 0 and 3|empty parameter list)"
+        ):
+            ShardedOptimizer(mine[rank], torch.optim.AdamW)
+    # the same settings, said otherwise
+    alike = ({"lr": 1, "betas": [0.9, 0.999]}, {"lr": torch.tensor(1.0)})[rank]
+    optimizer = ShardedOptimizer(groups(slice(2)), torch.optim.AdamW, **alike)
+    later = {"params": [*model.parameters()][2:4], "lr": 0.5 + rank}
+    for wrong in (later, {"params": [*model.parameters()][1 + rank : 2 + rank]}):
+        with raised(ValueError, "(lr of group 0 is 0.5 on rank 0|more than one parameter group)"):
+            optimizer.add_param_group(wrong)
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group(later | {"lr": 0.5})
     with raised(ValueError, "Muon only supports 2D"):
         ShardedOptimizer(model.parameters(), torch.optim.Muon)
     optimizer = ShardedOptimizer(Matrices().parameters(), torch.optim.Muon)
@@ -797,6 +838,35 @@ def test_states_and_parameters_that_are_not_its_own():
         optimizer.load_state_dict(torch.optim.AdamW([p, torch.zeros(1, requires_grad=True)]).state_dict())
     with pytest.raises(KeyError):
         optimizer.owner(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: {},
+        lambda saved: None,
+        lambda saved: [saved],
+        lambda saved: {"state": saved["state"]},
+        lambda saved: {"param_groups": saved["param_groups"]},
+        lambda saved: saved | {"state": None},
+        lambda saved: saved | {"param_groups": {}},
+        lambda saved: saved | {"param_groups": [3]},
+        lambda saved: saved | {"param_groups": [{"lr": 0.1}]},
+        lambda saved: saved | {"param_groups": []},
+        lambda saved: saved | {"param_groups": 2 * saved["param_groups"]},
+        lambda saved: saved | {"param_groups": [{"params": [0]}]},
+        lambda saved: saved | {"param_groups": [{"params": [0, 1]}]},
+    ],
+)
+def test_malformed_states_are_refused_and_change_nothing(change):
+    model = Matrices()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    train(model, optimizer, [0])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"state_dict|state dict|parameter group"):
+        optimizer.load_state_dict(change(copy.deepcopy(before)))
+    assert_same_state(before, optimizer.state_dict())
+    train(model, optimizer, [1])
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.readers import readers
 from cs336_systems.parallel.shares import assign
 from cs336_systems.parallel.state import bytes_of, gathered, is_dense
@@ -60,21 +60,15 @@ class ShardedOptimizer(Optimizer):
     at home. With one rank nothing is communicated.
 
     Errors: ValueError for an optimizer_cls, process_group or num_rounds that cannot be, for parameters whose memory has
-    gaps, and where ranks were given different parameters; whatever optimizer_cls raises, on all ranks. ValueError in
-    `step` if `param_groups` has got or lost parameters by other means than `add_param_group`; TypeError for `copy` and
-    `pickle`.
+    gaps, and on all ranks where their classes, settings or parameters differ, or one of them raises; whatever
+    optimizer_cls raises. ValueError in `step` if `param_groups` has got or lost parameters by other means than
+    `add_param_group`; TypeError for `copy` and `pickle`.
     """
 
     def __init__(
         self, params: Iterable[Any], optimizer_cls: type[Optimizer], process_group: dist.ProcessGroup | None = None,
         *, num_rounds: int = 4, **kwargs: Any,
     ) -> None:  # fmt: skip
-        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-            raise ValueError(f"optimizer_cls={optimizer_cls!r}; allowed: subclasses of torch.optim.Optimizer")
-        if issubclass(optimizer_cls, torch.optim.LBFGS | ShardedOptimizer):
-            raise ValueError(
-                f"optimizer_cls={optimizer_cls.__name__}; allowed: optimizers that update each parameter by itself"
-            )
         if not isinstance(num_rounds, int) or isinstance(num_rounds, bool) or num_rounds < 1:
             raise ValueError(f"num_rounds={num_rounds!r}; it must be a positive integer")
         if process_group is None and dist.is_initialized():
@@ -86,7 +80,7 @@ class ShardedOptimizer(Optimizer):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group else 0
         self.world_size = dist.get_world_size(process_group) if process_group else 1
-        self._new = lambda groups: optimizer_cls(groups, **kwargs)
+        self._class, self._kwargs = optimizer_cls, kwargs
         rounds = num_rounds if self.world_size > 1 else 1
         # Bytes by rank and round. Frozen parameters have no state, but may be thawed: they have a ledger of their own.
         self._loads = {kind: [[0] * rounds for _ in range(self.world_size)] for kind in (True, False)}
@@ -96,37 +90,42 @@ class ShardedOptimizer(Optimizer):
         self._pending: dict[int, list[Any]] = {}  # by round: what is still on its way
         # inside overlap_with: the rounds that step waits for, since no forward pass waits for all of them
         self._awaited_in_step: set[int] | None = None
-        super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
+        # Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another;
+        # with different settings an update would depend on who makes it.
+        with agreement(process_group):
+            super().__init__(params, defaults={})  # torch's own checks of the groups, by add_param_group
         self._share_out(self.param_groups)
 
     # --------------------------------------------------------------------------------------- parameters and owners
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's does, and shares out its parameters; those added before keep their owners."""
-        super().add_param_group(param_group)
-        if self._inner:  # not while the base class constructs: those groups are shared out together
-            try:
-                self._share_out(self.param_groups[-1:])
-            except Exception:
-                self.param_groups.pop()
-                raise
+        if not self._inner:  # the base class constructs: those groups are shared out together
+            super().add_param_group(param_group)
+            return
+        known = len(self.param_groups)
+        try:
+            with agreement(self.process_group):
+                super().add_param_group(param_group)
+            self._share_out(self.param_groups[known:])
+        except Exception:
+            del self.param_groups[known:]
+            raise
 
     def _share_out(self, groups: list[dict[str, Any]]) -> None:
         parameters = list(dict.fromkeys(p for group in groups for p in group["params"]))
-        for parameter in parameters:
-            if not is_dense(parameter):
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()} and layout "
-                    f"{parameter.layout}; allowed: strided memory without gaps or overlaps"
-                )
-        # The optimizer over stand-ins without elements: it holds no memory, tells the settings of all groups, and
-        # raises the class's own errors on all ranks, also on those that own nothing.
-        pattern = self._new(
-            [_settings(group) | {"params": map(_stand_in, group["params"])} for group in groups]
-        )
+        with agreement(self.process_group) as given:
+            pattern = self._pattern(parameters, groups)
+            given |= {"optimizer_cls": self._class, "num_rounds": len(self._owners)}
+            given |= {k: value for k, value in self._kwargs.items() if k not in pattern.defaults}
+            for number, p in enumerate(parameters):
+                layout = (tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad)
+                given[f"the shape, strides, dtype and requires_grad of parameter {number}"] = layout
+            for number, group in enumerate(pattern.param_groups):
+                settings = _settings(group) | {"the number of parameters": len(group["params"])}
+                given |= {f"{name} of group {number}": value for name, value in settings.items()}
         self.defaults = pattern.defaults
         for group, told in zip(groups, pattern.param_groups, strict=True):
             group.update(_settings(told))
-        self._check_that_ranks_agree(parameters)
 
         homes = {}
         for trainable, loads in self._loads.items():
@@ -153,20 +152,25 @@ class ShardedOptimizer(Optimizer):
             self._awaited_in_step.update(round_ for _, round_ in homes.values())
         self._sizes = [len(group["params"]) for group in self.param_groups]
 
-    def _check_that_ranks_agree(self, parameters: list[Tensor]) -> None:
-        """Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another."""
-        if self.world_size == 1:
-            return
-        everyones: list[Any] = [None] * self.world_size
-        mine = [(tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad) for p in parameters]
-        dist.all_gather_object(everyones, mine, group=self.process_group)
-        for rank, theirs in enumerate(everyones):
-            for index, (first, other) in enumerate(itertools.zip_longest(everyones[0], theirs)):
-                if first != other:
-                    raise ValueError(
-                        f"all ranks must give the same parameters in the same order; the shape, strides, dtype and "
-                        f"requires_grad of parameter {index} are {first} on rank 0 and {other} on rank {rank}"
-                    )
+    def _pattern(self, parameters: list[Tensor], groups: list[dict[str, Any]]) -> Optimizer:
+        """The optimizer over stand-ins without elements: it holds no memory, tells the settings of all groups, and
+        raises the class's own errors on all ranks, also on those that own nothing."""
+        if not (isinstance(self._class, type) and issubclass(self._class, Optimizer)):
+            raise ValueError(f"optimizer_cls={self._class!r}; allowed: subclasses of torch.optim.Optimizer")
+        if issubclass(self._class, torch.optim.LBFGS | ShardedOptimizer):
+            raise ValueError(
+                f"optimizer_cls={self._class.__name__}; allowed: optimizers that update each parameter by itself"
+            )
+        for parameter in parameters:
+            if not is_dense(parameter):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()} and layout "
+                    f"{parameter.layout}; allowed: strided memory without gaps or overlaps"
+                )
+        return self._new([_settings(group) | {"params": map(_stand_in, group["params"])} for group in groups])
+
+    def _new(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return self._class(groups, **self._kwargs)
 
     def owner(self, parameter: Tensor) -> int:
         """The rank (in the process group) that updates this parameter. KeyError for one that is not optimized here."""
@@ -326,8 +330,10 @@ class ShardedOptimizer(Optimizer):
         """Takes the settings, and of the state this rank's share, from what the plain or any sharded one has saved.
 
         No communication; each rank reads the whole dict (`torch.load(..., mmap=True)` reads no more than is taken).
-        Errors: ValueError where groups differ in number or size, or where the dict is another rank's share.
+        Errors: ValueError where groups differ in number or size, where the dict is another rank's share, or none that
+        an optimizer has saved; what was there stays then.
         """
+        _check_saved(state_dict)
         numbers = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         # where the two differ in length, torch's own check says so below
@@ -340,6 +346,7 @@ class ShardedOptimizer(Optimizer):
             )
         others = set(numbers) - mine
         state = {index: value for index, value in state_dict["state"].items() if index not in others}
+        before = self.state, self.param_groups
         super().load_state_dict({**state_dict, "state": state})
         # as torch does it for the plain optimizer: the class fills in what its older versions did not save
         for inner in self._inner:
@@ -349,11 +356,31 @@ class ShardedOptimizer(Optimizer):
             ]
             inner.__setstate__({"state": self.state, "param_groups": own})
         self._collect_settings()
+        for old, new in zip(before[1], self.param_groups, strict=True):
+            if lacking := sorted(_settings(old).keys() - new.keys()):
+                self.state, self.param_groups = before
+                raise ValueError(
+                    f"a group of the state_dict lacks {', '.join(lacking)}; it has {', '.join(new)}"
+                )
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _check_saved(state_dict: Any) -> None:
+    """ValueError for what has not the form of an optimizer's state dict."""
+    groups, state = (
+        state_dict.get(key) if isinstance(state_dict, dict) else None for key in ("param_groups", "state")
+    )
+    whole = isinstance(groups, list) and isinstance(state, dict)
+    if not whole or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        has = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(
+            f"state_dict holds {has or 'nothing'}; expected 'state', a dict, and 'param_groups', a list of dicts with "
+            "'params', a list of numbers"
+        )
 
 
 def _stand_in(parameter: Tensor) -> Tensor:
