@@ -381,12 +381,22 @@ def second_backward_pass_is_refused(seed):
     train_beside_a_single_process(seed, "plain", batches, once_more, backward, wrappers=OVERLAPPING)
 
 
+class OnData(torch.optim.SGD):
+    """Updates behind autograd's back."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data -= 0.1 * p.grad
+
+
 def forget_to_finish(seed):
     """Every second step is refused by the name of what was forgotten, and nothing else."""
-    for wrapper in WRAPPERS:
-        with about(wrapper):
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    for wrapper, make in itertools.product(WRAPPERS, (OPTIMIZERS["AdamW"], fused, OnData)):
+        with about(wrapper, make):
             model = WRAPPERS[wrapper](build("odd", seed))
-            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            optimizer = make(model.parameters())
             for fails in (False, True, False, True):
                 optimizer.zero_grad()
                 loss = model(torch.ones(2, 6).double()).sum()
@@ -996,6 +1006,21 @@ def test_reentrant_checkpoints_of_a_shared_layer(wrapper, alone):
     assert "no_sync" not in str(error.value)
     twice(False).sum().backward()
     model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("wrapper", ["naive", "flat"])
+def test_backward_passes_without_an_update_between_them_add_up(wrapper, alone):
+    """Though one that no wrapper averages is updated meanwhile."""
+    model, other = WRAPPERS[wrapper](Plain()), nn.Parameter(torch.ones(2))
+    for _ in range(2):
+        (model(torch.ones(2, 6)).sum() + other.sum()).backward()
+        torch.optim.SGD([other], lr=0.1, fused=True).step()
+    once = [p.grad.clone() for p in model.parameters()]
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    for p, both in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(2 * p.grad, both)
 
 
 def test_a_group_is_needed():

@@ -20,6 +20,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.parallel.buckets import gradient_dtype
@@ -44,6 +46,17 @@ register_module_parameter_registration_hook(_count)
 
 _alive: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 """The wrappers of this process: no two may average the same gradients."""
+
+
+def _note_updates(optimizer: Optimizer, *_: object) -> None:
+    """Called after the step of any optimizer: those that are fused, or write to `parameter.data`, count no version."""
+    for wrapper in _alive:
+        if wrapper._arrived:  # of a step that has not been finished
+            updated = {p for group in optimizer.param_groups for p in group["params"]}
+            wrapper._arrived |= {i: -1 for i in wrapper._arrived if wrapper._trained[i] in updated}
+
+
+register_optimizer_step_post_hook(_note_updates)
 
 
 class DataParallel(nn.Module, abc.ABC):
@@ -92,7 +105,8 @@ class DataParallel(nn.Module, abc.ABC):
         layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         self._check_same_on_all_ranks("the module's parameters and buffers", layout)
         self._copy_from_rank_0()
-        # by number: the version of each parameter whose gradient has arrived since gradients were averaged last
+        # by number: the version of each parameter whose gradient has arrived since gradients were averaged last; -1 if
+        # an optimizer has updated it since
         self._arrived: dict[int, int] = {}
 
         # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
