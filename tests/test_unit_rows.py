@@ -206,6 +206,10 @@ def csv(write):
         (["{},tflops", GOOD + ",1"], "columns that this version does not know: tflops"),
         (["{},source", GOOD + ",1"], "columns twice: source"),
         (["size,causal", "1,True"], "lacks the columns impl"),
+        (
+            ["size,impl,causal,rate,source,ms_p50,status,run,time_utc,env,code", GOOD],
+            "column 5 is source; .* ms_p50",
+        ),
         ([], "is empty"),
     ],
 )

@@ -135,6 +135,9 @@ def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tupl
             f"{path} lacks the columns {', '.join(lacking)}: an earlier version of the chapter measured it; "
             "move it away and measure again"
         )
+    if header != (ordered := [column for column in known if column in header]):
+        place = next(i for i, pair in enumerate(zip(header, ordered, strict=True)) if pair[0] != pair[1])
+        raise StoreError(f"{path}, column {place + 1} is {header[place]}; expected {ordered[place]}")
     rows: dict[tuple[Any, ...], dict[str, str]] = {}
     for line, row in found:
         try:
