@@ -354,6 +354,57 @@ def test_tables_that_are_not_there_are_noted(tmp_path):
     assert len(trace.notes) == 3 and not trace.kernels
 
 
+@pytest.mark.parametrize(
+    "form", ["_V2", "_V12", "_v3", "view", "view of _V2", "beside an empty one", "beside a poor one"]
+)
+def test_a_table_is_known_by_what_it_holds(tmp_path, form):
+    full, statements = read(training(), tmp_path), []
+    for table in (KERNELS, COPIES, FILLS, RUNTIME, NVTX, "StringIds"):
+        moved = (
+            f"{table}_V10" if "beside" in form else f"{table}{form}" if form[0] == "_" else f"{table}_data"
+        )
+        statements.append(f"ALTER TABLE {table} RENAME TO {table}_moved")
+        statements.append(f"ALTER TABLE {table}_moved RENAME TO {moved}")
+        if form.startswith("view"):
+            name = table + form.removeprefix("view").removeprefix(" of ")
+            statements.append(f"CREATE VIEW {name} AS SELECT * FROM {moved}")
+        elif "beside" in form:
+            statements.append(f"CREATE TABLE {table} AS SELECT * FROM {moved} LIMIT 0")
+            statements.append(f"CREATE TABLE {table}_V2 (start, id, note)")
+            statements.append(f"INSERT INTO {table}_V2 VALUES (1, 1, 'left over')")
+        if form == "beside a poor one":
+            statements += [f"DROP TABLE {table}", f"ALTER TABLE {table}_V2 RENAME TO {table}"]
+    assert read(training(), tmp_path, *statements) == full
+
+
+def test_of_two_whole_tables_the_plain_name_counts_then_the_latest(tmp_path):
+    copies = [f"CREATE TABLE {NVTX}_V{n} AS SELECT * FROM {NVTX} LIMIT {n}" for n in (2, 9, 10)]
+    assert len(read(training(), tmp_path, *copies).ranges) == 10
+    assert len(read(training(), tmp_path, *copies[:2], f"DROP TABLE {NVTX}").ranges) == 9
+    named = f"UPDATE {NVTX} SET text = 'the latest'"
+    renamed = f"ALTER TABLE {NVTX} RENAME TO {NVTX}_V11"
+    assert {found.name for found in read(training(), tmp_path, *copies, named, renamed).ranges} == {
+        "the latest"
+    }
+    other = f"ALTER TABLE {NVTX} RENAME TO {NVTX}_VERSION"  # another table, whose name only begins so
+    assert read(training(), tmp_path, other).notes == (f"no ranges were captured: there is no table {NVTX}",)
+
+
+def test_an_export_may_count_from_1970(tmp_path):
+    full, since = read(training(), tmp_path), 1_700_000_000_123_456_789
+    moves = [
+        f"UPDATE {table} SET start = start + {since}, end = end + {since}"
+        for table in SCHEMA
+        if "KIND" in table
+    ]
+    moves = [move for move in moves if "GRAPH" not in move]
+    trace = read(
+        training(), tmp_path, *moves, f"UPDATE {NVTX} SET start = start + {since}, end = end + {since}"
+    )
+    assert trace.paths == full.paths and trace.kernel_paths == full.kernel_paths
+    assert usage(trace, "step") == usage(full, "step") and trace.ranges[0].start_ns == since
+
+
 def test_columns_that_are_not_there(tmp_path):
     def lacking(table, *columns):
         return read(training(), tmp_path, *(f"ALTER TABLE {table} DROP COLUMN {name}" for name in columns))
@@ -458,6 +509,10 @@ def test_files_that_are_no_exports_are_refused(tmp_path):
             database.execute(f"CREATE TABLE {table}")
         with pytest.raises(ValueError, match=f"no export of Nsight Systems: its tables are {tables}"):
             read_nsys(path)
+    with pytest.raises(
+        ValueError, match="no export of Nsight Systems: there is no table StringIds; its tables"
+    ):
+        read(training(), tmp_path, without=["StringIds"])
 
 
 def test_damaged_exports_raise_nothing_but_value_errors(tmp_path):
@@ -523,6 +578,34 @@ def test_torch_traces_in_all_forms(tmp_path, form):
     assert calls(trace, "backward") == {"triton_poi_fused_mul_0": 1, SOFT: 2}
     assert trace.ranges[1] == Range("forward", 1_001_250, 1_021_750, 9, 1)
     assert trace.kernels[0] == Kernel(GEMM, 1_010_500, 1_040_625, 0, 7, 1_003_000, 9, 1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_traces_of_older_torch(tmp_path, whole):
+    """Times since 1970, whole or with fractions that a float would lose, other categories, threads as texts."""
+    older = {new: old for old, new in profiler.OLDER.items()}
+    events = torch_events()[1:]
+    for event in events:
+        if whole:
+            event["ts"], event["dur"] = int(event["ts"]), int(event["dur"])
+    new = read_torch(events)
+    path = tmp_path / "t.json"
+    for event in events:
+        event["cat"], event["tid"] = older.get(event["cat"], event["cat"]), str(event["tid"])
+        event["ts"] = (
+            f"@{1_700_000_000_000_000 + event['ts']:.3f}@" if not whole else event["ts"] + 17 * 10**14
+        )
+    path.write_text(json.dumps(events).replace('"@', "").replace('@"', ""))
+    old = read_torch(path)
+    assert old.source == "torch" and old.notes == new.notes and old.kernel_paths == new.kernel_paths
+    for before, after in zip(new.kernels + new.ranges, old.kernels + old.ranges, strict=True):
+        moved = {"start_ns": before.start_ns + 17 * 10**17, "end_ns": before.end_ns + 17 * 10**17}
+        if isinstance(before, Kernel) and before.launched_ns is not None:
+            moved["launched_ns"] = before.launched_ns + 17 * 10**17
+        assert after == before._replace(**moved)
+    with pytest.raises(ValueError, match="is no JSON file"):
+        path.write_text('[{"ts": 1e9999999999999999999}]')
+        read_torch(path)
 
 
 def test_launches_without_kernels_are_noted():

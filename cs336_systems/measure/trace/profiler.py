@@ -19,6 +19,8 @@ times in µs, by category (`ActivityType` in pytorch/kineto, libkineto/include/A
     cuda_runtime, cuda_driver        the launching calls, on their threads; args: correlation
     user_annotation                  torch.profiler.record_function
     cpu_op                           operators
+
+Older versions of torch have other names for categories (`OLDER`), threads as numbers in quotes, and times from 1970 on.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,14 @@ from cs336_systems.measure.trace.events import Kernel, Range, Trace
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
-MAX_US = 2**53 / 1000  # as much as a float of ns holds
+OLDER = {
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
+MAX_US, MAX_LENGTH_US = 2**62 / 1000, 2**53 / 1000  # from 1970 to 2116; a hundred days
 
 
 @contextmanager
@@ -106,19 +116,19 @@ def _load(path: Path) -> Any:
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-        return json.loads(data)
+        return json.loads(data, parse_float=Decimal)  # µs since 1970 have more digits than a float
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    except (ValueError, RecursionError) as error:  # of decoding, too
+    except (ValueError, RecursionError, ArithmeticError) as error:  # of decoding, too; of an endless exponent
         raise ValueError(f"{path} is no JSON file: {error}") from error
 
 
 def _read(events: Sequence[Mapping[str, Any]]) -> Trace:
     found: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
-        found.setdefault(event["cat"], []).append(event)
+        found.setdefault(OLDER.get(event["cat"], event["cat"]), []).append(event)
     ranges = [
-        Range(_text(e["name"]), *_interval(e), _integer(e["pid"]), _integer(e["tid"]))
+        Range(_text(e["name"]), *_interval(e), _integer(e["pid"]), _thread(e))
         for e in found.get("user_annotation", ())
     ]
     notes = []
@@ -141,7 +151,7 @@ def _kernels(found: Mapping[str, list[Mapping[str, Any]]]) -> list[Kernel]:
     for category in LAUNCH:
         for event in found.get(category, ()):
             if (call := event.get("args", {}).get("correlation")) is not None:
-                launch = (_interval(event)[0], _integer(event["pid"]), _integer(event["tid"]))
+                launch = (_interval(event)[0], _integer(event["pid"]), _thread(event))
                 launches[call] = min(launches.get(_integer(call), launch), launch)
     out = []
     for category in DEVICE:
@@ -158,7 +168,7 @@ def _operators(events: Sequence[Mapping[str, Any]]) -> list[Kernel]:
     threads: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
     for event in events:
         start, end = _interval(event)
-        key = (_integer(event["pid"]), _integer(event["tid"]))
+        key = (_integer(event["pid"]), _thread(event))
         threads.setdefault(key, []).append((start, end, _text(event["name"])))
     out = []
     for stream, ((process, thread), calls) in enumerate(threads.items()):
@@ -181,13 +191,18 @@ def _operators(events: Sequence[Mapping[str, Any]]) -> list[Kernel]:
 def _interval(event: Mapping[str, Any]) -> tuple[int, int]:
     """Start and end in ns."""
     start, length = event["ts"], event["dur"]
-    for value in (start, length):
-        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_US:
+    for value, most in ((start, MAX_US), (length, MAX_LENGTH_US)):
+        if type(value) not in (int, float, Decimal) or not math.isfinite(value) or abs(value) > most:
             raise ValueError(f"{str(value)[:40]!r} is no time in µs")
     if length < 0:
         raise ValueError(f"a duration of {length} µs")
     first = round(start * 1000)
     return first, first + round(length * 1000)
+
+
+def _thread(event: Mapping[str, Any]) -> int:
+    value = event["tid"]
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else _integer(value)
 
 
 def _integer(value: Any) -> int:

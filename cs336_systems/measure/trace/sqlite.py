@@ -11,6 +11,9 @@ Reference"), compared with the schemas of exports from 2023 to 2025. Only those 
     NVTX_EVENTS                       start, end, eventType, text or textId, globalTid, domainId
     StringIds                         id, value
 
+A name may have a version behind it (`NVTX_EVENTS_V2`), and may be that of a view. Times count from the start of the
+capture, or from 1970 (`nsys export --ts-normalize=true`).
+
 A global thread id holds the process in the bits from 24 on, and the thread in those below. Within a process a
 correlation id ties what the device did to the call that launched it; all kernels of a CUDA graph carry the one of
 their cudaGraphLaunch.
@@ -18,8 +21,9 @@ their cudaGraphLaunch.
 
 from __future__ import annotations
 
+import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,25 @@ KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME = (
     f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME")
 )
 NVTX, STRINGS = "NVTX_EVENTS", "StringIds"
+GPU = "TARGET_INFO_GPU"
+# the columns without which a table is of no use here (a kernel's name, one of NAME_COLUMNS, comes last), and others
+_PLACE = ("deviceId", "correlationId", "globalPid")
+COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    KERNEL: (("start", "end", "streamId"), _PLACE),
+    MEMCPY: (("start", "end", "streamId", "copyKind"), _PLACE),
+    MEMSET: (("start", "end", "streamId"), _PLACE),
+    GRAPH: (("start", "end", "streamId"), _PLACE),
+    RUNTIME: (("start",), ("correlationId", "globalTid")),
+    NVTX: (("start", "eventType"), ("end", "globalTid", "textId", "domainId", "text")),
+    STRINGS: (("id", "value"), ()),
+    GPU: ((), ()),
+}
 NAME_COLUMNS = ("demangledName", "shortName", "mangledName")
+TEXTS, TIMES = ("text", "value"), ("start", "end")
 THREAD_BITS = 24
 RANGE_EVENTS = (59, 60, 70, 71)  # push/pop and start/end, of NVTX and imported from a text
 DOMAIN_EVENT = 75  # a library declares a domain of its own
-MAX_NS = 2**53  # a hundred days
+MAX_NS, MAX_LENGTH_NS = 2**62, 2**53  # from 1970 to 2116; a hundred days
 # CUpti_ActivityMemcpyKind, spelled as torch's profiler does
 COPIES = ("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 
@@ -78,24 +96,44 @@ class _Export:
 
     def __init__(self, path: Path, database: sqlite3.Connection) -> None:
         self.path, self.database = path, database
-        found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.tables = sorted(str(row[0]) for row in found)
+        found = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        self.names = sorted(str(row[0]) for row in found)
+        self.tables = {kind: name for kind in COLUMNS if (name := self.resolve(kind)) is not None}
         self.strings: dict[int, str | None] = {}
         self.notes: list[str] = []
 
+    def resolve(self, kind: str) -> str | None:
+        """The name of the table or view that holds this kind: with all that is needed, with rows, with most of the
+        other columns, without a version or with the latest; None if there is none of this name."""
+
+        def rank(name: str) -> tuple[bool, bool, int, float]:
+            known = set(self.columns(name))
+            empty = self.database.execute(f'SELECT 1 FROM "{name}" LIMIT 1').fetchone() is None
+            lacks = bool(set(self.needed(kind, known)) - known)
+            return lacks, empty, len(set(COLUMNS[kind][1]) - known), -float(name[len(kind) + 2 :] or "inf")
+
+        pattern = re.compile(rf"{kind}(_V\d{{1,9}})?", re.IGNORECASE)
+        return min(filter(pattern.fullmatch, self.names), key=rank, default=None)
+
+    def needed(self, kind: str, known: Collection[str]) -> list[str]:
+        name = next((name for name in NAME_COLUMNS if name in known), NAME_COLUMNS[0])
+        return [*COLUMNS[kind][0], *([name] if kind == KERNEL else [])]
+
     def read(self) -> Trace:
-        if STRINGS not in self.tables or not {KERNEL, RUNTIME, NVTX, "TARGET_INFO_GPU"} & set(self.tables):
-            there = f"its tables are {', '.join(self.tables[:8])}" if self.tables else "it has no tables"
+        if STRINGS not in self.tables or not {KERNEL, RUNTIME, NVTX, GPU} & set(self.tables):
+            there = f"its tables are {', '.join(self.names[:8])}" if self.names else "it has no tables"
+            if self.tables.keys() - {STRINGS}:
+                there = f"there is no table {STRINGS}; {there}"
             raise ValueError(f"{self.path} is no export of Nsight Systems: {there}")
-        self.strings = dict(self.rows(STRINGS, ["id"], texts=["value"]))
+        self.strings = dict(self.rows(STRINGS))
         launches = self.launches()
         kernels = [
-            kernel for table in (KERNEL, MEMCPY, MEMSET, GRAPH) for kernel in self.kernels(table, launches)
+            kernel for kind in (KERNEL, MEMCPY, MEMSET, GRAPH) for kernel in self.kernels(kind, launches)
         ]
         ranges = self.ranges(max((kernel.end_ns for kernel in kernels), default=0))
-        for table, what in ((KERNEL, "kernels"), (RUNTIME, "launches"), (NVTX, "ranges")):
-            if table not in self.tables:
-                self.notes.append(f"no {what} were captured: there is no table {table}")
+        for kind, what in ((KERNEL, "kernels"), (RUNTIME, "launches"), (NVTX, "ranges")):
+            if kind not in self.tables:
+                self.notes.append(f"no {what} were captured: there is no table {kind}")
         if GRAPH in self.tables:
             self.notes.append(
                 "CUDA graphs were captured as a whole; --cuda-graph-trace=node shows their kernels"
@@ -107,26 +145,29 @@ class _Export:
         return Trace("nsys", tuple(kernels), tuple(ranges), tuple(self.notes))
 
     def columns(self, table: str) -> list[str]:
-        return [str(row[1]) for row in self.database.execute(f"PRAGMA table_info({table})")]
+        return [str(row[1]) for row in self.database.execute(f'PRAGMA table_info("{table}")')]
 
-    def rows(
-        self, table: str, needed: Sequence[str], *, optional: Sequence[str] = (), texts: Sequence[str] = ()
-    ) -> list[tuple[Any, ...]]:
-        """A table's columns in this order: integers, integers and texts that may be NULL (or that it does not have)."""
+    def rows(self, kind: str) -> list[tuple[Any, ...]]:
+        """The columns of `COLUMNS`. All but those needed may hold NULL or not be there; texts may hold NULL."""
+        table = self.tables[kind]
         known = self.columns(table)
+        needed = self.needed(kind, known)
         if missing := [name for name in needed if name not in known]:
             raise ValueError(
                 f"{self.path}: table {table} lacks {', '.join(missing)}; it has {', '.join(known)}"
             )
-        names = [*needed, *optional, *texts]
+        names = [*needed, *COLUMNS[kind][1]]
         chosen = ", ".join(f'"{name}"' if name in known else "NULL" for name in names)
-        rows = self.database.execute(f"SELECT {chosen} FROM {table}").fetchall()
+        rows = self.database.execute(f'SELECT {chosen} FROM "{table}"').fetchall()
         for place, name in enumerate(names):
-            kind, empty = str if name in texts else int, () if name in needed else (None,)
-            bound = MAX_NS if name in ("start", "end") else 2**63
+            type_, empty = str if name in TEXTS else int, () if {name} & set(needed) - set(TEXTS) else (None,)
+            bound = MAX_NS if name in TIMES else 2**63
             for row in rows:
                 value = row[place]
-                if (type(value) is not kind or (kind is int and abs(value) > bound)) and value not in empty:
+                wrong = type(value) is not type_ or (type_ is int and abs(value) > bound)
+                if (wrong and value not in empty) or (
+                    name == "end" and (value or 0) - row[0] > MAX_LENGTH_NS
+                ):
                     raise ValueError(f"{self.path} is damaged: {table}.{name} holds {str(value)[:40]!r}")
         return rows
 
@@ -140,28 +181,22 @@ class _Export:
         """Process and correlation id → start and thread of the call; where calls are nested, of the outer one."""
         out: dict[tuple[int, int], tuple[int, int]] = {}
         if RUNTIME in self.tables:
-            for start, call, thread in self.rows(RUNTIME, ["start"], optional=["correlationId", "globalTid"]):
+            for start, call, thread in self.rows(RUNTIME):
                 if call is not None and thread is not None:
                     key = (thread >> THREAD_BITS, call)
                     out[key] = min(out.get(key, (start, thread)), (start, thread))
         return out
 
-    def kernels(self, table: str, launches: dict[tuple[int, int], tuple[int, int]]) -> list[Kernel]:
+    def kernels(self, kind: str, launches: dict[tuple[int, int], tuple[int, int]]) -> list[Kernel]:
         """The operations of the device that one table holds; none if there is no such table."""
-        if table not in self.tables:
-            return []
-        known = self.columns(table)
-        kernel_name = next((name for name in NAME_COLUMNS if name in known), NAME_COLUMNS[0])
-        what = {KERNEL: kernel_name, MEMCPY: "copyKind"}.get(table, "streamId")
         out = []
-        for start, end, stream, number, device, call, process in self.rows(
-            table, ["start", "end", "streamId", what], optional=["deviceId", "correlationId", "globalPid"]
-        ):
+        rows = self.rows(kind) if kind in self.tables else []
+        for start, end, stream, *number, device, call, process in rows:
             if end < start:
-                raise ValueError(f"{self.path} is damaged: an event of {table} ends before it begins")
-            name = {MEMSET: "Memset", GRAPH: "[CUDA graph]"}.get(table)
+                raise ValueError(f"{self.path} is damaged: an event of {kind} ends before it begins")
+            name = {MEMSET: "Memset", GRAPH: "[CUDA graph]"}.get(kind)
             if name is None:
-                name = self.text(number) if table == KERNEL else _copy_name(number)
+                name = self.text(number[0]) if kind == KERNEL else _copy_name(number[0])
             process = -1 if process is None else process >> THREAD_BITS
             launched, thread = launches.get((process, call), (None, None))
             out.append(Kernel(name, start, end, device or 0, stream, launched, process, thread))
@@ -171,8 +206,7 @@ class _Export:
         """The ranges of NVTX. One that is still open ends with the last event, not before `last`."""
         if NVTX not in self.tables:
             return []
-        optional = ["end", "globalTid", "textId", "domainId"]
-        rows = self.rows(NVTX, ["start", "eventType"], optional=optional, texts=["text"])
+        rows = self.rows(NVTX)
         libraries = {}
         for start, event, end, thread, text_id, domain, text in rows:
             last = max(last, start, start if end is None else end)
