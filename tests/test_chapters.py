@@ -168,6 +168,24 @@ def test_a_laptops_rows(chapter, results_root):
 
 
 @pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
+    """Whatever a merged folder says is shown as it is: in tables, sentences and what names the machine."""
+    bad = "<script>a</script> <img src=x onerror=b> [c](javascript:d) `e` $\\f$ {g}`h` | <!--"
+    for experiment in experiments.of_chapter(experiments.load(chapter)):
+        failed = lambda case: {"status": f"error: {bad}"}
+        step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", failed)
+    named = dict.fromkeys(("cpu", "gpu", "driver", "torch", "triton"), bad)
+    rows.write_environment("laptop", results_root, {"00000000": named | {"gpus": bad}})
+    _, shown = run(chapter, machine="laptop", preset="smoke")
+    data = [thing if isinstance(thing, dict) else {"text/markdown": thing.data} for thing in shown]
+    data = [str(text) for kinds in data for kind, text in kinds.items() if kind != "text/plain"]
+    for text in data:
+        text = re.sub(r"<p>.*?</p>", "", text, flags=re.S) if text.startswith("<div") else text
+        assert not re.search(r"<script|<img|<!--|\]\(javascript|\$\\f|\{g\}`", text)
+    assert any("&#60;script&#62;" in text for text in data)
+
+
+@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
 def test_without_rows_only_what_is_derived_is_decided(chapter, results_root):
     sentences, shown = run(chapter)
     assert shown and {s.part for s in sentences if s.outcome is not None} <= DERIVED

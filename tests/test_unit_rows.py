@@ -556,6 +556,18 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
+def test_what_is_written_can_be_merged(fake, root, tmp_path, write, read):
+    write({"status": "error: RuntimeError: \x1b[31m\tred\n"}, m="gpu-x1", to=tmp_path / "other")
+    rows.merge([fake], tmp_path / "other", root)
+    assert read("status", "gpu-x1") == ["error: RuntimeError:  [31m red "]
+
+
+@pytest.mark.parametrize("name", ["<b>", "a b", "a`", "../x", ".x", "a\n"])
+def test_a_machine_whose_name_is_none_is_refused(fake, root, tmp_path, write, name):
+    with pytest.raises(ValueError, match="allowed are letters"):
+        rows.read(fake, name, root)
+
+
 @pytest.mark.parametrize("measured", ["ok", "oom"])
 @pytest.mark.parametrize("hindered", ["skipped: needs a package", "oom: other processes held 7 GiB"])
 def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
@@ -584,6 +596,22 @@ def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         ("there/b/machine.json", lambda text: text[:-3], "line 4"),
         ("here/b/machine.json", lambda text: text[:-3], "line 4"),
+        ("there/b/machine.json", lambda text: text.replace("cores", "co\\u001bres"), "control character"),
+        ("there/b/machine.json", lambda text: text.replace("2.0", '"a\\nb"'), "control character"),
+        ("there/b/machine.json", lambda text: text.replace("2.0", "[2]"), "expected a text or a number"),
+        (
+            "there/b/machine.json",
+            lambda text: text.replace("cores", "driver"),
+            "driver is .2.0.; expected a text",
+        ),
+        ("there/b/machine.json", lambda text: text.replace('"cores": 2.0', '"gpu": {}'), "expected a text"),
+        (
+            "there/b/fake_chapter.csv",
+            lambda text: text.replace(",ok,", ",ok: \x1b[31m,"),
+            "control character",
+        ),
+        ("there/b/fake_chapter.csv", lambda text: text.replace(",ok,", ",ok: \u202e,"), "control character"),
+        ("there/b/fake_chapter/c.json", lambda text: text.replace("there", "\\u0007"), "control character"),
         ("here/b/fake_chapter.csv", lambda text: text.replace("a,True", "a,Tru"), "line 2: causal=Tru"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems import experiments
-from cs336_systems.report.tables import show
+from cs336_systems.report.tables import escaped, show
 from cs336_systems.store import measuring
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digests
@@ -244,6 +244,9 @@ class Chapter:
             frame = grid.reindex(columns=store.columns(self.experiment))
         else:
             known = store.read(self.experiment, machine, self.root)
+            for column in known.columns.difference(fields):  # those hold only what the grid does
+                if not pd.api.types.is_numeric_dtype(known[column]):
+                    known[column] = known[column].map(escaped)
             if len(known):
                 known = known.astype({f: grid[f].dtype for f in fields})
                 frame = grid.merge(known, on=fields, how="left")
@@ -266,10 +269,10 @@ class Chapter:
         return code_digests(self.experiment)
 
     def environments(self, machine: str) -> dict[str, dict[str, Any]]:
-        """What `machine.json` says about the environments that the machine's rows name."""
+        """What `machine.json` says about the environments that the machine's rows name, its texts escaped."""
         known = store.environments(machine, self.root)
         used = self.rows(machine=machine)["env"].dropna().unique()
-        return {digest: known.get(digest, {}) for digest in used}
+        return {d: {key: escaped(value) for key, value in known.get(d, {}).items()} for d in used}
 
     def provenance(self, *more: Chapter) -> str:
         """Sentences (Markdown): on what machine, with which versions and when the rows were measured, those of `more`

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from cs336_systems import experiments
+from cs336_systems.report.tables import escaped
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
 
@@ -21,5 +22,5 @@ def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
     counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
     earlier = int((frame["code"] != code_digest(experiment)).sum())
     return pd.DataFrame(
-        [{"machine": machine} | counts | {"day": max(frame["time_utc"])[:10], "earlier": earlier}]
+        [{"machine": machine} | counts | {"day": escaped(max(frame["time_utc"])[:10]), "earlier": earlier}]
     )

@@ -34,10 +34,12 @@ def write(
     made.append(out / "report.md")
     known = {key: value for key, value in environment().items() if key in _SHOWN and value not in (None, 0)}
     printed = tables.printed(table)
-    failed = [f"- {status}" for status in dict.fromkeys(rows["status"]) if status != "ok"]
+    failed = [f"- {tables.escaped(status)}" for status in dict.fromkeys(rows["status"]) if status != "ok"]
     parts = [
         f"# {title}",
-        f"Machine `{machine_name()}`: " + ", ".join(f"{key} {value}" for key, value in known.items()) + ".",
+        f"Machine `{machine_name()}`: "
+        + ", ".join(f"{key} {tables.escaped(value)}" for key, value in known.items())
+        + ".",
         *notes,
         *(f"![{picture}]({picture}.png)" for picture in pictures),
         printed.to_markdown(index=False, disable_numparse=True),

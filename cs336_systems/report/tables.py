@@ -14,7 +14,12 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.store.files import visible
+
 EMPTY = "–"
+# what means something in Markdown (math, roles and substitutions included), HTML or matplotlib's texts, and what cannot
+# be seen
+_MARKUP = {ord(c): f"&#{ord(c)};" for c in "&<>\"'`*[]|$\\{}~"}
 _LONG = 30  # rows: what Sphinx sets as a table of several pages
 
 
@@ -41,6 +46,14 @@ def fmt(value: Any, digits: int = 3) -> str:
         return f"{mantissa}e{int(power)}".replace("-", "−")
     decimals = max(0, digits - 1 - exponent)
     return f"{round(value, digits - 1 - exponent):,.{decimals}f}".replace("-", "−")
+
+
+def escaped(value: Any) -> Any:
+    """A text of a row, a `machine.json` or an exception as one that Markdown and HTML show as it is: with entities for
+    what has a meaning there, and without control characters. Other values as they are."""
+    if not isinstance(value, str):
+        return value
+    return visible(value).translate(_MARKUP)
 
 
 def percent(share: float | None, digits: int = 2) -> str:
@@ -127,7 +140,8 @@ def _wraps(texts: Sequence[str]) -> bool:
 
 
 def _html_text(text: str) -> str:
-    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
+    text = re.sub(r"&amp;(#\d+;)", r"&\1", html.escape(text, quote=False))  # what `escaped` has made stays
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
     text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.report.tables import fmt, percent
+from cs336_systems.report.tables import escaped, fmt, percent
 from cs336_systems.store import rows as store
 from cs336_systems.store.files import StoreError, read_table
 
@@ -173,6 +173,7 @@ def published(what: str) -> Row:
     value = pd.to_numeric(figure["value"], errors="coerce")
     if not 0 < value < math.inf:
         raise StoreError(f"{path}, line {line}: value={figure['value']}: expected a number above 0")
+    figure = {column: escaped(text) for column, text in figure.items()}
     return Row(figure | {"value": float(value), "status": "ok"}, what)
 
 

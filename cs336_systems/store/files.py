@@ -13,6 +13,7 @@ import json
 import os
 import stat
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -101,6 +102,23 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name!r} twice in one object")
         found[name] = value
     return found
+
+
+def visible(text: str) -> str:
+    """The text with a space for each control, format or half character and each end of a line."""
+    if text.isprintable():
+        return text
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
+
+
+def refuse_control(where: str, value: Any) -> None:
+    """StoreError for a text with a control character, in whatever objects and lists of JSON."""
+    if isinstance(value, str) and visible(value) != value:
+        raise StoreError(f"{where}: {value[:60]!r} holds a control character")
+    for part in (
+        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        refuse_control(where, part)
 
 
 def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:

@@ -33,10 +33,21 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.store.files import StoreError, changing, read_json, read_table, replace
+from cs336_systems.store.files import (
+    StoreError,
+    changing,
+    read_json,
+    read_table,
+    refuse_control,
+    replace,
+    visible,
+)
 from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
 
+_MACHINE = re.compile(r"(\w[\w.+-]*)?")  # empty: none
+# what `machine.environment` holds besides numbers
+_TEXTS = ("cpu", "os", "python", "torch", "triton", "gpu", "capability", "driver", "cuda")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 _LISTS = re.compile(r"^turns_|(_each|losses|sums|_tokens|_seconds)$")  # metrics with several numbers a row
 TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -63,7 +74,9 @@ def results_root(start: str | Path | None = None) -> Path:
 
 
 def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
-    """`<root>/<machine>/<table>.csv`."""
+    """`<root>/<machine>/<table>.csv`; ValueError for a machine's name that holds more than letters, digits, `._+-`."""
+    if not _MACHINE.fullmatch(machine):
+        raise ValueError(f"machine {machine!r}: allowed are letters, digits, and . _ + - within")
     return (root or results_root()) / machine / f"{table}.csv"
 
 
@@ -115,7 +128,7 @@ def _text(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return str(value).replace("\r", " ")  # which the csv module would not quote
+    return visible(str(value))  # what `merge` takes
 
 
 def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tuple[Any, ...], dict[str, str]]:
@@ -195,6 +208,10 @@ def environments(machine: str, root: Path | None = None) -> dict[str, dict[str, 
     for digest, spelled_out in found.items():
         if not isinstance(spelled_out, dict):
             raise StoreError(f"{path}: {digest} is {spelled_out!r}; expected an object")
+        for key, value in spelled_out.items():
+            if not isinstance(value, str | None if key in _TEXTS else str | int | float | None):
+                what = "a text" if key in _TEXTS else "a text or a number"
+                raise StoreError(f"{path}: {digest}: {key} is {str(value)[:60]!r}; expected {what}")
     return found
 
 
@@ -271,11 +288,13 @@ def merge(
             raise ValueError(f"{path} is no table of this version; those are {', '.join(by_name)}")
         found[path] = _load_with_times(by_name[path.stem], path)
         for file in sorted(path.with_suffix("").glob("*.json")):
-            read_json(file)  # refuses a damaged one
+            refuse_control(str(file), read_json(file))  # or a damaged one
             beside.setdefault(path, {})[file.name] = file.read_text(encoding="utf-8")
     if not found:
         raise ValueError(f"{source} holds no <machine>/<table>.csv")
     spelled_out = {path.parent.name: environments(path.parent.name, source) for path in found}
+    for machine, known in spelled_out.items():
+        refuse_control(str(source / machine / "machine.json"), known)
     texts = {}
     with ExitStack() as stack:
         for machine, more in sorted(spelled_out.items()):
@@ -300,6 +319,7 @@ def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...]
     """`load`, for rows whose times are compared."""
     rows = load(experiment, path, numbers=True)
     for key, row in rows.items():
+        refuse_control(f"{path}, {' '.join(map(str, key))}", list(row.values()))
         if not _is_time(row["time_utc"]):
             case = " ".join(map(str, key))
             raise StoreError(

@@ -6,6 +6,7 @@ over the steps that were recorded.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.pages.benchmarking import primary as primary
-from cs336_systems.report.tables import pivot
+from cs336_systems.report.tables import escaped, pivot
 from cs336_systems.report.trace_figure import steps_figure
 from cs336_systems.sizes import SIZES
 
@@ -97,8 +98,8 @@ def longest(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
             continue
         uses: dict[tuple[str, str], list[float]] = {}
         for cell in found["longest"]:
-            for name, kind, calls, ms in json.loads(cell):
-                use = uses.setdefault((name, kind), [0.0, 0.0])
+            for name, kind, calls, ms in json.loads(html.unescape(cell)):
+                use = uses.setdefault((escaped(name), escaped(kind)), [0.0, 0.0])
                 use[0] += calls
                 use[1] += ms
         total = found["kernel_ms"].sum()
