@@ -16,7 +16,7 @@ Auto = Annotated[str, typer.Option(help="One value, or auto: what this machine i
 Batch = Annotated[
     str, typer.Option(help="Sequences of a step on each rank (`train` counts those of all); or several.")
 ]
-Out = Annotated[Path, typer.Option(help="The folder to write: CSV, pictures, report.md.")]
+Out = Annotated[str, typer.Option(help="The folder to write: CSV, pictures, report.md.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/, too.")]
 
@@ -26,7 +26,7 @@ def matrix(
     size: Auto = "auto", context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
     compile: Values = "off", steps: Values = "12",
     ranks: Annotated[int, typer.Option(min=0, help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = 0,
-    out: Out = Path("runs/matrix"), refresh: Refresh = "missing", save: Save = True,
+    out: Out = "runs/matrix", refresh: Refresh = "missing", save: Save = True,
 ) -> None:  # fmt: skip
     """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
     from cs336_systems import experiments
@@ -65,7 +65,7 @@ def sweep(
     attention: Values = "reference,reference_compiled,sdpa,flash_torch,flash_triton", dtype: Auto = "auto",
     head_dim: Values = "64", heads: Values = "12", batch: Values = "4",
     cap_gib: Annotated[str, typer.Option(help="GiB of GPU memory to use at most; 0: all.")] = "0",
-    out: Out = Path("runs/sweep"), refresh: Refresh = "missing", save: Save = True,
+    out: Out = "runs/sweep", refresh: Refresh = "missing", save: Save = True,
 ) -> None:  # fmt: skip
     """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
     from cs336_systems import experiments
@@ -119,7 +119,7 @@ def _products(chosen: dict[str, list[Any]], *fields: str) -> list[dict[str, Any]
 
 
 def _measure(
-    experiment: ModuleType, cases: Sequence[Any], out: Path, refresh: str, save: bool,
+    experiment: ModuleType, cases: Sequence[Any], out: str, refresh: str, save: bool,
     folder: Callable[[Any, Path], list[Path]],
 ) -> None:  # fmt: skip
     """Measures the cases and writes the folder; exit code 1 where some of them ended in an error."""
@@ -132,12 +132,12 @@ def _measure(
     with terminal.wrong_input():
         refresh = experiments.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        make_folder("--out", out)
-    with terminal.wrong_input(), alone(out, terminal.say):
+        place = make_folder("--out", out)
+    with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, {})
         frame.insert(0, "machine", machine_name())
         with figures.styled():
-            for path in folder(frame.reset_index(drop=True), out):
+            for path in folder(frame.reset_index(drop=True), place):
                 typer.echo(path)
     if failure:
         terminal.fail(failure)

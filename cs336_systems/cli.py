@@ -204,7 +204,7 @@ def _claims() -> None:
 @app.command()
 def submit(
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write to; submission/ in the checkout by default.")
+        str | None, typer.Option(help="The folder to write to; submission/ in the checkout by default.")
     ] = None,
     skip_tests: Annotated[bool, typer.Option("--skip-tests", help="Run no test before packing.")] = False,
 ) -> None:

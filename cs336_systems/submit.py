@@ -14,8 +14,8 @@ from cs336_systems.store.files import alone, make_folder
 
 # What of the checkout is handed in: folders, and files beside them.
 BELONGS = {
-    "cs336_systems", "tests", "book", "results", "tools", "README.md", "LICENSE", "Makefile", "pyproject.toml",
-    "constraints.txt", "_config.yml", "_toc.yml",
+    "cs336_systems", "tests", "book", "results", "tools", "README.md", "TRAINING.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    "CITATION.cff", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "_config.yml", "_toc.yml",
 }  # fmt: skip
 LIMIT_MB = 50  # code.zip is for code; what is larger holds something else
 
@@ -24,7 +24,7 @@ class SubmitError(RuntimeError):
     """There is nothing to hand in; the message says why."""
 
 
-def submit(out: Path | None = None, skip_tests: bool = False) -> list[str]:
+def submit(out: str | Path | None = None, skip_tests: bool = False) -> list[str]:
     """Runs the tests, builds the PDF, packs the code, and returns what to tell about it, in lines.
 
     Args:
@@ -38,8 +38,7 @@ def submit(out: Path | None = None, skip_tests: bool = False) -> list[str]:
         BookError: LaTeX is not installed, or as `build`.
     """
     root = project_root()
-    out = out or root / "submission"
-    make_folder("--out", out)
+    out = make_folder("--out", root / "submission" if out is None else out)
     build.missing_latex()  # known before the minutes that the tests take
     if not skip_tests:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import zipfile
+from pathlib import PurePath
 
 import pytest
 from typer.testing import CliRunner
@@ -118,6 +120,23 @@ def test_tests_that_pass_and_tests_that_are_skipped(project, built):
     done = call("--skip-tests")
     assert done.exit_code == 0 and "the tests were skipped" in done.stdout
     assert (project / "submission" / "writeup.pdf").read_bytes() == b"%PDF"
+
+
+@pytest.mark.parametrize("out", ["", "  "])
+def test_a_folder_without_a_name_is_refused(project, built, out):
+    done = call("--skip-tests", "--out", out)
+    assert done.exit_code == 2 and f"--out {out!r}: expected the name of a folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (project / "code.zip").exists()
+
+
+def test_no_link_of_a_page_leads_out_of_the_archive(project_root):
+    names = {
+        name for path in submit.files(project_root)[0] for name in (path, *map(str, PurePath(path).parents))
+    }
+    for page in (name for name in names if name.endswith(".md")):
+        for link in re.findall(r"\]\(([^)\s#:]+)[^)]*\)", (project_root / page).read_text()):
+            target = os.path.normpath(PurePath(page).parent / link)
+            assert target in names or not (project_root / target).exists(), f"{page}: {link}"
 
 
 def test_without_latex_no_test_runs(project, monkeypatch):

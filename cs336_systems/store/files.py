@@ -172,8 +172,12 @@ def replace(texts: Mapping[Path, str]) -> None:
                 temporary.unlink()
 
 
-def make_folder(option: str, folder: Path) -> None:
-    """Makes a folder; ValueError, before the work whose results it is for, where nothing can be written into it."""
+def make_folder(option: str, folder: str | Path) -> Path:
+    """Makes a folder, and returns its path; ValueError, before the work whose results it is for, where nothing can be
+    written into it, or where its name is blank."""
+    if not str(folder).strip():
+        raise ValueError(f"{option} {str(folder)!r}: expected the name of a folder")
+    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -182,6 +186,7 @@ def make_folder(option: str, folder: Path) -> None:
         raise ValueError(
             f"{option} {folder}: it is not a folder that can be written: {error.strerror}"
         ) from error
+    return folder
 
 
 @contextmanager

@@ -36,7 +36,17 @@ def roof_table(chapter: Chapter) -> pd.DataFrame:
                     "ridge, FLOP/byte": measured / (found.tb_per_s or math.nan)
                     if kind == "matmul" else math.nan,
                 })  # fmt: skip
-    return pd.DataFrame(out).astype({"at side, or MiB": "Int64"})
+    heads = [
+        "machine",
+        "roof",
+        "unit",
+        "data sheet",
+        "measured",
+        "of data sheet, %",
+        "at side, or MiB",
+        "ridge, FLOP/byte",
+    ]
+    return pd.DataFrame(out, columns=heads).astype({"at side, or MiB": "Int64"})
 
 
 def launch_table(chapter: Chapter) -> pd.DataFrame:
