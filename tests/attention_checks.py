@@ -87,6 +87,24 @@ def check(impl, q, k, v, is_causal, grad_o=None, largest_score=0.0, factor=2.0, 
     return ours
 
 
+def check_batched_gradients(impl, q, k, v, is_causal, grads, **near):
+    """Gradients of many dO (first axis of `grads`) in one backward pass, by torch's two kinds of vmap, are those of
+    one pass each; so is the Jacobian of a few results."""
+    o = attention(q, k, v, is_causal, impl)
+    each = [torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True) for grad_o in grads]
+    expected = [torch.stack(of_one) for of_one in zip(*each, strict=True)]
+    again = lambda grad_o, **options: torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True, **options)
+    for found in (again(grads, is_grads_batched=True), torch.func.vmap(again)(grads)):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, **near)
+    few = lambda *x: attention(*x, is_causal, impl)[..., -1, :2].flatten()[:2]
+    loop, batched = (
+        torch.autograd.functional.jacobian(few, (q, k, v), vectorize=at_once) for at_once in (False, True)
+    )
+    for x, y in zip(batched, loop, strict=True):
+        torch.testing.assert_close(x, y, **near)
+
+
 @functools.cache
 def compiler():
     """One process in which triton compiles instead of interpreting, which is settled when it is imported."""

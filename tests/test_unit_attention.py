@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_checks import check, compiler, fresh, run
+from attention_checks import check, check_batched_gradients, compiler, fresh, run
 
 from cs336_systems.attention import IMPLEMENTATIONS, attention, availability, registry
 from cs336_systems.attention.available import torch_reason
@@ -143,6 +143,43 @@ def test_second_order_gradients_are_refused(impl):
     q, k, v = (fresh(1, 8, 16) for _ in range(3))
     with pytest.raises(RuntimeError, match="no second-order gradients"):
         torch.autograd.grad(attention(q, k, v, impl=impl).sum(), q, create_graph=True)
+
+
+# ------------------------------------------------------------------------------------------------ vmap
+@triton_on_cpu
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients():
+    q, k, v = (fresh(2, 1, 1, n, 16) for n in (7, 9, 9))  # five axes: some views have no rule there
+    check_batched_gradients("flash_triton", q, k, v, True, fresh(2, *q.shape, requires_grad=False))
+
+
+@triton_on_cpu
+def test_launchers_are_called_directly_with_plain_tensors_only():
+    """On a GPU, that is. One tensor of any other kind, wherever it stands, and the dispatcher is asked."""
+    from torch._vmap_internals import _vmap
+
+    from cs336_systems.attention.flash_triton import _plain
+
+    x, asked = fresh(2, 8, 16, requires_grad=False), []
+    assert _plain(x) and _plain(x, x.clone().requires_grad_(), x.mT, x[:, ::2], x[:1].expand(3, 8, 16))
+
+    def ask(other):
+        asked.append((_plain(x, x, x, other), _plain(other, x, x), _plain(x, other, x)))
+        return other
+
+    _vmap(ask)(x)  # is_grads_batched, jacobian(vectorize=True)
+    torch.func.vmap(ask)(x)
+    torch.func.grad(lambda other: ask(other).sum())(x)
+    ask(torch.nn.Parameter(x))
+    ask(x.to(torch.complex64).conj().imag)
+    ask(torch.ones(2).to_sparse())
+    assert asked == 6 * [(False,) * 3]
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_functions_are_not_transformed(impl):
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jacrev(lambda q: attention(q, q, q, True, impl))(fresh(4, 16, requires_grad=False))
 
 
 # ------------------------------------------------------------------------------------------------ operators

@@ -6,7 +6,7 @@ pytest -m gpu tests/test_unit_attention_gpu.py --record-gpu-tests
 
 import pytest
 import torch
-from attention_checks import captured, check, fresh, gpu, relative, run
+from attention_checks import captured, check, check_batched_gradients, fresh, gpu, relative, run
 
 from cs336_systems.attention import attention, availability
 from cs336_systems.attention.available import hopper_reason
@@ -118,6 +118,29 @@ def test_expanded_gradients(impl, dtype, num_queries):
     for axes in ((1, 1, 1), (2, 1, 1), (2, num_queries, 1), (2, 1, 64)):
         grad_o = gpu(*axes, dtype=dtype, requires_grad=False).expand(q.shape)
         check(impl, q, k, v, True, grad_o)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3), (2, 1, 3)], ids=str)
+@kernels(ALL)
+def test_batched_gradients(impl, dtype, leading):
+    """dO that stands for several under vmap has no memory to point a kernel at."""
+    near = {"rtol": 2e-2, "atol": 2e-2}  # dQ is a sum in the order of arrival
+    for num_queries, num_keys in ((200, 200), (70, 300)):
+        q, k, v = (gpu(*leading, n, 64, dtype=dtype) for n in (num_queries, num_keys, num_keys))
+        for axes in (q.shape, [1] * q.ndim, [*q.shape[:-1], 1]):  # ordinary, a number, a column
+            grads = gpu(3, *axes, dtype=dtype, requires_grad=False).expand(3, *q.shape)
+            check_batched_gradients(impl, q, k, v, True, grads, **near)
+    wide = gpu(2, 100, 3, 64, dtype=dtype).transpose(1, 2).detach().requires_grad_()
+    grads = gpu(3, 2, 100, 3, 64, dtype=dtype, requires_grad=False).transpose(2, 3)
+    check_batched_gradients(impl, wide, wide, wide.detach().requires_grad_(), False, grads, **near)
+
+
+@impls("flash_triton", "flash_cuda")
+def test_functions_are_not_transformed(impl):
+    for transform in (torch.func.jacrev, torch.func.vmap):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            transform(lambda q: attention(q, q, q, True, impl))(gpu(2, 4, 16, dtype=FP16))
 
 
 @impls("flash_triton", "flash_cuda")

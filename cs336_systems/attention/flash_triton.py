@@ -18,6 +18,8 @@ from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton import launch as portable
 from cs336_systems.attention.triton.launch import INTERPRETED
 
+_has_storage, _dispatch_modes = torch._C._has_storage, torch._C._len_torch_dispatch_stack
+
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
 # The low-level registration costs less per call than torch.library.custom_op.
 _library = torch.library.Library("cs336", "DEF")
@@ -79,17 +81,15 @@ def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal):
     return portable.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
 
 
-def _plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether nothing intercepts the call: plain CUDA tensors, none with its sign in a flag (`torch.Tensor.is_neg`), no
-    tracing, no FLOP counter or other dispatch mode.
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing intercepts a call on these tensors: no tracing, no FLOP counter or other dispatch mode, no
+    subclass, no sign in a flag (`torch.Tensor.is_neg`), none that stands for many under vmap and has no memory itself.
 
-    Then the launchers are called directly: the round trip through the dispatcher takes longer than they do.
+    Then, on a GPU, the launchers are called directly: the round trip through the dispatcher takes longer than they do.
     """
-    if is_compiling():  # checked first: the compiler cannot trace the last check
+    if is_compiling() or _dispatch_modes():  # compiling first: the compiler cannot trace the other
         return False
-    if not x.is_cuda or type(x) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
-        return False
-    return not (x.is_neg() or any([other.is_neg() for other in others]))
+    return all([type(x) is torch.Tensor and _has_storage(x) and not x.is_neg() for x in tensors])
 
 
 def _require_interpreter(dtype: torch.dtype) -> None:
@@ -155,7 +155,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, Q, K, V, is_causal=False):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V)
-        forward = _launch_forward_on_gpu if _plain(Q, K, V) else torch.ops.cs336.flash_forward
+        direct = Q.is_cuda and _plain(Q, K, V)
+        forward = _launch_forward_on_gpu if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal)
         else:
@@ -169,7 +170,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx, grad_o):
         first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp = ctx.saved_tensors
-        backward = _launch_backward_on_gpu if _plain(q, k, v, grad_o) else torch.ops.cs336.flash_backward
+        direct = q.is_cuda and _plain(q, k, v, grad_o)
+        backward = _launch_backward_on_gpu if direct else torch.ops.cs336.flash_backward
         if q.ndim == 4:
             return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None
         four = [to_four_axes(x) for x in (q, k, v, o)]
@@ -185,11 +187,10 @@ def flash_attention(
 ) -> torch.Tensor:
     """`FlashAttentionTriton.apply` (shapes and errors there) for less of the host's time: past the layer in which torch
     finds out at each call that the class has no `setup_context`."""
-    of_functorch = torch._C._functorch.is_functorch_wrapped_tensor  # one that has left its transform
     if (
         is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or of_functorch(q) or of_functorch(k) or of_functorch(v)
-    ):  # fmt: skip
+        or not (_has_storage(q) and _has_storage(k) and _has_storage(v))  # one that has left its transform
+    ):
         return FlashAttentionTriton.apply(q, k, v, is_causal)
     return _apply_in_c(q, k, v, is_causal)

@@ -61,7 +61,7 @@ def to_four_axes(x: torch.Tensor) -> torch.Tensor:
         return x
     if x.ndim < 4:
         return x[(None,) * (4 - x.ndim)]
-    return x.flatten(0, -4)
+    return x.reshape(-1, *x.shape[-3:])
 
 
 def first_order_only(name: str) -> None:
