@@ -25,18 +25,19 @@ def matrix(
     attention: Values = "flash_triton,reference,sdpa", wrapper: Values = "auto", sharded: Values = "all",
     size: Auto = "auto", context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
     compile: Values = "off", steps: Values = "12",
-    ranks: Annotated[int, typer.Option(min=0, help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = 0,
+    ranks: Annotated[str, typer.Option(help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = "0",
     out: Out = "runs/matrix", refresh: Refresh = "missing", save: Save = True,
 ) -> None:  # fmt: skip
     """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
     from cs336_systems import experiments
+    from cs336_systems.store import numbers
     from cs336_systems.store.machine import gpu_names
 
     with terminal.wrong_input():
         from cs336_systems.report import matrix as report  # matplotlib refuses a wrong MPLBACKEND
 
         experiment = experiments.load("training")
-        world_size = ranks or len(gpu_names()) or 2
+        world_size = numbers.whole(ranks, "ranks=") or len(gpu_names()) or 2
         given = {
             "attention": attention, "wrapper": wrapper, "sharded": sharded, "size": size, "dtype": dtype,
             "context_length": context_length, "batch": batch, "compile": compile, "steps": steps,

@@ -173,6 +173,13 @@ COMMANDS = [
     wrong(f"{ROOFS} --json {{place}}/no/rows.json", says=("--json", "no/rows.json")),
     wrong(f"{ROOFS} --json {{place}}/folder", says=("--json", "folder")),
     wrong(f"{ROOFS} --json", "", says="--json"),
+    # ---- numbers, wherever they stand
+    wrong("speedrun --dry-run --minutes 1_0", says=("minutes='1_0'", "0 to 9")),
+    wrong("speedrun --dry-run --ranks ２", says=("ranks='２'", "0 to 9")),
+    wrong("generate x --temperature 1e-400", says=("temperature='1e-400'", "too small")),
+    wrong("train --dry-run --learning-rate 1e-400", says=("learning_rate='1e-400'", "too small")),
+    wrong("bench matrix --ranks １", says=("ranks='１'", "0 to 9")),
+    wrong("bench run --minutes 1_0", says=("minutes=1_0", "above 0")),
     # ---- bench flash
     wrong(f"{FLASH} --seq-len 0", says=("seq_len=0", "1 to 16777216")),
     wrong(f"{FLASH} --seq-len 1_28", says=("seq_len=1_28", "1 to 16777216")),

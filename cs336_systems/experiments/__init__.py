@@ -40,12 +40,13 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cs336_systems.launch.group import team_size
-from cs336_systems.store import rows
+from cs336_systems.store import numbers, rows
 from cs336_systems.store.files import naming
 
 TABLES = {
@@ -167,11 +168,10 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
         if word not in allowed:
             raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
         return word
-    # not 1_000, nor digits of other scripts
-    number = int(word) if re.fullmatch("[0-9]{1,18}", word) else None
-    if number not in allowed:
-        raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
-    return number
+    with suppress(ValueError):
+        if (number := numbers.whole(word)) in allowed:
+            return number
+    raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
 
 
 def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]:

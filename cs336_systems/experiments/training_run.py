@@ -10,16 +10,16 @@ cap of a small GPU is one GPU's share of chapter `speedrun`'s run, where there i
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cs336_systems.experiments.shared import trials
 from cs336_systems.experiments.shared.memory_cap import capped
-from cs336_systems.store import machine, process
+from cs336_systems.store import machine, numbers, process
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, TrainingConfig, load
 
@@ -41,13 +41,12 @@ CAP_GIB = 14  # what a process can take of the 14.7 GiB of a T4, its context lef
 
 def _number(name: str, most: float) -> Callable[[str], float]:
     def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= most:
-            raise ValueError(f"{name}={text}; allowed: a number above 0 and at most {most:g}")
-        return value
+        with suppress(ValueError):
+            if 0 < (value := numbers.number(text)) <= most:
+                return value
+        raise ValueError(
+            f"{name}={text}; allowed: a number above 0 and at most {most:g}, in digits from 0 to 9"
+        )
 
     return number
 

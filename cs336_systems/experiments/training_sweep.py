@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.experiments.shared import attention_peers as peers
 from cs336_systems.experiments.shared.memory_cap import capped
 from cs336_systems.measure.clocks import timing
+from cs336_systems.store import numbers
 from cs336_systems.store.status import failure_is_a_row, oom_is_a_row
 
 if TYPE_CHECKING:
@@ -64,16 +66,11 @@ class Case:
 
 def tier(text: str) -> tuple[int, int]:
     """Queries and keys of "128:64"; ValueError that names the text and what is allowed."""
-    queries, colon, keys = text.strip().partition(":")
-    if not (
-        colon
-        and queries.isdecimal()
-        and keys.isdecimal()
-        and 0 < int(queries) < 2**24
-        and 0 < int(keys) < 2**24
-    ):
-        raise ValueError(f"tier {text!r}; allowed: queries:keys, two positive whole numbers, as in 128:64")
-    return int(queries), int(keys)
+    with suppress(ValueError):
+        queries, keys = map(numbers.whole, text.split(":"))
+        if 0 < queries < 2**24 and 0 < keys < 2**24:
+            return queries, keys
+    raise ValueError(f"tier {text!r}; allowed: queries:keys, two positive whole numbers, as in 128:64")
 
 
 def cases_of(

@@ -33,6 +33,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.store import numbers
 from cs336_systems.store.files import (
     StoreError,
     changing,
@@ -115,6 +116,8 @@ def _typed(field: str, value: Any, kind: type) -> Any:
     if kind is str:
         return _text(value)
     with suppress(ValueError, OverflowError):
+        if isinstance(value, str):
+            value = numbers.number(value) if kind is float else numbers.whole(value)
         if kind is int and abs(int(value)) < 2**63:  # what a frame's column of numbers holds
             return int(value)
         if kind is float and math.isfinite(float(value)):

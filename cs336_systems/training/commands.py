@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336_systems.store import numbers
 from cs336_systems.store.files import alone, make_folder, read_json
 from cs336_systems.training.config import TrainingConfig, describe, load
 
@@ -148,11 +149,11 @@ def train(
 
 
 def speedrun(
-    minutes: Annotated[float, typer.Option(help="Time of its steps.")] = 20.0,
+    minutes: Annotated[str, typer.Option(metavar="NUMBER", help="Time of its steps.")] = "20",
     out: Annotated[str, typer.Option(help="Folder of the run: all that it writes.")] = "runs/speedrun",
     size: Annotated[str, typer.Option(help="Of the model; auto: small on a GPU, mini on a CPU.")] = "auto",
-    gib: Annotated[float, typer.Option(help="Memory of a GPU; 0: this machine's.")] = 0.0,
-    ranks: Annotated[int, typer.Option(help="GPUs; 0: all there are.")] = 0,
+    gib: Annotated[str, typer.Option(metavar="NUMBER", help="Memory of a GPU; 0: this machine's.")] = "0",
+    ranks: Annotated[str, typer.Option(metavar="NUMBER", help="GPUs; 0: all there are.")] = "0",
     dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what fits, write the configuration, stop.")
@@ -162,7 +163,8 @@ def speedrun(
     with _told_in_a_line():
         from cs336_systems.training import speedrun as room
 
-        plan = room.choose(minutes, out, size, gib, ranks, dtype)
+        length, memory = numbers.number(minutes, "minutes="), numbers.number(gib, "gib=")
+        plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype)
         make_folder("--out", plan.file.parent)
         for line in room.told(plan):
             _say(line)
@@ -175,25 +177,31 @@ def speedrun(
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Where the texts begin.")] = None,
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run's folder.")] = Path("runs/stories"),
-    tokens: Annotated[int, typer.Option(min=1, help="The longest text.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among so many; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that make up so much.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the choices.")] = 0,
+    tokens: Annotated[str, typer.Option(metavar="NUMBER", help="The longest text.")] = "200",
+    temperature: Annotated[
+        str, typer.Option(metavar="NUMBER", help="0: always the likeliest token.")
+    ] = "0.8",
+    top_k: Annotated[str, typer.Option(metavar="NUMBER", help="Choose among so many; 0: all.")] = "0",
+    top_p: Annotated[
+        str, typer.Option(metavar="NUMBER", help="Of the likeliest that make up so much.")
+    ] = "0.95",
+    seed: Annotated[str, typer.Option(metavar="NUMBER", help="Of the choices.")] = "0",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
 ) -> None:
     """Let a trained model go on with some texts."""
     with _told_in_a_line():
         from cs336_systems.training import pipeline
 
-        asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        load(None, {"run.device": device} | {f"generation.{key}": value for key, value in asked.items()})
+        asked = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        told = {f"generation.{key}": value for key, value in asked.items()}
+        read = load(None, {"run.device": device} | told).generation
         for prompt in (prompts := prompts or ["Once upon a time"]):
-            pipeline.check_asked(prompt, temperature)
+            pipeline.check_asked(prompt, read.temperature)
         model, tokenizer = pipeline.trained(checkpoint, device)
         for prompt in prompts:
             typer.echo(prompt, nl=False)
-            for piece in pipeline.spoken(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed):
+            sampling = {key: getattr(read, key) for key in asked}
+            for piece in pipeline.spoken(model, tokenizer, prompt, **sampling):
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")

@@ -21,6 +21,7 @@ from typing import Any
 
 from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.sizes import SIZES, ModelConfig
+from cs336_systems.store import numbers
 from cs336_systems.store.files import content
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
@@ -262,7 +263,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: a configuration is a .toml or .json file")
     try:
         text = content(file).decode()
-        told = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        told = (tomllib if file.suffix == ".toml" else json).loads(text, parse_float=numbers.kept)
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration {file}") from None
     except OSError as error:
@@ -292,7 +293,7 @@ def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:
 
 def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
     """The value of one key, made from text if need be; ValueError that says what is allowed."""
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+    wanted = {bool: "true or false", int: numbers.WHOLE, float: numbers.NUMBER, str: "a text"}[kind]
     try:
         value = _PARSE[kind](value)
     except (ValueError, TypeError, OverflowError):
@@ -323,10 +324,12 @@ def _bool(value: Any) -> bool:
 def _int(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
-    return int(value.replace("_", "")) if isinstance(value, str) else int(value)
+    return numbers.whole(value) if isinstance(value, str) else int(value)
 
 
 def _float(value: Any) -> float:
+    if isinstance(value, str):
+        return numbers.number(value)
     if isinstance(value, bool) or not math.isfinite(number := float(value)):
         raise ValueError
     return number
