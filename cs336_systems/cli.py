@@ -247,6 +247,7 @@ for command in (training.data, training.tokenize, training.train, training.speed
 
 # -------------------------------------------------------------------------------- benchmarks
 Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
+Attention = Annotated[str | None, typer.Option(help="As the others; auto for another --model.")]
 Preset = Annotated[str, typer.Option(help="auto, full (the handout's grid) or smoke.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
@@ -286,11 +287,9 @@ def bench_flash(
 @bench.command("model", cls=terminal.Lists)
 def bench_model(
     size: Values = "small", context_length: Values = "512", mode: Values = "all", dtype: Values = "fp32",
-    attention: Values = "reference", batch: Values = "4", warmup: Values = "5", steps: Values = "10",
+    attention: Attention = None, batch: Values = "4", warmup: Values = "5", steps: Values = "10",
     compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile.")] = False,
-    compile_mode: Annotated[
-        str | None, typer.Option(help="off, default, reduce-overhead (CUDA graphs), max-autotune; one or several.")
-    ] = None,
+    compile_mode: Annotated[str | None, typer.Option(help="off, default, reduce-overhead, max-autotune.")] = None,
     model: Annotated[str, typer.Option(help="Another class of the same constructor, module:Class.")] = "own",
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Ranges for Nsight Systems.")] = False,
     memory_snapshot: Annotated[
@@ -303,7 +302,8 @@ def bench_model(
     from cs336_systems.sizes import HANDOUT_SIZES
 
     given = {
-        "size": size, "context_length": context_length, "mode": mode, "dtype": dtype, "attention": attention,
+        "size": size, "context_length": context_length, "mode": mode, "dtype": dtype,
+        "attention": ("reference" if model.strip() == "own" else "auto") if attention is None else attention,
         "compile": ("default" if compiled else "off") if compile_mode is None else compile_mode, "batch": batch,
         "warmup": warmup, "steps": steps, "model": model, "repeat": "0",
     }  # fmt: skip

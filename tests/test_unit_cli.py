@@ -395,3 +395,20 @@ def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", "Interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("told", "attention"),
+    [
+        ((), "reference"),
+        (("--model", "some:Model"), "auto"),
+        (("--model", "some:Model", "--attention", "sdpa"), "sdpa"),
+    ],
+)
+def test_another_model_has_its_own_attention(told, attention, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        cli, "_bench", lambda chapter, given, *more, **options: asked.append(given["attention"])
+    )
+    assert call("bench", "model", *told).exit_code == 0
+    assert asked == [attention]

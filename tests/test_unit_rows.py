@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -210,6 +211,7 @@ def csv(write):
             ["size,impl,causal,rate,source,ms_p50,status,run,time_utc,env,code", GOOD],
             "column 5 is source; .* ms_p50",
         ),
+        (["1;2;3"], "does not know: 1;2;3"),
         ([], "is empty"),
     ],
 )
@@ -593,6 +595,17 @@ def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
         ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
         ("there/b/fake_chapter.csv", lambda text: text.replace("ms_p50", "ms"), "does not know: ms"),
+        (
+            "there/b/fake_chapter.csv",
+            lambda text: text.replace(",2,", ",-2,"),
+            "1 a True 0.1: ms_p50=-2: expected",
+        ),
+        (
+            "there/b/fake_chapter.csv",
+            lambda text: text.replace(",2,", ",0,"),
+            "1 a True 0.1: ms_p50=0: expected",
+        ),
+        ("there/b/fake_chapter.csv", lambda text: text.replace(",2,", ",3;-0.5,"), "ms_p50=3;-0.5: expected"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         ("there/b/machine.json", lambda text: text[:-3], "line 4"),
         ("here/b/machine.json", lambda text: text[:-3], "line 4"),
@@ -674,3 +687,25 @@ def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
     monkeypatch.setattr(fake, "run_group", edits)
     measure(fake, root)
     assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {code.code_digest(fake)}
+
+
+def test_a_group_that_takes_long_says_so(fake, root, monkeypatch):
+    """And a machine without a GPU promises no time: what experiments estimate is that of GPUs."""
+    told, lines = threading.Event(), []
+    monkeypatch.setattr(measuring, "_QUIET_S", 0.01)
+    monkeypatch.setattr(measuring, "machine_name", lambda: "cpu-x1")
+    fake.estimate_s = lambda group: 6.0
+    run_group = fake.run_group
+
+    def slow(cases):
+        assert told.wait(30)
+        return run_group(cases)
+
+    def log(line):
+        lines.append(line)
+        if "measuring for" in line:
+            told.set()
+
+    monkeypatch.setattr(fake, "run_group", slow)
+    measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=log)
+    assert lines[0].endswith("1 groups to measure") and any("size=1: measuring for" in line for line in lines)

@@ -5,13 +5,15 @@ A table's file is replaced whole after every group: a killed run loses one group
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import secrets
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +34,7 @@ from cs336_systems.store.rows import (
 )
 from cs336_systems.store.status import error_status, loses_context
 
+_QUIET_S = 20.0  # without a line
 REFRESH = ("missing", "stale", "all")
 
 
@@ -110,7 +113,9 @@ def measure(
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
-                todo = f"{len(due)} of {len(all_groups)} groups to measure{_estimate(experiment, due)}"
+                # estimates are those of GPUs
+                about = "" if machine.startswith("cpu-") else _estimate(experiment, due)
+                todo = f"{len(due)} of {len(all_groups)} groups to measure{about}"
                 log(f"{table} on {machine}: {todo}")
                 _fill(experiment, machine, due, code, root, log, progress)
                 return len(due)
@@ -134,7 +139,10 @@ def _fill(
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
-        results, context_lost = _run(experiment, group)
+        what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.GROUP)
+        place = f"  [{number}/{len(due)}] {what}"
+        with _telling(lambda seconds, place=place: log(f"{place}: measuring for {seconds:.0f} s")):
+            results, context_lost = _run(experiment, group)
         stamp = f"{datetime.now(UTC):{TIME}}"
         provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
         rows = [
@@ -144,10 +152,9 @@ def _fill(
         write(experiment, machine, rows, root)
         failed += [row for row in rows if str(row["status"]).startswith("error")]
         left = (time.monotonic() - begin) / number * (len(due) - number)
-        what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.GROUP)
         tally = " ".join(sorted({str(row["status"]).split(":")[0] for row in rows}))
         took = f"{tally} in {time.monotonic() - start:.1f} s, about {left:.0f} s left"
-        log(f"  [{number}/{len(due)}] {what}: {took}")
+        log(f"{place}: {took}")
         if context_lost:
             raise ContextLost(
                 f"{table} lost its CUDA context at {what}; run again, in a fresh process, to go on"
@@ -161,6 +168,24 @@ def _fill(
 def _estimate(experiment: ModuleType, due: list[list[Any]]) -> str:
     estimate = getattr(experiment, "estimate_s", None)
     return f", about {sum(estimate(group) for group in due):.0f} s" if estimate else ""
+
+
+@contextlib.contextmanager
+def _telling(tell: Callable[[float], None]) -> Iterator[None]:
+    """Tells every _QUIET_S how many seconds have passed: a group may take minutes, on a CPU most of all."""
+    ended, begin = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not ended.wait(_QUIET_S):
+            tell(time.monotonic() - begin)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:

@@ -52,6 +52,8 @@ _TEXTS = ("cpu", "os", "python", "torch", "triton", "gpu", "capability", "driver
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 _LISTS = re.compile(r"^turns_|(_each|losses|sums|_tokens|_seconds)$")  # metrics with several numbers a row
 TIME = "%Y-%m-%dT%H:%M:%SZ"
+_DURATION = re.compile(r"(?<!per)(^|_)(ms|us|s|seconds)(_|$)")  # columns of times, by their units
+_TIMED = re.compile(r"(^|_)(ms|us|s)_(p\d+|mean|each)$")
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
@@ -319,15 +321,19 @@ def merge(
 
 
 def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
-    """`load`, for rows whose times are compared."""
+    """`load`, for rows of another folder: when each was measured is compared, and times are held to be possible."""
     rows = load(experiment, path, numbers=True)
     for key, row in rows.items():
         refuse_control(f"{path}, {' '.join(map(str, key))}", list(row.values()))
-        if not _is_time(row["time_utc"]):
-            case = " ".join(map(str, key))
-            raise StoreError(
-                f"{path}, {case}: time_utc={row['time_utc']}: expected as in 2026-01-31T23:59:59Z"
-            )
+        wrong = {} if _is_time(row["time_utc"]) else {"time_utc": "as in 2026-01-31T23:59:59Z"}
+        for metric in filter(_DURATION.search, experiment.METRICS if row["status"] == "ok" else ()):
+            # a part of a step, as `overlap_ms`, may take no time; what was timed does
+            timed = _TIMED.search(metric)
+            cells = [float(x) for x in (row.get(metric) or "").replace(";", " ").split() if _is_number(f"{x} 0")]
+            if any(x < 0 or (timed and x == 0) for x in cells):
+                wrong[metric] = "more than 0" if timed else "0 or more"
+        for name, expected in wrong.items():
+            raise StoreError(f"{path}, {' '.join(map(str, key))}: {name}={row[name]}: expected {expected}")
     return rows
 
 
