@@ -1,4 +1,5 @@
-"""Descriptors that the assembler got wrong are found in listings, and kernels that have them are not launched."""
+"""What the assembler got wrong is found in listings, descriptors and registers written too early, and kernels that have
+it are not launched."""
 
 import hashlib
 import types
@@ -9,7 +10,8 @@ from attention_checks import compiler
 from cs336_systems.attention import machine_code
 from cs336_systems.attention.triton import tiles
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = triton.language
 
 # of registers and the tile at UR18, UR19
 PRODUCT = "HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR16].tnspB, R88"
@@ -103,6 +105,65 @@ def test_both_tiles_of_a_product_are_looked_at(wrong):
     assert found(*lines, BOTH) == [BOTH]
 
 
+OF_REGISTERS = f"{PRODUCT}, gsb0"  # R28 to R31; the last of its group
+OF_TILES = "HGMMA.64x128x16.F32.BF16 R120, gdesc[UR4], R120, gsb0"
+WAIT, ALL_BUT_ONE = (f"WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (0, 1))
+WRITE = "MOV R30, R4"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (OF_REGISTERS, WAIT, WRITE),
+        (WRITE, PRODUCT, OF_REGISTERS, WAIT, WRITE),
+        (OF_REGISTERS, OF_TILES, ALL_BUT_ONE, WRITE, WAIT),  # the other group may be at work
+        (OF_REGISTERS, "LDS.128 R24, [R4]", "LDS.64 R32, [R4]", "UMOV UR28, UR4", OF_REGISTERS, WAIT, WRITE),
+        # what only reads
+        (OF_REGISTERS, "STS [R28], R29", "ISETP.GE.AND P0, PT, R28, R4, PT", "BAR.SYNC.DEFER_BLOCKING R28, 0x80"),
+        (".L_x_0:", WRITE, OF_REGISTERS, WAIT, "@P0 BRA `(.L_x_0)", "EXIT"),
+        (".L_x_0:", WRITE, OF_REGISTERS, OF_TILES, ALL_BUT_ONE, "@P0 BRA `(.L_x_0)", "EXIT"),
+        ("@P0 BRA `(.L_x_0)", OF_REGISTERS, WAIT, ".L_x_0:", WRITE),
+    ],
+)  # fmt: skip
+def test_registers_may_be_written_after_a_wait(lines):
+    assert machine_code.overwritten_operands(listing(*lines)) == (" ".join(lines).count(", R28, gdesc"), [])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        WRITE, "@P0 MOV R30, R4", "MOV R28, R28.reuse", "LDS.128 R25, [R4]", "LDSM.16.M88.4 R31, [R4]",
+        "LDG.E.64 R27, desc[UR8][R4.64]", "IMAD.WIDE.U32 R27, R4, R5, R6", "CS2R R30, SRZ", "LDL.LU R28, [R1+0x8]",
+        "SHFL.IDX PT, R30, R4, R5, 0x1f", "HMMA.16816.F32.BF16 R26, R4, R8, R26",
+        "HGMMA.64x64x16.F32.BF16 R0, gdesc[UR4], RZ, !UPT",
+    ],
+)  # fmt: skip
+def test_whatever_writes_them_before_is_found(write):
+    _, wrong = machine_code.overwritten_operands(listing(OF_REGISTERS, write, WAIT))
+    assert wrong == [write.removeprefix("@P0 ").replace(".reuse", "")]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (OF_REGISTERS, ALL_BUT_ONE, WRITE),
+        (OF_REGISTERS, "@P0 " + WAIT, WRITE),
+        (OF_REGISTERS, "DEPBAR.LE SB0, 0x0", WRITE),  # waits for something else
+        (PRODUCT, WAIT, WRITE),  # its group has not ended
+        (OF_REGISTERS, OF_TILES, PRODUCT, ALL_BUT_ONE, WRITE),  # read twice, and once waited for
+        (OF_REGISTERS, "@P0 BRA `(.L_x_0)", WAIT, ".L_x_0:", WRITE),  # one way leads past the wait
+        (".L_x_0:", WRITE, OF_REGISTERS, ALL_BUT_ONE, "@P0 BRA `(.L_x_0)", "EXIT"),  # in the second turn
+        (OF_REGISTERS, "BRA `(.L_x_1)", ".L_x_0:", WRITE, "EXIT", ".L_x_1:", "BRA `(.L_x_0)"),
+    ],
+)
+def test_so_is_what_no_wait_precedes_on_some_path(lines):
+    assert machine_code.overwritten_operands(listing(*lines))[1] == [WRITE]
+
+
+def test_a_product_to_which_no_path_leads_is_not_vouched_for():
+    assert machine_code.overwritten_operands(listing("EXIT", OF_REGISTERS)) == (1, [OF_REGISTERS])
+
+
 class Asm(dict):
     """As triton's: what it does not have it would make, and may not be able to."""
 
@@ -126,10 +187,11 @@ def kernel(*lines, **others):
 
 
 GOOD, BAD = (ADDRESS, LOW, HIGH, PRODUCT), (PRODUCT,)
+EARLY = (ADDRESS, LOW, HIGH, OF_REGISTERS, WRITE)
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(("lines", "expected"), [(GOOD, False), (BAD, True)], ids=["good", "bad"])
+@pytest.mark.parametrize(("lines", "expected"), [(GOOD, False), (BAD, True), (EARLY, True)], ids=str)
 def test_an_answer_is_kept_beside_the_kernel(lines, expected, cache, monkeypatch):
     assert machine_code.faulty(kernel(*lines)) is expected
     (kept,) = cache.rglob("cs336_*")
@@ -166,7 +228,7 @@ def test_which_kernels_are_read(cache, monkeypatch):
         raise RuntimeError("Cannot find nvdisasm")
 
     monkeypatch.setattr(machine_code, "disassemble", disassemble)
-    with pytest.warns(UserWarning, match="not searched for a known fault.*Cannot find nvdisasm"):
+    with pytest.warns(UserWarning, match="not searched for known faults.*Cannot find nvdisasm"):
         assert not machine_code.faulty(kernel(*BAD, *BAD))
 
 
@@ -246,6 +308,40 @@ def test_what_a_launch_would_compile_is_searched():
     """The way of `_mistrusted` through triton's warmup, and a kernel known to be wrong from one release of ptxas."""
     version, faulty = compiler().submit(_searched).result()
     assert faulty == [False, version.startswith("12.8")], version
+
+
+@triton.jit
+def _converting_kernel(a_ptr, b_ptr, c_ptr, stride, length):
+    """c = a b of one tile in bf16, from a in int8: conversion leaves A in registers, and the loop is pipelined."""
+    i, k = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    total = tl.zeros((64, 64), tl.float32)
+    for start in range(0, length, 64):
+        a = tl.load(a_ptr + i * stride + start + k).to(tl.bfloat16)
+        total = tl.dot(a, tl.load(b_ptr + (start + i) * stride + k), total)
+    tl.store(c_ptr + i * stride + k, total)
+
+
+def _converting():
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    types = ("*i8", "*bf16", "*fp32", "i32", "i32")
+    signature = dict(zip(_converting_kernel.arg_names, types, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(_converting_kernel, signature, {}, aligned)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=3)
+    )
+    return get_ptxas(90).version, machine_code.overwritten_operands(
+        machine_code.disassemble(compiled.asm["cubin"])
+    )
+
+
+@pytest.mark.versions
+def test_a_kernel_known_to_be_wrong_from_two_releases_of_ptxas():
+    version, (count, wrong) = compiler().submit(_converting).result()
+    assert count == 4 and bool(wrong) == (float(version) < 13.3), version
 
 
 def _compile(*args, **options):

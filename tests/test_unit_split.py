@@ -177,7 +177,7 @@ def check_compiled(d, tiles, spills, **options):
     found = compiler().submit(aot.compile_split_kernel, d, tiles, **options).result()
     assert found.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in found.ptx and "mma.sync" not in found.ptx
-    assert not found.serialized and not found.wrong_descriptors
+    assert not found.serialized and not found.faults
     assert found.spill_bytes <= spills
 
 

@@ -34,7 +34,7 @@ def check(kernel, capability, head_dim, dtype, programs=math.inf, **variant):
     allowed = SPILL_BYTES_D256 if head_dim == 256 and (dtype == "fp32" or capability == 75) else SPILL_BYTES
     assert compiled.spill_bytes <= allowed, where
     assert compiled.shared_bytes <= limit, where
-    assert not compiled.wrong_descriptors, where
+    assert not compiled.faults, where
     # a block fits a multiprocessor's registers
     assert compiled.registers <= MAX_REGISTERS and compiled.registers * compiled.num_threads <= 65536, where
     return compiled

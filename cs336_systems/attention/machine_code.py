@@ -7,12 +7,18 @@ then reads other rows, or unmapped memory. Known cases are kernels under registe
 not contiguous; whether it happens depends on every stride, so no test can cover all of them. What later releases of
 ptxas make (12.9 with triton 3.8, 13.4 with 3.9) is searched in the same way.
 
-`wrong_descriptors` follows where descriptors come from, along every path through a kernel. That finds registers without
-the copy, whatever stands in them; it does not vouch for the rest of the code. Portable kernels are searched before they
-first run; those for Hopper, which are few, in the tests that compile them.
+A wgmma instruction may take its left operand, A, from four registers of each thread, as attention's later products
+take P and dS. It reads them after it was issued, so they must not be written before a wait: `HGMMA ..., gsb0` ends a
+group of products, `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n groups are left, nothing else waits for them.
+ptxas 12.8 and 12.9 (triton 3.6 to 3.8) reuse such registers too early in pipelined loops that convert A; 13.3 and 13.4
+do not. No kernel that the tests compile for Hopper has that fault, with any of triton 3.6 to 3.9.
+
+`wrong_descriptors` and `overwritten_operands` follow every path through a kernel. The first finds registers without the
+copy, whatever stands in them; neither vouches for the rest of the code. Portable kernels are searched before they first
+run; those for Hopper, which are few, in the tests that compile them.
 
 Sources: the listing of `nvdisasm` (CUDA Binary Utilities, instruction set of Hopper); PTX ISA 8.7, descriptors of
-wgmma; faults of this family in triton's issues 10486 and 11366.
+wgmma and wgmma.wait_group; faults of these families in triton's issues 10486 and 11366 and pull request 11781.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -35,6 +42,8 @@ _NUMBER = re.compile(r"-?0x[0-9a-f]+$")
 _REGISTER = re.compile(r"(U?R)(\d+)$")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]$")
 _DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
+_READ_ONLY = re.compile(r"BAR|BRX|CALL|FCHK|NANOSLEEP|R2P|RET|WARPSYNC|\w*SETP2?$")  # these write no register
+_REGISTERS_OF_A = 4  # 64 rows of 32 bytes among 128 threads
 _ADDRESS_BITS = 15  # of a multiple of 16 in at most 256 KiB it takes 14; triton 3.8 and later mask one more
 
 # What a register holds: a known number (int), some constant, an address of such bits plus constants, or anything else.
@@ -42,6 +51,7 @@ _ADDRESS_BITS = 15  # of a multiple of 16 in at most 256 KiB it takes 14; triton
 CONSTANT, ADDRESS, OTHER = "constant", "address", "other"
 Value = int | str | tuple
 State = dict[str, Value]
+Instruction = tuple[str | None, str, list[str]]  # its predicate, its name, its operands
 
 
 def _constant(value: Value) -> bool:
@@ -164,56 +174,135 @@ def _sound(state: State, operands: list[str]) -> bool:
     return True
 
 
-def wrong_descriptors(listing: str) -> list[str]:
-    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, whose descriptors on some path there do not come
-    from an address and constants, or to which no path was found."""
-    instructions: list[tuple[str | None, str, list[str]]] = []
+def _parsed(listing: str) -> tuple[list[Instruction], list[list[int]]]:
+    """A kernel's instructions, and which ones may follow each."""
+    code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if found := _LABEL.match(line):
-            labels[found[1]] = len(instructions)
+            labels[found[1]] = len(code)
         elif found := _INSTRUCTION.match(line):
-            operands = [x.strip().removesuffix(".reuse") for x in found[3].split(",")]
-            instructions.append((found[1], found[2], operands))
-    starts = set(labels.values())
-    before: dict[int, State] = {0: {}}
-    sound: dict[int, bool] = {}
-    waiting = [0]
+            code.append((found[1], found[2], [x.strip().removesuffix(".reuse") for x in found[3].split(",")]))
+    following = []
+    for at, (predicate, name, operands) in enumerate(code):
+        kind, always = name.split(".")[0], predicate is None and not _PREDICATE.match(operands[0])
+        targets = []
+        if kind in ("BRA", "BRX", "BRXU", "CALL"):
+            targets = [labels[x] for x in re.findall(r"\.L_x_\d+", ",".join(operands)) if x in labels]
+        ends = kind in ("BRA", "EXIT", "RET") and always and ".DIV" not in name
+        if not ends and kind not in ("BRX", "BRXU"):
+            targets.append(at + 1)
+        following.append([x for x in targets if x < len(code)])
+    return code, following
+
+
+def _follow(
+    following: list[list[int]], step: Callable[[int, dict], None], join: Callable[[dict, dict], dict]
+) -> None:
+    """Takes every path through a kernel, with what is known on the way: nothing at first. `step` is called for each
+    instruction, again where more paths lead to it than before, and changes what is known; `join` makes one of two."""
+    starts = {x for at, targets in enumerate(following) for x in targets if x != at + 1}
+    before: dict[int, dict] = {0: {}}
+    waiting = [0] if following else []
     while waiting:
         at = waiting.pop()
-        state = dict(before[at])
-        while at < len(instructions):
-            predicate, name, operands = instructions[at]
-            if "gdesc[" in " ".join(operands):
-                sound[at] = _sound(state, operands)
-            kind, always = name.split(".")[0], predicate is None and not _PREDICATE.match(operands[0])
-            state |= _written(state, name, operands)
-            targets = []
-            if kind in ("BRA", "BRX", "BRXU", "CALL"):
-                targets = [labels[x] for x in re.findall(r"\.L_x_\d+", ",".join(operands)) if x in labels]
-            ends = kind in ("BRX", "BRXU") or (
-                kind in ("BRA", "EXIT", "RET") and always and ".DIV" not in name
-            )
+        state, goes_on = dict(before[at]), True
+        while goes_on:
+            step(at, state)
+            goes_on = at + 1 in following[at] and at + 1 not in starts
+            for target in [] if goes_on and len(following[at]) == 1 else following[at]:
+                if target in starts:
+                    known = before.get(target)
+                    new = dict(state) if known is None else join(known, state)
+                    if new != known:
+                        before[target] = new
+                        waiting.append(target)
             at += 1
-            if not ends and at in starts:
-                targets.append(at)
-            for target in targets:
-                known = before.get(target)
-                # what only one of two paths has set is anything on the other
-                new = (
-                    state
-                    if known is None
-                    else {r: _either(known[r], state[r]) for r in known.keys() & state.keys()}
-                )
-                if known is None or new != known:
-                    before[target] = dict(new)
-                    waiting.append(target)
-            if ends or at in starts:
-                break
+
+
+def _shown(code: list[Instruction], places: set[int]) -> list[str]:
+    return [f"{name} {', '.join(operands)}" for _, name, operands in (code[at] for at in sorted(places))]
+
+
+def wrong_descriptors(listing: str) -> list[str]:
+    """The wgmma instructions of a kernel, as `nvdisasm -c` lists it, whose descriptors on some path there do not come
+    from an address and constants, or to which no path was found."""
+    code, following = _parsed(listing)
+    sound = {at: False for at, (_, _, operands) in enumerate(code) if "gdesc[" in " ".join(operands)}
+
+    def step(at: int, state: State) -> None:
+        _, name, operands = code[at]
+        if at in sound:
+            sound[at] = _sound(state, operands)
+        state |= _written(state, name, operands)
+
+    def join(a: State, b: State) -> State:
+        # what only one of two paths has set is anything on the other
+        return {r: _either(a[r], b[r]) for r in a.keys() & b.keys()}
+
+    _follow(following, step, join)
+    return _shown(code, {at for at in sound if not sound[at]})
+
+
+def _registers(operand: str, count: int) -> range:
+    found = _REGISTER.match(operand)
+    return range(int(found[2]), int(found[2]) + count) if found and found[1] == "R" else range(0)
+
+
+def _of_a(name: str, operands: list[str]) -> range:
+    """The registers from which a wgmma instruction reads A; none of another instruction, or of A in shared memory."""
+    return _registers(operands[1], _REGISTERS_OF_A) if "GMMA." in name else range(0)
+
+
+def _targets(name: str, operands: list[str]) -> range:
+    """The registers that an instruction writes, uniform ones aside."""
+    kind, *more = name.split(".")
+    while operands and _PREDICATE.match(operands[0]):
+        operands = operands[1:]
+    if not operands or _READ_ONLY.match(kind):
+        return range(0)
+    count = 1
+    if "GMMA." in name:
+        count = int(name.split("x")[1]) // (4 if more[1] == "F16" else 2)
+    elif "128" in more or kind.endswith("MMA") or more[-1:] == ["4"]:
+        count = 4
+    elif {"64", "WIDE", "F64"} & {*more} or more[-1:] == ["2"] or name == "CS2R" or kind[0] == "D":
+        count = 2
+    return _registers(operands[0], count)
+
+
+def overwritten_operands(listing: str) -> tuple[int, list[str]]:
+    """How many wgmma instructions of a kernel, as `nvdisasm -c` lists it, read A from registers; and the instructions
+    that on some path write such a register before a wait, or products to which no path was found."""
+    code, following = _parsed(listing)
+    products = {at for at, (_, name, operands) in enumerate(code) if _of_a(name, operands)}
+    reached, wrong = set(), set()
+
+    def step(at: int, pending: dict[int, int]) -> None:
+        """pending: of registers that may still be read, how many groups have ended since, their own among them."""
+        predicate, name, operands = code[at]
+        reached.add(at)
+        if pending and not pending.keys().isdisjoint(_targets(name, operands)):
+            wrong.add(at)
+        pending |= dict.fromkeys(_of_a(name, operands), 0)
+        if operands[-1] == "gsb0":
+            pending |= {register: ended + 1 for register, ended in pending.items()}
+        elif name == "WARPGROUP.DEPBAR.LE" and operands[0] == "gsb0" and predicate is None:
+            for register in [r for r, ended in pending.items() if ended > int(operands[1], 16)]:
+                del pending[register]
+
+    def join(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+        return a | {register: min(ended, a.get(register, ended)) for register, ended in b.items()}
+
+    _follow(following, step, join)
+    return len(products), _shown(code, wrong | (products - reached))
+
+
+def faults(listing: str) -> list[str]:
+    """What the assembler got wrong in a kernel, as `nvdisasm -c` lists it, as far as is looked for."""
     return [
-        f"{name} {', '.join(operands)}"
-        for i, (_, name, operands) in enumerate(instructions)
-        if "gdesc[" in " ".join(operands) and not sound.get(i, False)
+        *(f"wrong descriptors: {x}" for x in wrong_descriptors(listing)),
+        *(f"an operand of wgmma is overwritten: {x}" for x in overwritten_operands(listing)[1]),
     ]
 
 
@@ -233,7 +322,7 @@ def disassemble(cubin: bytes) -> str:
 def _file_name() -> str:
     """Of an answer in triton's cache; another for other code than this."""
     code = inspect.getsource(sys.modules[__name__])
-    return f"cs336_wrong_descriptors_{hashlib.sha256(code.encode()).hexdigest()[:12]}.txt"
+    return f"cs336_faults_{hashlib.sha256(code.encode()).hexdigest()[:12]}.txt"
 
 
 _known: dict[str, bool] = {}  # by the kernel's hash
@@ -241,8 +330,8 @@ GOOD = "none"
 
 
 def faulty(compiled: Any) -> bool:
-    """Whether a kernel that triton compiled has such descriptors. The answer is kept beside it in triton's cache. Where
-    the code cannot be read, a warning says so, and the answer is no."""
+    """Whether a kernel that triton compiled has `faults`. The answer is kept beside it in triton's cache. Where the
+    code cannot be read, a warning says so, and the answer is no."""
     from triton.runtime.cache import get_cache_manager
 
     key = compiled.hash
@@ -259,10 +348,10 @@ def faulty(compiled: Any) -> bool:
         listing = disassemble(compiled.asm["cubin"])
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         warnings.warn(
-            f"a kernel for Hopper is not searched for a known fault of its assembler: {error}", stacklevel=2
+            f"a kernel for Hopper is not searched for known faults of its assembler: {error}", stacklevel=2
         )
         return _known.setdefault(key, False)
-    found = wrong_descriptors(listing)
+    found = faults(listing)
     with contextlib.suppress(OSError):  # a read-only cache: the next process looks again
         cache.put("\n".join(found) or GOOD, _file_name(), binary=False)
     return _known.setdefault(key, bool(found))

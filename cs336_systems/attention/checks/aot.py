@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.attention.machine_code import disassemble, wrong_descriptors
+from cs336_systems.attention.machine_code import disassemble, faults, overwritten_operands
 from cs336_systems.attention.triton.kernels import KERNELS
 from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, options_of
 from cs336_systems.attention.triton.tiles import Tiles
@@ -40,8 +40,8 @@ class Compiled:
     """What the compiler says of a kernel: registers per thread, spilled bytes, shared memory in bytes.
 
     serialized: whether the assembler serializes the wgmma instructions, which it does where it cannot track the
-    registers that hold their results. wrong_descriptors: wgmma instructions whose descriptors it got wrong (see
-    `machine_code`).
+    registers that hold their results. faults: what else it got wrong (see `machine_code`). register_operands: how many
+    wgmma instructions take one of their operands from registers.
     """
 
     registers: int
@@ -50,7 +50,8 @@ class Compiled:
     num_threads: int
     ptx: str
     serialized: bool = False
-    wrong_descriptors: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    register_operands: int = 0
 
 
 def compile_kernel(
@@ -96,10 +97,11 @@ def compile_kernel(
 def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Compiled:
     compiled, registers, spills, serialized = compiled_and_reported(source, capability, options)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    wrong = wrong_descriptors(disassemble(compiled.asm["cubin"])) if "wgmma" in ptx else ()
+    listing = disassemble(compiled.asm["cubin"]) if "wgmma" in ptx else ""
     return Compiled(
-        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(wrong)
-    )
+        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(faults(listing)),
+        overwritten_operands(listing)[0],
+    )  # fmt: skip
 
 
 def compile_hopper_kernel(
@@ -196,9 +198,8 @@ def hopper_refused() -> str | None:
             for head_dim in (64, 128):
                 zeroed = kernel != "backward"  # the kernel of short rows; that of long ones has less to it
                 compiled = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim], zeroed=zeroed)
-                if compiled.serialized or compiled.wrong_descriptors:
-                    wrong = "descriptors are wrong" if compiled.wrong_descriptors else "wgmma is serialized"
-                    return f"in the {kernel} kernel {wrong}"
+                if compiled.serialized or compiled.faults:
+                    return f"in the {kernel} kernel: {(*compiled.faults, 'wgmma is serialized')[0]}"
     except Exception as error:  # whatever a version has changed is a reason, and is shown
         while error.__cause__:  # around it are the places in the kernel that lead there
             error = error.__cause__

@@ -37,8 +37,8 @@ def fits(kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles) 
         compiled = aot.compile_kernel(kernel, capability, head_dim, dtype, tiles)
     except Exception as error:  # the compiler has many ways to refuse a shape; each is a reason, and is shown
         return f"{type(error).__name__}: {str(error)[:80]}"
-    if compiled.wrong_descriptors:
-        return f"the assembler gets a descriptor wrong: {compiled.wrong_descriptors[0]}"
+    if compiled.faults:
+        return f"the assembler got it wrong: {compiled.faults[0]}"
     if compiled.spill_bytes:
         return f"spills {compiled.spill_bytes} bytes"
     if compiled.shared_bytes > SHARED_MEMORY_KIB[generation(capability)] * 1024:
