@@ -15,7 +15,7 @@ from cs336_systems.attention.hopper.launch import LOG2_E
 from cs336_systems.attention.hopper.tma import first_launch
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Launch, Pass
-from cs336_systems.attention.triton.launch import INTERPRETED, options_of, strides
+from cs336_systems.attention.triton.launch import INTERPRETED, options_of, strides, wide
 from cs336_systems.attention.triton.tiles import Tiles, few_programs_of, multiprocessors_of
 
 MAX_HEAD_DIM = 128
@@ -137,7 +137,7 @@ def _launch(
     if INTERPRETED:
         kernel[grid](*descriptors, **arguments)
         return []
-    return [first_launch(kernel, grid, descriptors, pointers, arguments, **options)]
+    return [first_launch(wide(kernel, arguments), grid, descriptors, pointers, arguments, **options)]
 
 
 @dataclass(frozen=True)

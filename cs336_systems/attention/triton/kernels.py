@@ -25,6 +25,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Offsets within a tile have the type of the strides, which are 64 bits wide where rows lie far apart (`launch.wide`).
+# The interpreter, which sees no types of arguments, has 64 bits everywhere.
+_OFFSET = tl.constexpr(tl.int64 if triton.knobs.runtime.interpret else tl.int32)
 
 
 # ------------------------------------------------------------------------------------------------ helpers
@@ -33,9 +36,9 @@ def _load_tile(base, stride_row, stride_col, first_row, num_rows,
                ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                MASK_ROWS: tl.constexpr):  # fmt: skip
     """Rows first_row… of a (num_rows, HEAD_DIM) matrix as a (ROWS, BLOCK_D) tile, zero outside the matrix."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
-    # the first row is a 64-bit offset, so that a tensor may have more than 2^31 elements; offsets in the tile are small
+    rows = tl.arange(0, ROWS).to(_OFFSET)
+    columns = tl.arange(0, BLOCK_D).to(_OFFSET)
+    # the first row is a 64-bit offset, so that a tensor may have more than 2^31 elements; those in the tile follow it
     start = base + tl.cast(first_row, tl.int64) * stride_row
     pointers = start + rows[:, None] * stride_row + columns[None, :] * stride_col
     if MASK_ROWS:
@@ -55,7 +58,7 @@ def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
     """A tile of dO. EXPANDED: autograd passes the gradient of a sum as one scalar (or column) with strides of 0;
     it is loaded as such and broadcast on chip, instead of being materialized first."""
     if EXPANDED:
-        rows = tl.arange(0, ROWS)
+        rows = tl.arange(0, ROWS).to(_OFFSET)
         start = base + tl.cast(first_row, tl.int64) * stride_row
         column = tl.load(start + rows * stride_row, mask=first_row + rows < num_rows, other=0.0)
         return tl.broadcast_to(column[:, None], (ROWS, BLOCK_D))
@@ -66,8 +69,8 @@ def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
 def _store_tile(base, stride_row, stride_col, first_row, num_rows, tile,
                 ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
     """Writes a (ROWS, BLOCK_D) tile to the rows first_row… of a (num_rows, HEAD_DIM) matrix, the part inside it."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, ROWS).to(_OFFSET)
+    columns = tl.arange(0, BLOCK_D).to(_OFFSET)
     pointers = (base + tl.cast(first_row, tl.int64) * stride_row
                 + rows[:, None] * stride_row + columns[None, :] * stride_col)  # fmt: skip
     mask = (first_row + rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ FUSED = {"enable_fp_fusion": True}
 
 COMBINED_ROWS = 8  # queries of a program that combines
 
+FAR = 2**22  # a stride from which on offsets within a tile, of at most 256 rows and columns, may pass 2^31
+
 
 def _precision(dtype: torch.dtype) -> str:
     """The precision of the matmuls, as the keys of the tile table name it: of fp32 tiles, that of torch's own
@@ -43,6 +47,22 @@ def _precision(dtype: torch.dtype) -> str:
 def strides(name: str, x: torch.Tensor) -> dict[str, int]:
     """The arguments of a kernel that are the strides of a tensor (batch, heads, n, d)."""
     return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
+
+
+@functools.cache
+def _with_wide(kernel: Any, names: tuple[str, ...]) -> Any:
+    """The kernel with these arguments in 64 bits."""
+    function = types.FunctionType(kernel.fn.__code__, kernel.fn.__globals__, kernel.fn.__name__)
+    function.__annotations__ = kernel.fn.__annotations__ | dict.fromkeys(names, "tl.int64")
+    return triton.jit(function, do_not_specialize=kernel.do_not_specialize)
+
+
+def wide(kernel: Any, arguments: dict[str, Any]) -> Any:
+    """The kernel for these arguments: itself or, with strides from FAR on, which triton would pass in 32 bits, the same
+    with these strides in 64 bits, so that offsets within a tile do not overflow. All others keep their machine code, which
+    would need more registers."""
+    names = tuple(name for name, x in arguments.items() if name.endswith(("_row", "_col")) and x >= FAR)
+    return _with_wide(kernel, names) if names and not INTERPRETED else kernel
 
 
 def _arguments(
@@ -87,7 +107,7 @@ def _mistrusted(
         return False
     if any(x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
         return True
-    return faulty(KERNELS[kernel].warmup(grid=(1,), **arguments, **options_of(tiles)))
+    return faulty(wide(KERNELS[kernel], arguments).warmup(grid=(1,), **arguments, **options_of(tiles)))
 
 
 def first_launch(
@@ -111,7 +131,7 @@ def _launched(
     kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], pointers: int, options: dict[str, Any]
 ) -> list[Launch]:
     """Launches a kernel whose arguments begin with so many pointers, and returns how to do so again."""
-    compiled = kernel[grid](**arguments, **options)
+    compiled = wide(kernel, arguments)[grid](**arguments, **options)
     return [] if INTERPRETED else [Launch(compiled, grid, tuple(arguments.values())[pointers:])]
 
 
