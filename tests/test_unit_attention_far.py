@@ -76,7 +76,7 @@ def test_far_rows(kernels, d, n, row, expanded):
     )
     if name != "portable" and (reason := hopper_reason()):
         pytest.skip(reason)
-    if d > 128 and name != "portable" or d < 33 and name == "hopper":
+    if (d > 128 and name != "portable") or (d < 33 and name == "hopper"):
         pytest.skip(f"head dimension {d} is not theirs")
     module = {"portable": "triton.launch", "split": "hopper.split_launch", "hopper": "hopper.launch"}[name]
     launcher = importlib.import_module(f"cs336_systems.attention.{module}")

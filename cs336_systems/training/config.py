@@ -12,9 +12,8 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.sizes import SIZES, ModelConfig
 from cs336_systems.store import numbers
 from cs336_systems.store.files import content
+from cs336_systems.training import values
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
@@ -295,7 +295,7 @@ def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
     """The value of one key, made from text if need be; ValueError that says what is allowed."""
     wanted = {bool: "true or false", int: numbers.WHOLE, float: numbers.NUMBER, str: "a text"}[kind]
     try:
-        value = _PARSE[kind](value)
+        value = values.PARSE[kind](value)
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{key}={value!r}; it must be {wanted}") from None
     if "allowed" in about and value not in about["allowed"]:
@@ -311,39 +311,6 @@ def _range(least: float, most: float, above: bool, exceeded: bool) -> str:
     low = "" if least <= -_LARGEST else f"above {least:g}" if above else f"{least:g} or more"
     high = f"at most {most:g}" if exceeded or most < _LARGEST else ""
     return " and ".join(filter(None, [low, high]))
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, str):
-        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError
-    return numbers.whole(value) if isinstance(value, str) else int(value)
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, str):
-        return numbers.number(value)
-    if isinstance(value, bool) or not math.isfinite(number := float(value)):
-        raise ValueError
-    return number
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-_PARSE: Mapping[type, Callable[[Any], Any]] = types.MappingProxyType(
-    {bool: _bool, int: _int, float: _float, str: _str}
-)
 
 
 # --------------------------------------------------------------------------------------------------- checking

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.attention.registry import availability
 from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
@@ -64,8 +63,8 @@ def _trained(config: TrainingConfig, say: Say) -> dict[str, Any]:
         say(f"training: {config.out} holds it already, {result['step']} steps")
     else:
         start = _begin(config, config.parallel.nproc, say)
-        alone = config.parallel.nproc == 1
-        result = on_a_rank(None, config.to_dict(), start) if alone else _on_ranks(config, start, say)
+        single = config.parallel.nproc == 1
+        result = on_a_rank(None, config.to_dict(), start) if single else _on_ranks(config, start, say)
     return _finish(config, result, say)
 
 

@@ -59,8 +59,8 @@ def _with_wide(kernel: Any, names: tuple[str, ...]) -> Any:
 
 def wide(kernel: Any, arguments: dict[str, Any]) -> Any:
     """The kernel for these arguments: itself or, with strides from FAR on, which triton would pass in 32 bits, the same
-    with these strides in 64 bits, so that offsets within a tile do not overflow. All others keep their machine code, which
-    would need more registers."""
+    with these strides in 64 bits, so that offsets within a tile do not overflow. All others keep their machine code,
+    which would need more registers."""
     names = tuple(name for name, x in arguments.items() if name.endswith(("_row", "_col")) and x >= FAR)
     return _with_wide(kernel, names) if names and not INTERPRETED else kernel
 
