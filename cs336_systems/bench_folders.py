@@ -37,7 +37,9 @@ def matrix(
         from cs336_systems.report import matrix as report  # matplotlib refuses a wrong MPLBACKEND
 
         experiment = experiments.load("training")
-        world_size = numbers.whole(ranks, "ranks=") or len(gpu_names()) or 2
+        if (asked := numbers.whole(ranks, "ranks=")) < 0:
+            raise ValueError(f"ranks={asked}; allowed: 0 or more")
+        world_size = asked or len(gpu_names()) or 2
         given = {
             "attention": attention, "wrapper": wrapper, "sharded": sharded, "size": size, "dtype": dtype,
             "context_length": context_length, "batch": batch, "compile": compile, "steps": steps,

@@ -14,6 +14,7 @@ from cs336_systems.attention.hopper import split_launch
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import launch as portable
 
+SIXTEEN = torch.float16, torch.bfloat16
 BOUNDS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # rows, and the elements from one to the next: at 2^31 within a tile of 3, 32 or 128 rows; short of it, and past it
 ROWS = [(3, 2**30 - 8), (3, 2**30 + 8), (40, 2**26), (130, 2**24 - 8), (130, 2**24 + 2**18)]
@@ -81,7 +82,7 @@ def test_far_rows(kernels, d, n, row, expanded):
     module = {"portable": "triton.launch", "split": "hopper.split_launch", "hopper": "hopper.launch"}[name]
     launcher = importlib.import_module(f"cs336_systems.attention.{module}")
     torch.set_float32_matmul_precision("high" if kernels == "portable-tf32" else "highest")
-    bound = 1e-2 if kernels == "portable-tf32" else None
+    bound = 3e-2 if kernels == "portable-tf32" else None
     launched(launcher, dtype, n, d, row, 1, n != 40, expanded, "cuda", bound)
 
 
@@ -93,6 +94,8 @@ def test_far_rows(kernels, d, n, row, expanded):
 @pytest.mark.parametrize("impl", ["flash_triton", "flash_cuda", "Turing"])
 def test_far_inputs(impl, n, row, column, dtype, monkeypatch):
     """What autograd sees: any kernels, outputs in layouts of their own."""
+    if dtype not in {"flash_triton": BOUNDS, "flash_cuda": SIXTEEN, "Turing": SIXTEEN[:1]}[impl]:
+        pytest.skip(f"{impl} does not take {dtype}")
     if impl == "Turing":
         from cs336_systems.attention.cuda import launch
 
@@ -100,8 +103,6 @@ def test_far_inputs(impl, n, row, column, dtype, monkeypatch):
         impl = "flash_cuda"
     if reason := availability()[impl]:
         pytest.skip(reason)
-    if impl == "flash_cuda" and dtype == torch.float32:
-        pytest.skip("it computes in 16 bits")
     torch.set_float32_matmul_precision("highest")
     q, k, v, do = (x.copy_(torch.randn(n, 32)) for x in far(4, n, 32, row, column, dtype, "cuda"))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -115,7 +116,8 @@ def test_far_inputs(impl, n, row, column, dtype, monkeypatch):
 def test_far_outputs(d, dtype):
     """Sequence first, many heads: outputs have the layout of the inputs, with rows past 2^24 elements apart."""
     n, heads = 130, (2**24 + 2**18) // d
-    needed = 9 * n * heads * d * dtype.itemsize
+    needed = n * heads * d * (8 * dtype.itemsize + 8)  # inputs, outputs, gradients; a workspace
+    torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
     torch.set_float32_matmul_precision("highest")

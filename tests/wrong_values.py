@@ -98,7 +98,7 @@ COMMANDS = [
     wrong("bench matrix --size huge", says=("unknown size 'huge'", "mini, tiny, small")),
     wrong("bench matrix --compile yes", says=("unknown compile 'yes'", "off, attention, blocks")),
     wrong("bench matrix --steps 1", says=("steps=1", "from 2")),
-    wrong("bench matrix --ranks -1", says="--ranks"),
+    wrong("bench matrix --ranks -1", says="ranks=-1"),
     wrong("bench matrix --out {place}/file", says=("--out", "not a folder")),
     wrong("bench matrix --refresh never --out {place}/folder", says=("'never'", "allowed: missing, stale, all")),
     wrong("bench sweep --tiers 128:64,0:1", says=("tier '0:1'", "allowed: queries:keys")),

@@ -329,9 +329,8 @@ def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...]
         for metric in filter(_DURATION.search, experiment.METRICS if row["status"] == "ok" else ()):
             # a part of a step, as `overlap_ms`, may take no time; what was timed does
             timed = _TIMED.search(metric)
-            cells = [
-                float(x) for x in (row.get(metric) or "").replace(";", " ").split() if _is_number(f"{x} 0")
-            ]
+            parts = (row.get(metric) or "").replace(";", " ").split()
+            cells = [float(part) for part in parts if _is_number(part, lists=False)]
             if any(x < 0 or (timed and x == 0) for x in cells):
                 wrong[metric] = "more than 0" if timed else "0 or more"
         for name, expected in wrong.items():

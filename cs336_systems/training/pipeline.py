@@ -53,6 +53,7 @@ def train(
     """
     if "RANK" in os.environ:
         return _under_torchrun(config, say, first)
+    _check(config, config.parallel.nproc)
     with alone(Path(config.out)):
         first()
         return _trained(config, say)
@@ -68,15 +69,20 @@ def _trained(config: TrainingConfig, say: Say) -> dict[str, Any]:
     return _finish(config, result, say)
 
 
+def _check(config: TrainingConfig, world_size: int) -> None:
+    """Refuses what the machine does not allow, before there is a folder, unless there is nothing to do."""
+    if not _finished(config):
+        forecast.check_fits(config, world_size)
+        check_asked(config.generation.prompt, config.generation.temperature)
+
+
 def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
     """All that comes before the first step; the checkpoint to go on from, or "".
 
-    What the machine or a file does not allow is refused before hours of training.
+    What a file does not allow is refused before hours of training.
     """
     from cs336_systems.training import checkpoints, modes
 
-    forecast.check_fits(config, world_size)
-    check_asked(config.generation.prompt, config.generation.temperature)
     try:
         if config.checkpoints.init_from:
             checkpoints.weights_of(Path(config.checkpoints.init_from))
@@ -130,6 +136,7 @@ def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None])
         with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
             if rank.rank == 0:
                 try:
+                    _check(config, rank.world_size)
                     held.enter_context(alone(Path(config.out)))
                     first()
                     told[0] = _begin(config, rank.world_size, say)
