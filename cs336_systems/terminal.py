@@ -102,7 +102,8 @@ def _interrupts() -> Iterator[list[int]]:
         heard.append(number)
         if len(heard) == 1:
             repeater.start()
-        raise KeyboardInterrupt
+        if not _torch_is_imported(frame):
+            raise KeyboardInterrupt
 
     def repeat() -> None:
         while not ended.wait(1):
@@ -130,6 +131,15 @@ def _interrupts() -> Iterator[list[int]]:
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _torch_is_imported(frame: types.FrameType | None) -> bool:
+    """Whether one of torch's modules is, which in C++ ends the process where an exception passes through."""
+    while frame and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] == "torch"
+    ):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _open_closed_streams() -> None:
