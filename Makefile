@@ -46,7 +46,7 @@ lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's num
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/$(STRIP) book/*.ipynb
-	$(BIN)/python -m cs336_systems.report.readme --check
+	$(BIN)/python -m cs336_systems.chapters.index.readme --check
 
 course-tests: $(INSTALLED) ## one of the course's own suites with our adapters (SUITE=path/to/its/tests)
 	@tools/course-tests.sh "$(SUITE)"

@@ -15,7 +15,7 @@ def main() -> None:
     own = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background jobs ignore it
     if own:
         signal.signal(signal.SIGINT, _end)
-    from cs336_systems.cli import app
+    from cs336_systems.cli.main import app
 
     try:
         app(prog_name="cs336")

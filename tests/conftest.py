@@ -69,7 +69,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     worker = hasattr(session.config, "workerinput")  # one of pytest-xdist: its reports reach the main process
     if worker or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
         return
-    from cs336_systems.experiments import gpu_tests
+    from cs336_systems.chapters.gpu_tests import measure as gpu_tests
     from cs336_systems.store import machine, rows
     from cs336_systems.store.code import code_digest
 

@@ -7,7 +7,7 @@ import random
 import pandas as pd
 
 from cs336_systems import accounting
-from cs336_systems.experiments.shared import steps
+from cs336_systems.chapters.shared import steps
 from cs336_systems.measure.clocks.phases import Series
 from cs336_systems.sizes import size
 from cs336_systems.store import rows

@@ -36,7 +36,7 @@ COMMANDS = {
 CS336 = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore it
 )
-CS336 += "from cs336_systems.cli import app; print('up', flush=True); app(prog_name='cs336')"
+CS336 += "from cs336_systems.cli.main import app; print('up', flush=True); app(prog_name='cs336')"
 MARK = "CS336_CHAOS"  # an environment variable that tells whose a process is
 
 

@@ -10,12 +10,12 @@ import sys
 import pytest
 import step_rows
 
-from cs336_systems import accounting, experiments
-from cs336_systems.experiments import allreduce
-from cs336_systems.experiments.allreduce import MB, Case
+from cs336_systems import accounting, chapters
+from cs336_systems.chapters.allreduce import measure as allreduce
+from cs336_systems.chapters.allreduce import show as page
+from cs336_systems.chapters.allreduce.measure import MB, Case
 from cs336_systems.launch.group import TEAM_VARIABLE, process_group
-from cs336_systems.report import Chapter
-from cs336_systems.report.pages import allreduce as page
+from cs336_systems.report.chapter import of_this_team
 from cs336_systems.report.tables import printed
 from cs336_systems.store import machine, measuring, rows
 
@@ -149,17 +149,17 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
 # ------------------------------------------------------------------------------------------------ under torchrun
 def test_a_team_measures_the_groups_of_its_size_only(monkeypatch):
     cases = allreduce.grid("full")
-    assert experiments.of_this_team(allreduce, cases) == cases
+    assert of_this_team(allreduce, cases) == cases
     monkeypatch.setenv(TEAM_VARIABLE, "4")
     said = []
-    here = experiments.of_this_team(allreduce, cases, said.append)
+    here = of_this_team(allreduce, cases, said.append)
     assert {(c.backend, c.world_size) for c in here} == {("gloo", 4), ("nccl", 4)}
     assert said == [
         "allreduce: 5 of 7 groups are left out: they need another number of processes than the 4 that torchrun has "
         "started"
     ]
-    other = experiments.load("hardware")
-    assert experiments.of_this_team(other, other.grid("full"), said.append) == other.grid("full")
+    other = chapters.load("hardware")
+    assert of_this_team(other, other.grid("full"), said.append) == other.grid("full")
     assert len(said) == 1
 
 
@@ -217,7 +217,7 @@ def made_up(results_root):
         rows.write_environment(
             f"h200-x{gpus}", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": gpus}}
         )
-    return Chapter("allreduce", measure="no", preset="full", machine="h200-x2,h200-x4").rows()
+    return chapters.read("allreduce", preset="full", machine="h200-x2,h200-x4").rows()
 
 
 def test_the_handouts_table(made_up):

@@ -14,10 +14,10 @@ import pytest
 import step_rows
 
 from cs336_systems import accounting
-from cs336_systems.experiments import attention as experiment
-from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.report.pages import attention as page
-from cs336_systems.report.roofs import Roofs
+from cs336_systems.chapters.attention import measure as experiment
+from cs336_systems.chapters.attention import show as page
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.report.tables import printed
 from cs336_systems.store.status import Skip
 

@@ -9,15 +9,15 @@ import pytest
 import step_rows
 from typer.testing import CliRunner
 
-from cs336_systems import cli
-from cs336_systems.experiments import benchmarking
-from cs336_systems.experiments.shared import steps
-from cs336_systems.experiments.shared.steps import Case
+from cs336_systems import chapters
+from cs336_systems.chapters.benchmarking import measure as benchmarking
+from cs336_systems.chapters.benchmarking import show as page
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.shared import steps
+from cs336_systems.chapters.shared.steps import Case
+from cs336_systems.cli import main as cli
 from cs336_systems.measure.clocks.phases import each
-from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.pages import benchmarking as page
 from cs336_systems.report.prose import one
-from cs336_systems.report.roofs import Roofs
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 from cs336_systems.store import machine
@@ -79,7 +79,7 @@ def test_what_a_cpu_cannot_run_says_what_it_needs(monkeypatch):
 
 
 def test_out_of_memory_is_a_row_and_the_others_run(monkeypatch):
-    from cs336_systems.training.step import Step
+    from cs336_systems.chapters.shared.step import Step
 
     backward = Step.backward
 
@@ -120,7 +120,7 @@ def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
     monkeypatch.setattr(steps, "call", call)
     found = list(steps.run_group([case(warmup=0), case(warmup=0, repeat=1)]))
     assert found == [{"step_ms_p50": 1.0}] * 2 and len(asked) == 2
-    assert asked[0][0] == "cs336_systems.experiments.shared.steps:_alone"
+    assert asked[0][0] == "cs336_systems.chapters.shared.steps:_alone"
     assert asked[0][1]["case"] == dataclasses.asdict(case(warmup=0))
     list(steps.run_group([case()]))
     assert len(asked) == 2  # warm cases stay in this process
@@ -173,7 +173,7 @@ laptop = step_rows.metrics  # for tests/test_chapters.py
 def made_up(results_root):
     """The rows of a chapter that are made up, on `h100-x1`."""
     step_rows.write(benchmarking, benchmarking.grid("full"), results_root)
-    return Chapter("benchmarking", measure="no", machine="h100-x1", preset="full").rows()
+    return chapters.read("benchmarking", machine="h100-x1", preset="full").rows()
 
 
 def test_times_are_those_of_training_steps_at_one_context(made_up):

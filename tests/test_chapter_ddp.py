@@ -9,15 +9,17 @@ import math
 import pandas as pd
 import pytest
 
-from cs336_systems.accounting import data_parallel as closed
-from cs336_systems.experiments import ddp, zero
-from cs336_systems.experiments.ddp import Case
+from cs336_systems import chapters
+from cs336_systems.chapters.ddp import accounting as closed
+from cs336_systems.chapters.ddp import measure as ddp
+from cs336_systems.chapters.ddp import show as page
+from cs336_systems.chapters.ddp.measure import Case
+from cs336_systems.chapters.zero import measure as zero
 from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import nsys
 from cs336_systems.measure.trace import overlap as trace_overlap
 from cs336_systems.measure.trace.events import Range, Trace
-from cs336_systems.report import Chapter, tables
-from cs336_systems.report.pages import ddp as page
+from cs336_systems.report import tables
 from cs336_systems.store import machine, rows
 from cs336_systems.store.process import ChildError
 
@@ -147,7 +149,7 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
     monkeypatch.setattr(ddp.machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
     found = list(ddp.run_group(group))
     assert all(row["source"] == "nsys" and row["tool_version"] == "2025.3" for row in found)
-    assert asked["function"] == "cs336_systems.experiments.ddp:under_nsys"
+    assert asked["function"] == "cs336_systems.chapters.ddp.measure:under_nsys"
     assert [Case(**c) for c in asked["arguments"]["cases"]] == group
     assert asked["ranges"] == [f"rank {r}/{name}/step" for name in ("naive", "torch") for r in (0, 1)]
 
@@ -321,7 +323,7 @@ def test_figures(results_root):
     assert len(right.lines) == 2
 
     rows.write(ddp, "x", [row | {"context_length": 512} for row in found], results_root)
-    chapter = Chapter("ddp", measure="no", machine="x", preset="full")
+    chapter = chapters.read("ddp", machine="x", preset="full")
     assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
     for wrapper in ("naive", "overlapped"):
         path = ddp.overlap_path(Case("xl", 512, wrapper, kind="trace"), "x", results_root)

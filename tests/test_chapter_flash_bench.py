@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from cs336_systems import accounting
-from cs336_systems.experiments import flash_bench
-from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.report.pages import flash_bench as page
-from cs336_systems.report.roofs import Roofs
+from cs336_systems.chapters.flash_bench import measure as flash_bench
+from cs336_systems.chapters.flash_bench import show as page
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.report.tables import printed
 
 torch = pytest.importorskip("torch")

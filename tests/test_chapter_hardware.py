@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cs336_systems import report
-from cs336_systems.experiments import hardware
-from cs336_systems.report.pages import hardware as page
+from cs336_systems import chapters
+from cs336_systems.chapters.hardware import measure as hardware
+from cs336_systems.chapters.hardware import show as page
 from cs336_systems.store import measuring, rows
 
 torch = pytest.importorskip("torch")
@@ -106,7 +106,7 @@ def test_frames_of_measured_rows(smoke, results_root):
     machine = "cpu-9"
     rows.write(hardware, machine, smoke.assign(env="e").to_dict("records"), results_root)
     (results_root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
-    chapter = report.Chapter("hardware", measure="no")
+    chapter = chapters.read("hardware")
     table = page.roof_table(chapter).set_index("roof")
     best = smoke[(smoke["kind"] == "matmul") & (smoke["dtype"] == "fp32")]["tflops"].max()
     assert table.loc["GEMM, fp32", "measured"] == pytest.approx(best, rel=1e-4)

@@ -8,16 +8,14 @@ import math
 import pytest
 import step_rows
 
-from cs336_systems.experiments import (
-    leaderboard,
-    leaderboard_counters,
-    leaderboard_kernels,
-    leaderboard_ladder,
-    leaderboard_shapes,
-)
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.leaderboard import counters as leaderboard_counters
+from cs336_systems.chapters.leaderboard import kernels as leaderboard_kernels
+from cs336_systems.chapters.leaderboard import ladder as leaderboard_ladder
+from cs336_systems.chapters.leaderboard import measure as leaderboard
+from cs336_systems.chapters.leaderboard import shapes as leaderboard_shapes
+from cs336_systems.chapters.leaderboard import show as page
 from cs336_systems.ladder import steps
-from cs336_systems.report.pages import leaderboard as page
-from cs336_systems.report.roofs import Roofs
 
 WORK = dict(zip(("heads", "seq_len", "head_dim"), steps.WORK.values(), strict=True))
 rows = functools.partial(step_rows.frame, is_causal=True, dtype="bf16", **WORK)

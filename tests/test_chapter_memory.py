@@ -13,16 +13,15 @@ import pandas as pd
 import pytest
 from test_unit_memory import FakeAllocator, training_step
 
-from cs336_systems import accounting, experiments
-from cs336_systems.experiments import memory
+from cs336_systems import accounting, chapters
+from cs336_systems.chapters.memory import measure as memory
+from cs336_systems.chapters.memory import show as page
 from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Timeline, timeline
-from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import memory as page
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import SIZES, size
-from cs336_systems.store import measuring
+from cs336_systems.store import measuring, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import ChildError
@@ -49,7 +48,7 @@ def test_full_covers_the_grid_of_the_handout():
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
-    drawn = [c for preset in experiments.PRESETS for c in memory.grid(preset) if memory.drawn(c)]
+    drawn = [c for preset in selection.PRESETS for c in memory.grid(preset) if memory.drawn(c)]
     paths = {memory.timeline_path(c, MACHINE, tmp_path) for c in drawn}
     assert len(paths) == len(drawn) < 35
     assert {p.parent for p in paths} == {store.csv_path("memory", MACHINE, tmp_path).with_suffix("")}
@@ -174,7 +173,7 @@ def test_each_case_is_a_process_and_a_failure_is_a_row(fake_gpu, monkeypatch, tm
     found = list(memory.run_group(cases))
     assert found[0]["status"] == "error: ChildError: ended with signal SIGSEGV and no result"
     assert found[1:] == [{"peak_gib": 1.5}, {"status": "oom", "asked_bytes": 7}]
-    assert {function for function, _ in calls} == {"cs336_systems.experiments.memory:alone"}
+    assert {function for function, _ in calls} == {"cs336_systems.chapters.memory.measure:alone"}
     assert [memory.Case(**arguments["case"]) for _, arguments in calls] == cases
     name = "2.7B_512_forward_bf16_fused"
     assert calls[1][1]["raw"] == str(tmp_path / "raw" / f"{name}.pickle")
@@ -254,7 +253,7 @@ def test_an_error_is_a_row_without_numbers(fake_gpu, monkeypatch, capsys):
 def reference(project_root, monkeypatch):
     """The chapter on the reference rows."""
     monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
-    return Chapter("memory", measure="no")
+    return chapters.read("memory")
 
 
 def changed(chapter, column, value, **case):
@@ -299,7 +298,7 @@ def test_errors_tell_tensors_from_what_the_allocator_adds(reference, smoke):
     expected = sum(accounting.peak_bytes(SIZES["2.7B"], 4, 512, "train_step", optimizer="fused").values())
     assert found["peak above"] == pytest.approx(100 * GIB / expected - 1)
     assert found["tensors off"] < 1e-4 and found["workspaces, MiB"] == 64
-    cpu = Chapter("memory", measure="no", machine=machine_name(), root=smoke[1])
+    cpu = chapters.read("memory", machine=machine_name(), root=smoke[1])
     assert (page.errors(cpu.rows())[["workspaces, MiB", "rounding, MiB"]] == 0).all(axis=None)
 
 
@@ -337,7 +336,7 @@ def test_the_figure_shows_a_forward_pass_and_two_steps(reference, results_root):
     assert {"forward", "loss", "backward", "optimizer", "59.0 GiB"} <= texts[2]  # as in the table of peaks
     assert {"51.3 GiB", "gradients"} <= texts[1] and "model" not in texts[0] | texts[1]
     assert figure.axes[0].get_ylim()[1] < 1 < figure.axes[1].get_ylim()[1] == figure.axes[2].get_ylim()[1]
-    nothing = page.timelines_figure(Chapter("memory", measure="no", root=results_root))
+    nothing = page.timelines_figure(chapters.read("memory", root=results_root))
     assert [ax.texts[0].get_text() for ax in nothing.axes] == ["not measured"] * 3
 
 

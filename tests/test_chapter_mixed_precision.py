@@ -9,15 +9,14 @@ import pandas as pd
 import pytest
 import step_rows
 
-from cs336_systems import accounting, experiments
-from cs336_systems.accounting.formats import FORMATS, number_format, running_sums, stagnation
-from cs336_systems.experiments import mixed_precision
-from cs336_systems.experiments.mixed_precision import Case
-from cs336_systems.experiments.shared import steps
+from cs336_systems import accounting, chapters
+from cs336_systems.chapters.mixed_precision import measure as mixed_precision
+from cs336_systems.chapters.mixed_precision import show as page
+from cs336_systems.chapters.mixed_precision.formats import FORMATS, number_format, running_sums, stagnation
+from cs336_systems.chapters.mixed_precision.measure import Case
+from cs336_systems.chapters.shared import steps
 from cs336_systems.report import tables
-from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import mixed_precision as page
 from cs336_systems.sizes import size
 from cs336_systems.store import measuring, rows
 
@@ -106,7 +105,7 @@ def test_smoke_is_measured_and_read_back(results_root, one_thread, project_root,
     monkeypatch.setattr(mixed_precision, "_steps", fewer)
     monkeypatch.setattr(mixed_precision, "observe", seen)
     assert measuring.measure(mixed_precision, mixed_precision.grid("smoke"), root=results_root) == 4
-    chapter = Chapter("mixed_precision", measure="no", machine="this", preset="smoke")
+    chapter = chapters.read("mixed_precision", machine="this", preset="smoke")
     assert set(chapter.rows()["status"]) == {"ok"}
     assert page.mispredicted(chapter.rows(kind="accumulation")) == 0
     assert list(page.dtypes(chapter.rows(kind="dtypes"))["tensor"]) == list(page.TENSORS)
@@ -176,7 +175,7 @@ def test_autocast_converts_each_linear_weight_once():
     """Every forward pass casts all linear weights: 7 a block and the head."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from cs336_systems.training.step import Workload
+    from cs336_systems.chapters.shared.step import Workload
 
     converted = []
 
@@ -316,7 +315,7 @@ def test_a_bf16_that_gains_nothing_does_not_bear_the_answer_out(project_root, tm
     cases = [case for case in mixed_precision.grid("full") if case.kind == "step"]
     as_fp32 = lambda case: step_rows.metrics(dataclasses.replace(case.step, dtype="fp32"))
     step_rows.write(mixed_precision, cases, tmp_path, make=as_fp32)
-    profiling = experiments.load("profiling")
+    profiling = chapters.load("profiling")
     kernels = {"kernels": 10, "matrix_product_ms": 2.0, "copy_cast_ms": 1.0, "kernel_ms": 4.0}
     step_rows.write(profiling, profiling.grid("full"), tmp_path, make=lambda case: kernels)
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path))

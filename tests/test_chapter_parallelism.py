@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.accounting import parallelism as model
-from cs336_systems.accounting.parallelism import (
+from cs336_systems.chapters.parallelism import accounting as model
+from cs336_systems.chapters.parallelism import show as page
+from cs336_systems.chapters.parallelism.accounting import (
     GB,
     GIB,
     HANDOUT,
@@ -24,7 +25,6 @@ from cs336_systems.accounting.parallelism import (
     Stack,
 )
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import parallelism as page
 from cs336_systems.report.prose import Number
 
 SMALL = Stack(d_model=8, d_ff=24, num_blocks=3)

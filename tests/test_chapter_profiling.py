@@ -8,13 +8,13 @@ import types
 import pandas as pd
 import pytest
 
-from cs336_systems.experiments import profiling
-from cs336_systems.experiments.profiling import CLASS_COLUMNS, Case
+from cs336_systems.chapters.profiling import measure as profiling
+from cs336_systems.chapters.profiling import show as page
+from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, Case
 from cs336_systems.measure.trace import kernels, nsys
 from cs336_systems.measure.trace.events import Kernel, Range, Trace
 from cs336_systems.report import tables
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import profiling as page
 from cs336_systems.store import measuring, rows
 from cs336_systems.store.machine import machine_name
 
@@ -125,7 +125,7 @@ def test_a_trace_becomes_rows_for_one_step(under_nsys, results_root):
     cases = cases_of()
     found = by_range(profiling.run_group(cases), cases)
     [(function, arguments, _)] = under_nsys.calls
-    assert function == "cs336_systems.experiments.profiling:under_nsys"
+    assert function == "cs336_systems.chapters.profiling.measure:under_nsys"
     assert arguments == {"size": "small", "context_length": 512, "batch": 4, "dtype": "fp32"}
     forward = found["forward"]
     assert (
@@ -166,7 +166,7 @@ def test_a_process_that_fails_is_a_row_for_every_range(under_nsys, monkeypatch):
 
 
 def test_out_of_memory_stops_at_its_mode_and_while_recording_loses_its_step(monkeypatch):
-    from cs336_systems.training.step import Step
+    from cs336_systems.chapters.shared.step import Step
 
     def full(self):
         raise torch.OutOfMemoryError("CUDA out of memory")

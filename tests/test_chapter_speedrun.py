@@ -11,10 +11,10 @@ import pytest
 import training_rows
 from typer.testing import CliRunner
 
-from cs336_systems.cli import app
-from cs336_systems.report.chapter import Chapter
+from cs336_systems import chapters
+from cs336_systems.chapters.speedrun import show as page
+from cs336_systems.cli.main import app
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import speedrun as page
 from cs336_systems.training import config, forecast, speedrun
 
 pytest.importorskip("torch")
@@ -94,7 +94,7 @@ def test_frames_of_the_forecast(results_root):
     assert table.loc["small", "512 tokens"] == forecast.largest_batch("small", 512, speedrun.T4_GIB)
     assert table.loc["2.7B", "512 tokens"] == 0 and table.loc["2.7B", "GiB at 512"] > speedrun.T4_GIB
     training_rows.write(results_root)
-    rows = Chapter("training", measure="no", preset="full").table("fits").rows()
+    rows = chapters.read("training", preset="full").table("fits").rows()
     tried = page.foreseen(rows)
     assert len(tried) == 6 and (tried["chosen"] == 1).all() and (tried["twice"] == 0).all()
     held = page.held_against(rows)

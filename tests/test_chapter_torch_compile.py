@@ -8,11 +8,11 @@ import math
 import pytest
 import step_rows
 
-from cs336_systems.experiments import attention as attention_experiment
-from cs336_systems.experiments import torch_compile
-from cs336_systems.experiments.torch_compile import Case
-from cs336_systems.report.pages import torch_compile as page
-from cs336_systems.report.roofs import Roofs
+from cs336_systems.chapters.attention import measure as attention_experiment
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.torch_compile import measure as torch_compile
+from cs336_systems.chapters.torch_compile import show as page
+from cs336_systems.chapters.torch_compile.measure import Case
 from cs336_systems.report.tables import printed
 from cs336_systems.store.machine import cpp_compiler
 

@@ -12,13 +12,17 @@ import pandas as pd
 import pytest
 import training_rows
 
-from cs336_systems import experiments
-from cs336_systems.experiments import training, training_fits, training_ladder, training_run, training_sweep
-from cs336_systems.experiments.shared import trials
-from cs336_systems.report import matrix, sweep
-from cs336_systems.report.chapter import Chapter
+from cs336_systems import chapters
+from cs336_systems.chapters.training import fits as training_fits
+from cs336_systems.chapters.training import ladder as training_ladder
+from cs336_systems.chapters.training import measure as training
+from cs336_systems.chapters.training import run as training_run
+from cs336_systems.chapters.training import show as page
+from cs336_systems.chapters.training import show_matrix as matrix
+from cs336_systems.chapters.training import show_sweep as sweep
+from cs336_systems.chapters.training import sweep as training_sweep
+from cs336_systems.chapters.training import trials
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import training as page
 from cs336_systems.report.values import Number, Row
 from cs336_systems.store import rows as store
 from cs336_systems.store.status import Skip
@@ -28,7 +32,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.usefixtures("forked")
 
-TABLES = [experiments.load(name) for name in experiments.TABLES["training"]]
+TABLES = [chapters.load(name) for name in chapters.TABLES["training"]]
 
 
 def test_the_matrix_is_whole_on_two_gpus():
@@ -134,11 +138,11 @@ def test_a_real_run_on_its_own():
 
 
 def test_choices_of_a_run_and_of_a_sweep():
-    cases = experiments.cases_beyond(training_run, "full", minutes="0.5,2", size="mini")
+    cases = chapters.cases_beyond(training_run, "full", minutes="0.5,2", size="mini")
     assert {(c.minutes, c.size) for c in cases} == {(0.5, "mini"), (2.0, "mini")}
     for wrong in ("0", "-1", "x", "nan", "1e9"):
         with pytest.raises(ValueError, match=f"minutes={wrong}; allowed: a number above 0"):
-            experiments.cases_beyond(training_run, "full", minutes=wrong)
+            chapters.cases_beyond(training_run, "full", minutes=wrong)
     for wrong in ("128", "128:", ":64", "0:64", "128:-1", "a:b", "128:64:32", "1.5:2", ""):
         with pytest.raises(ValueError, match=r"allowed: queries:keys"):
             training_sweep.tier(wrong)
@@ -191,11 +195,11 @@ def made_up(results_root, project_root, monkeypatch):
 
 
 def rows_of(table, **where):
-    return Chapter("training", measure="no", preset="full").table(table).rows(**where)
+    return chapters.read("training", preset="full").table(table).rows(**where)
 
 
 def test_efficiency_is_against_one_rank_of_the_same_run(made_up):
-    rows = matrix.scaled(Chapter("training", measure="no", preset="full").rows())
+    rows = matrix.scaled(chapters.read("training", preset="full").rows())
     of = lambda **case: rows[(rows[list(case)] == pd.Series(case)).all(axis=1)].iloc[0]
     cell = {"attention": "sdpa", "world_size": 2, "sharded": False}
     alone, naive = (of(wrapper=w, repeat=0, **cell) for w in ("none", "naive"))
@@ -258,7 +262,7 @@ def test_the_speed_over_plain_is_of_one_run(made_up):
 
 def test_figures_are_drawn_with_rows_and_without(made_up, results_root):
     def draw():
-        chapter = Chapter("training", measure="no", preset="full")
+        chapter = chapters.read("training", preset="full")
         ladder, run, shapes = (chapter.table(name).rows() for name in ("ladder", "run", "sweep"))
         return [
             page.waterfall(ladder, {}), page.losses_figure(ladder), page.run_figure(run),

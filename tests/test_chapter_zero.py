@@ -10,17 +10,16 @@ import math
 import pytest
 import step_rows
 
-from cs336_systems import experiments
 from cs336_systems.accounting import Peaks
 from cs336_systems.accounting.zero import STEP_MOMENTS, tensor_sizes
-from cs336_systems.experiments import zero
-from cs336_systems.experiments.zero import Case
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.zero import measure as zero
+from cs336_systems.chapters.zero import show as page
+from cs336_systems.chapters.zero.measure import Case
 from cs336_systems.launch.start import LaunchError
 from cs336_systems.report.claims import execute
-from cs336_systems.report.pages import zero as page
-from cs336_systems.report.roofs import Roofs
 from cs336_systems.sizes import size
-from cs336_systems.store import measuring, rows
+from cs336_systems.store import measuring, rows, selection
 from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
@@ -32,7 +31,7 @@ TINY = {"size": "tiny", "bucket_mb": 0.25}
 
 
 # --------------------------------------------------------------------------------------------- grids
-@pytest.mark.parametrize("preset", experiments.PRESETS)
+@pytest.mark.parametrize("preset", selection.PRESETS)
 def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns_is_timed(preset):
     for group in rows.groups(zero, zero.grid(preset)):
         assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
@@ -167,7 +166,7 @@ def test_one_launch_for_all_contexts_of_a_variant(monkeypatch):
     calls = made_up_launch(monkeypatch, lambda contexts: None)
     cases = [Case("plain", c, m) for c in (128, 512) for m in STEP_MOMENTS]
     found = list(zero.run_group(cases))
-    assert calls == [("cs336_systems.experiments._zero_ranks:memory_on_a_rank", 2, [128, 512])]
+    assert calls == [("cs336_systems.chapters.zero.ranks:memory_on_a_rank", 2, [128, 512])]
     # the rank that holds most, and how far the other is from it
     assert [row["live_bytes"] for row in found] == [case.context_length + 1 for case in cases]
     assert {row["rank_spread_bytes"] for row in found} == {1}

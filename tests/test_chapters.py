@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import step_rows
 
-from cs336_systems import experiments
+from cs336_systems import chapters
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import PROBLEMS, chapters_in_toc, parts
-from cs336_systems.store import rows
+from cs336_systems.store import rows, selection
 
 torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
@@ -27,9 +27,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [name for name in chapters_in_toc(ROOT) if (ROOT / "book" / f"{name}.ipynb").is_file()]
 LAPTOPS = [
-    name
-    for name in experiments.CHAPTERS
-    if hasattr(importlib.import_module(f"test_chapter_{name}"), "laptop")
+    name for name in chapters.CHAPTERS if hasattr(importlib.import_module(f"test_chapter_{name}"), "laptop")
 ]
 REFERENCE = json.loads((ROOT / "results" / "reference.json").read_text())
 WAITING = ("leaderboard", "training", "speedrun")  # have sentences whose rows are yet to be measured
@@ -49,17 +47,17 @@ def run(chapter, **parameters):
 
 
 # ------------------------------------------------------------------------------------------------ grids
-@pytest.mark.parametrize("preset", experiments.PRESETS)
-@pytest.mark.parametrize("table", experiments.tables())
+@pytest.mark.parametrize("preset", selection.PRESETS)
+@pytest.mark.parametrize("table", chapters.tables())
 def test_grids(table, preset):
     """Each case once, of allowed values; a group has a forecast and, in most tables, a case that is repeated."""
-    experiment = experiments.load(table)
+    experiment = chapters.load(table)
     cases = experiment.grid(preset)
     assert len(set(cases)) == len(cases) > 0
     for case in cases:
         assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
         given = {f: v for f, v in dataclasses.asdict(case).items() if f in getattr(experiment, "CHOICES", ())}
-        assert experiments.named(experiment, **given) == {field: [value] for field, value in given.items()}
+        assert selection.named(experiment, **given) == {field: [value] for field, value in given.items()}
     for group in rows.groups(experiment, cases):
         assert not hasattr(experiment, "estimate_s") or 0 <= experiment.estimate_s(group) < 900
         if table not in UNPAIRED:
@@ -92,7 +90,7 @@ def test_grids(table, preset):
     ],
 )
 def test_unknown_values_are_named(table, changes, said):
-    experiment = experiments.load(table)
+    experiment = chapters.load(table)
     with pytest.raises(ValueError, match=re.escape(said)):
         list(experiment.run_group([dataclasses.replace(experiment.grid("smoke")[0], **changes)]))
 
@@ -109,7 +107,7 @@ class NothingFits(TorchFunctionMode):
     "table", ["attention", "benchmarking", "hardware", "mixed_precision", "profiling", "training_sweep"]
 )
 def test_a_group_that_does_not_fit_is_rows_and_leaves_the_precision_as_it_was(table):
-    experiment = experiments.load(table)
+    experiment = chapters.load(table)
     group = rows.groups(experiment, experiment.grid("smoke"))[0]
     torch.set_float32_matmul_precision("medium")
     with NothingFits():
@@ -126,7 +124,7 @@ def published(monkeypatch):
 @pytest.mark.parametrize("chapter", NOTEBOOKS)
 def test_the_reference_rows_bear_every_sentence_out_and_every_part_has_its_answer(chapter, published):
     sentences, _ = run(chapter)
-    waits = chapter in WAITING or (chapter in experiments.CHAPTERS and chapter not in REFERENCE)
+    waits = chapter in WAITING or (chapter in chapters.CHAPTERS and chapter not in REFERENCE)
     assert [s.text for s in sentences if not (s.outcome or (waits and s.outcome is None))] == []
     problems = {problem.id for problem in PROBLEMS if problem.chapter == chapter}
     assert sorted(s.part for s in sentences if s.part) == sorted(
@@ -159,13 +157,13 @@ def filters(chapter):
 
 
 def values_of(chapter, field):
-    tables = experiments.of_chapter(experiments.load(chapter))
+    tables = chapters.of_chapter(chapters.load(chapter))
     tables = [table for table in tables if field in rows.case_fields(table)]
-    return [str(v) for v in dict.fromkeys(v for t in tables for v in experiments.values(t, "full", field))]
+    return [str(v) for v in dict.fromkeys(v for t in tables for v in selection.values(t, "full", field))]
 
 
 @pytest.mark.parametrize(
-    ("chapter", "field"), [(c, field) for c in experiments.CHAPTERS for field in filters(c)]
+    ("chapter", "field"), [(c, field) for c in chapters.CHAPTERS for field in filters(c)]
 )
 def test_a_single_restriction_with_nothing_measured(chapter, field, results_root):
     """Whole kinds of cases are missing then, not only their numbers; the last value is the one furthest from all."""
@@ -184,7 +182,7 @@ def a_part_of(chapter):
     return {"machine": ",".join(others_first) or "auto", "preset": "full", field: value}
 
 
-@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+@pytest.mark.parametrize("chapter", chapters.CHAPTERS)
 def test_a_part_of_the_rows_of_several_machines(chapter, published):
     assert run(chapter, **a_part_of(chapter))[0]
 
@@ -192,17 +190,17 @@ def test_a_part_of_the_rows_of_several_machines(chapter, published):
 @pytest.mark.parametrize("chapter", LAPTOPS)
 def test_a_laptops_rows(chapter, results_root):
     """Those of the smoke preset, made up: they are shown, whatever the sentences about larger models make of them."""
-    experiment, of_case = experiments.load(chapter), importlib.import_module(f"test_chapter_{chapter}").laptop
+    experiment, of_case = chapters.load(chapter), importlib.import_module(f"test_chapter_{chapter}").laptop
     step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
     sentences, shown = run(chapter, machine="laptop", preset="smoke")
     assert sentences and any("laptop" in str(getattr(thing, "data", thing)) for thing in shown)
 
 
-@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+@pytest.mark.parametrize("chapter", chapters.CHAPTERS)
 def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
     """Whatever a merged folder says is shown as it is: in tables, sentences and what names the machine."""
     bad = "<script>a</script> <img src=x onerror=b> [c](javascript:d) `e` $\\f$ {g}`h` | <!--"
-    for experiment in experiments.of_chapter(experiments.load(chapter)):
+    for experiment in chapters.of_chapter(chapters.load(chapter)):
         failed = lambda case: {"status": f"error: {bad}"}
         step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", failed)
     named = dict.fromkeys(("cpu", "gpu", "driver", "torch", "triton"), bad)
@@ -216,7 +214,7 @@ def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
     assert any("&#60;script&#62;" in text for text in data)
 
 
-@pytest.mark.parametrize("chapter", experiments.CHAPTERS)
+@pytest.mark.parametrize("chapter", chapters.CHAPTERS)
 def test_without_rows_only_what_is_derived_is_decided(chapter, results_root):
     sentences, shown = run(chapter)
     assert shown and {s.part for s in sentences if s.outcome is not None} <= DERIVED

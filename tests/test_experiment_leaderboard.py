@@ -9,27 +9,25 @@ from collections import Counter
 
 import pytest
 
-from cs336_systems import experiments
-from cs336_systems.experiments import (
-    leaderboard,
-    leaderboard_counters,
-    leaderboard_first_calls,
-    leaderboard_kernels,
-    leaderboard_ladder,
-    leaderboard_shapes,
-)  # fmt: skip
-from cs336_systems.experiments.leaderboard import OFFICIAL_MS
-from cs336_systems.experiments.shared import attention_peers as peers
-from cs336_systems.experiments.shared import leaderboard_turns
+from cs336_systems import chapters
+from cs336_systems.chapters.leaderboard import counters as leaderboard_counters
+from cs336_systems.chapters.leaderboard import first_calls as leaderboard_first_calls
+from cs336_systems.chapters.leaderboard import kernels as leaderboard_kernels
+from cs336_systems.chapters.leaderboard import ladder as leaderboard_ladder
+from cs336_systems.chapters.leaderboard import measure as leaderboard
+from cs336_systems.chapters.leaderboard import shapes as leaderboard_shapes  # fmt: skip
+from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
+from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
+from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.ladder import steps
 from cs336_systems.measure.counters import ncu
-from cs336_systems.report import Chapter, build
-from cs336_systems.store import measuring, process
+from cs336_systems.report import build
+from cs336_systems.store import measuring, process, selection
 from cs336_systems.store import rows as store
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
-TABLES = [experiments.load(name) for name in experiments.tables("leaderboard")]
+TABLES = [chapters.load(name) for name in chapters.tables("leaderboard")]
 TIMED = (leaderboard, leaderboard_kernels, leaderboard_ladder)
 SMALL = {"heads": 2, "seq_len": 128, "head_dim": 32, "is_causal": True, "dtype": "bf16", "part": "forward",
          "leaves": "stacked", "rep_ms": 2, "grad_o": "matrix"}  # fmt: skip
@@ -53,7 +51,7 @@ def measured(table, *impls, **change):
 
 
 # ------------------------------------------------------------------------------------------------ grids
-@pytest.mark.parametrize("preset", experiments.PRESETS)
+@pytest.mark.parametrize("preset", selection.PRESETS)
 @pytest.mark.parametrize("table", TABLES, ids=store.table_name)
 def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, preset):
     cases = table.grid(preset)
@@ -106,7 +104,7 @@ def test_cases_follow_ever_others(count):
 
 def test_filters_choose_among_all_tables():
     def chosen(table, **filters):
-        return experiments.cases(table, "full", **filters)
+        return chapters.cases(table, "full", **filters)
 
     assert {c.impl for c in chosen(leaderboard, impl="fa4,f_hopper")} == {"fa4"}
     assert [c.impl for c in chosen(leaderboard_ladder, impl="fa4,f_hopper")] == ["f_hopper"]
@@ -126,12 +124,12 @@ def measures_nothing(monkeypatch):
 
 def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     given = {"machine": "this", "preset": "smoke", "impl": "flash_triton,f_production"}
-    chapter = Chapter("leaderboard", measure="yes", **given)
+    chapter = chapters.read("leaderboard", measure="yes", **given)
     with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
     counts = {table.name: len(table.measured()) for table in chapter.tables}
     assert list(counts.values()) == [1, 0, 0, 2, 4, 0]  # shapes and first calls have other implementations
-    assert list(counts) == list(experiments.tables("leaderboard"))
+    assert list(counts) == list(chapters.tables("leaderboard"))
     assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
     assert chapter.table("first_calls").rows().empty and chapter.table("first_calls").stale().empty
     assert "1 cases" in chapter.provenance() and "4 cases" in chapter.table("counters").provenance()
@@ -144,11 +142,10 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
 def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
     (results_root / "h200-x1").mkdir()
     (results_root / "reference.json").write_text('{"leaderboard": ["h200-x1"]}')
-    chapter = Chapter("leaderboard", measure="no")
+    chapter = chapters.read("leaderboard")
     assert all(table.machines == ["h200-x1"] for table in chapter.tables)
-    assert Chapter("leaderboard_ladder", measure="no").machines == ["h200-x1"]
-    found = build.problems(results_root)
-    assert [text.split(":")[0] for text in found] == list(experiments.tables("leaderboard"))
+    found = build.problems(chapters.tables_of, results_root)
+    assert [text.split(":")[0] for text in found] == list(chapters.tables("leaderboard"))
 
 
 # ------------------------------------------------------------------------------------------------ measuring, on a CPU
@@ -252,7 +249,7 @@ def test_first_calls_in_processes_of_their_own(monkeypatch):
     calls = []
 
     def call(function, arguments, *, timeout_s, environment):
-        assert function == "cs336_systems.experiments.leaderboard_first_calls:first_call"
+        assert function == "cs336_systems.chapters.leaderboard.first_calls:first_call"
         calls.append(environment["TRITON_CACHE_DIR"])
         if arguments["case"]["impl"] == "reference":
             raise process.ChildError("killed")
@@ -277,7 +274,7 @@ def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
     twice = [kernel | {"kernel": "a(int)"}, kernel | {"kernel": "b", "ns": 30.0, "tensor_pct": 5.0}]
 
     def counted(function, arguments, timeout_s):
-        assert function == "cs336_systems.experiments.leaderboard_counters:counted_calls"
+        assert function == "cs336_systems.chapters.leaderboard.counters:counted_calls"
         assert [case["impl"] for case in arguments["cases"]] == ["fa4", "flash_triton"]
         return ["skipped: needs FlashAttention-4", ""], [twice]
 

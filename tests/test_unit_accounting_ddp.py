@@ -5,8 +5,8 @@ import math
 import pytest
 
 from cs336_systems import accounting
-from cs336_systems.accounting import data_parallel as closed
-from cs336_systems.accounting.data_parallel import Buckets
+from cs336_systems.chapters.ddp import accounting as closed
+from cs336_systems.chapters.ddp.accounting import Buckets
 from cs336_systems.sizes import SIZES, ModelConfig, size
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=3, num_heads=2, vocab_size=50)
@@ -64,7 +64,7 @@ def test_the_model_is_its_derivation(num_buckets):
 
 # ------------------------------------------------------------------------------------------------ memory
 def test_what_each_way_holds():
-    parallel_step = pytest.importorskip("cs336_systems.training.parallel_step")
+    parallel_step = pytest.importorskip("cs336_systems.chapters.shared.parallel_step")
     assert closed.WRAPPERS == parallel_step.WRAPPERS
     config, total = size("xl"), 4 * accounting.num_parameters(size("xl"))
     peak = {w: closed.peak_bytes(config, 2, 512, "fp32", w) for w in closed.WRAPPERS}

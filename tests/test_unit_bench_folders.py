@@ -7,8 +7,12 @@ import csv
 import pytest
 import training_rows
 
-from cs336_systems import bench_folders, cli, experiments
-from cs336_systems.experiments import training, training_run, training_sweep
+from cs336_systems import chapters
+from cs336_systems.chapters.training import measure as training
+from cs336_systems.chapters.training import run as training_run
+from cs336_systems.chapters.training import sweep as training_sweep
+from cs336_systems.cli import bench_folders
+from cs336_systems.cli import main as cli
 
 pytest.importorskip("torch")
 runner = pytest.importorskip("typer.testing").CliRunner()
@@ -93,4 +97,4 @@ def test_all_and_auto_are_what_they_say():
     assert chosen == {"wrapper": list(training.WRAPPERS), "steps": [3, 4]}
     with pytest.raises(ValueError, match=r"steps=all; allowed: whole numbers from 2"):
         bench_folders._chosen(training, {"steps": "all"}, best)
-    assert experiments.load("training_sweep") is training_sweep
+    assert chapters.load("training_sweep") is training_sweep

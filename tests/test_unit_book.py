@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import experiments
+from cs336_systems import chapters
 from cs336_systems.report.coverage import chapters_in_toc
+from cs336_systems.store import selection
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
@@ -49,12 +50,12 @@ def test_parameters_are_annotated_and_explained(path):
         assert re.search(r"  # \w", line), f"no comment: {line}"
 
 
-@pytest.mark.parametrize("name", experiments.CHAPTERS)
+@pytest.mark.parametrize("name", chapters.CHAPTERS)
 def test_every_measured_chapter_has_a_notebook_with_its_parameters(name):
     path = ROOT / "book" / f"{name}.ipynb"
     names = [s.target.id for s in ast.parse(parameters(path)).body]
     assert tuple(names[:4]) == COMMON
-    assert set(names[4:]) <= set(experiments.fields(experiments.load(name)))
+    assert set(names[4:]) <= set(selection.fields(chapters.tables_of(name)))
     assert name in chapters_in_toc(ROOT)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from cs336_systems import cli
+from cs336_systems.cli import main as cli
 from cs336_systems.report import claims
 
 

@@ -13,7 +13,9 @@ import pytest
 import wrong_values
 
 import cs336_systems
-from cs336_systems import cli, doctor, experiments, notebooks
+from cs336_systems import chapters
+from cs336_systems.cli import doctor, notebooks
+from cs336_systems.cli import main as cli
 from cs336_systems.store import machine, rows
 
 nbformat = pytest.importorskip("nbformat")
@@ -141,36 +143,36 @@ def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, mo
     def broken(cases):
         raise KeyError("broken")
 
-    monkeypatch.setattr(experiments.load("hardware"), "run_group", broken)
+    monkeypatch.setattr(chapters.load("hardware"), "run_group", broken)
     done = call(*ONE)
     assert done.exit_code == 1
     assert "error: KeyError" in done.stdout and "1 cases of hardware ended in an error" in done.stderr
 
 
 def test_cases_beyond_the_grid():
-    flash = experiments.load("flash_bench")
+    flash = chapters.load("flash_bench")
     given = {"seq_len": "300, 512,300", "head_dim": 64, "dtype": "fp32", "impl": ["sdpa", "reference"]}
-    cases = experiments.cases_beyond(flash, "smoke", **given)
+    cases = chapters.cases_beyond(flash, "smoke", **given)
     assert [(c.seq_len, c.impl, c.heads, c.repeat) for c in cases] == [
         (n, impl, 1, 0) for n in (300, 512) for impl in ("sdpa", "reference")
     ]
-    on_grid = experiments.cases_beyond(flash, "smoke", **given | {"seq_len": "512"})
+    on_grid = chapters.cases_beyond(flash, "smoke", **given | {"seq_len": "512"})
     # nothing is new: the grid's own cases, its A/A pair with them
     assert {(c.impl, c.repeat) for c in on_grid} == {("sdpa", 0), ("reference", 0), ("reference", 1)}
-    every_field = experiments.cases_beyond(flash, "smoke", **given, heads="1", repeat="1")
+    every_field = chapters.cases_beyond(flash, "smoke", **given, heads="1", repeat="1")
     assert len(every_field) == 4 and {c.repeat for c in every_field} == {1}
-    hardware, some = experiments.load("hardware"), {"kind": "launch"}  # has no cases beyond its grid
-    assert experiments.cases_beyond(hardware, "smoke", **some) == experiments.cases(hardware, "smoke", **some)
+    hardware, some = chapters.load("hardware"), {"kind": "launch"}  # has no cases beyond its grid
+    assert chapters.cases_beyond(hardware, "smoke", **some) == chapters.cases(hardware, "smoke", **some)
     with pytest.raises(ValueError, match="size=300 is not in the smoke preset; allowed: all, 256"):
-        experiments.cases_beyond(hardware, "smoke", size="300")
-    kernels = experiments.load("leaderboard_kernels")
+        chapters.cases_beyond(hardware, "smoke", size="300")
+    kernels = chapters.load("leaderboard_kernels")
     with pytest.raises(ValueError, match="the full preset has no case with impl=fa4, dtype=fp32"):
-        experiments.cases(kernels, "full", impl="fa4", dtype="fp32")
+        chapters.cases(kernels, "full", impl="fa4", dtype="fp32")
 
 
 def test_head_dimensions_are_those_of_attention():
     inputs = pytest.importorskip("cs336_systems.attention.inputs")
-    head_dims = experiments.load("flash_bench").CHOICES["head_dim"]
+    head_dims = chapters.load("flash_bench").CHOICES["head_dim"]
     assert (head_dims[0], head_dims[-1]) == (inputs.MIN_HEAD_DIM, inputs.MAX_HEAD_DIM)
 
 
@@ -203,8 +205,8 @@ def test_tune_is_called_with_the_shape(monkeypatch):
 
 # ------------------------------------------------------------------------------------ results, book
 def test_results_merge(root, tmp_path, monkeypatch):
-    hardware = experiments.load("hardware")
-    monkeypatch.setattr(experiments, "CHAPTERS", ("hardware",))
+    hardware = chapters.load("hardware")
+    monkeypatch.setattr(chapters, "CHAPTERS", ("hardware",))
     row = {"kind": "launch", "dtype": "fp32", "size": 1, "repeat": 0, "status": "ok", "run": "r", "env": "e"}
     row |= {"time_utc": "2026-01-01T00:00:00Z", "code": "c", "us_per_launch": 3.0}
     rows.write(hardware, "h100-x1", [row], tmp_path / "other")
@@ -216,11 +218,13 @@ def test_results_merge(root, tmp_path, monkeypatch):
 def test_book_prints_what_it_built(monkeypatch, tmp_path):
     build = pytest.importorskip("cs336_systems.report.build")
     asked = {}
-    monkeypatch.setattr(build, "build", lambda **options: asked.update(options) or [tmp_path / "index.html"])
+    monkeypatch.setattr(
+        build, "build", lambda tables_of, **options: asked.update(options) or [tmp_path / "index.html"]
+    )
     assert call("book", "--strict").stdout == f"{tmp_path / 'index.html'}\n"
     assert asked == {"pdf": False, "strict": True}
 
-    def failing(**options):
+    def failing(*arguments, **options):
         raise build.BookError("needs XeLaTeX")
 
     monkeypatch.setattr(build, "build", failing)
@@ -262,7 +266,8 @@ def checkout(tmp_path, monkeypatch):
         "pathlib.Path('seen.txt').write_text(repr(seen))",
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiments, "CHAPTERS", ("sour", "sweet"))
+    monkeypatch.setattr(chapters, "CHAPTERS", ("sour", "sweet"))
+    monkeypatch.setattr(chapters, "tables", lambda *names: ())
     monkeypatch.setattr(
         "cs336_systems.report.chapter.check", lambda name, given, root: None
     )  # no experiments
@@ -326,7 +331,7 @@ def test_module_is_the_command_and_helps_without_torch():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Usage: cs336 " in done.stdout
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "cs336_systems.cli" in imported
+    assert "cs336_systems.cli.main" in imported
     assert not imported & {"torch", "triton", "pandas", "matplotlib"}
 
 
@@ -365,9 +370,9 @@ def test_a_full_output_ends_in_a_line(command, tmp_path):
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.delattr("cs336_systems.bench", raising=False)
-    monkeypatch.delitem(sys.modules, "cs336_systems.bench", raising=False)
-    monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "tqdm")
+    monkeypatch.delattr("cs336_systems.cli.bench", raising=False)
+    monkeypatch.delitem(sys.modules, "cs336_systems.cli.bench", raising=False)
+    monkeypatch.setattr("cs336_systems.cli.terminal.has_module", lambda name: name != "tqdm")
     done = call("bench", "hardware", "--preset", "smoke", "--kind", "launch", "--no-save")
     assert done.exit_code == 1 and done.stderr.startswith("Error: tqdm is not installed")
 
@@ -377,7 +382,7 @@ def test_a_package_that_pandas_lacks_is_named(monkeypatch):
         raise ImportError("Unable to import") from ModuleNotFoundError("No module", name="numpy.core")
 
     monkeypatch.setattr(doctor, "checks", lacking)
-    monkeypatch.setattr("cs336_systems.terminal.has_module", lambda name: name != "numpy")
+    monkeypatch.setattr("cs336_systems.cli.terminal.has_module", lambda name: name != "numpy")
     done = call("doctor")
     assert done.exit_code == 1 and done.stderr.startswith("Error: numpy is not installed")
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from cs336_systems import experiments
+from cs336_systems import chapters
 from cs336_systems.store import code
 
 FILES = {
@@ -281,27 +281,31 @@ def reached(chapter, case):
             found.add("{}:{}".format(*key))
             return super()._definition(key)
 
-    experiment = experiments.load(chapter)
+    experiment = chapters.load(chapter)
     code.sources_digest(experiment, Noted(code.PACKAGE, {}), experiment.also_measures(case))
     return {name.removeprefix("cs336_systems.") for name in found}
 
 
 def test_rows_of_this_package_depend_on_what_they_measure():
-    cases = {case.impl: case for case in experiments.load("attention").grid("full")}
+    cases = {case.impl: case for case in chapters.load("attention").grid("full")}
     plain, ours = reached("attention", cases["reference"]), reached("attention", cases["flash_triton"])
     kernels = {"attention.triton.kernels:forward_kernel", "attention.hopper.backward:backward_keys_kernel",
                "attention.flash_triton:_fake_forward", "attention.triton.tiles:TABLE"}  # fmt: skip
     assert kernels <= ours and not kernels & plain
     assert "attention.reference:reference_attention" in plain - ours
-    many = {case.impl: case for case in experiments.load("flash_bench").grid("full") if case.heads > 1}
+    many = {case.impl: case for case in chapters.load("flash_bench").grid("full") if case.heads > 1}
     cpp = reached("flash_bench", many["flash_cuda"])
     assert {"attention.cuda.compile:HEADERS", "attention.cuda.launch:launch_backward"} <= cpp - kernels
     assert not {
         name for name in reached("flash_bench", many["flash_triton"]) if name.startswith("attention.cuda.")
     }
-    [case, *_] = experiments.load("ddp").grid("full")
+    [case, *_] = chapters.load("ddp").grid("full")
     steps = reached("ddp", case)
-    workers = {"experiments.ddp:time_on_rank", "experiments.ddp:under_nsys", "parallel.ddp:BucketedDDP"}
-    assert workers <= steps and not kernels & steps and "experiments.ddp:grid" not in steps
-    [case, *_] = experiments.load("zero").grid("full")
-    assert "experiments._zero_ranks:times_on_a_rank" in reached("zero", case)
+    workers = {
+        "chapters.ddp.measure:time_on_rank",
+        "chapters.ddp.measure:under_nsys",
+        "parallel.ddp:BucketedDDP",
+    }
+    assert workers <= steps and not kernels & steps and "chapters.ddp.measure:grid" not in steps
+    [case, *_] = chapters.load("zero").grid("full")
+    assert "chapters.zero.ranks:times_on_a_rank" in reached("zero", case)

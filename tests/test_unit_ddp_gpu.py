@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.launch.start import launch
-from cs336_systems.measure.clocks import ranks
-from cs336_systems.parallel.ddp import average
-from cs336_systems.sizes import ModelConfig
-from cs336_systems.training.parallel_step import (
+from cs336_systems.chapters.shared.parallel_step import (
     OPTIMIZERS,
     WITH_BUCKETS,
     WRAPPERS,
     ParallelWorkload,
     ranks_agree,
 )
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.parallel.ddp import average
+from cs336_systems.sizes import ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,

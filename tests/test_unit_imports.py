@@ -11,37 +11,37 @@ import cs336_systems
 
 PACKAGE = Path(cs336_systems.__file__).resolve().parent
 
-# Room → the rooms that it may import. A room is a module or a folder of the package.
-GROUND = {"accounting", "attention", "ladder", "launch", "measure", "parallel", "sizes", "store"}
+# Floor by floor, from the ground: a room may import those of the floors below. A room is a module or a folder.
+FLOORS = (
+    ("sizes",),
+    ("attention", "parallel", "store"),
+    ("accounting", "launch", "model"),
+    ("ladder", "measure", "report", "training"),
+    ("chapters",),
+    ("cli",),
+    ("__main__",),
+)
+# These use less than they might.
+ONLY = {
+    "accounting": {"sizes"}, "attention": set(), "launch": {"store"}, "ladder": {"accounting", "attention"},
+    "measure": {"launch", "store"}, "parallel": set(), "report": {"launch", "store"}, "store": set(),
+}  # fmt: skip
 MAY = {
-    "sizes": set(),
-    "accounting": {"sizes"},
-    "attention": set(),
-    "ladder": {"accounting", "attention"},
-    "launch": {"store"},
-    "parallel": set(),
-    "store": set(),
-    "measure": {"store"},
-    "model": {"attention", "sizes"},
-    "training": {"model"} | GROUND,
-    "experiments": {"model", "training"} | GROUND,
-    # rows of the book: files only, and an experiment for its cases
-    "report": {"accounting", "experiments", "ladder", "measure", "sizes", "store"},
-    "submit": {"report", "store"},
+    room: ONLY.get(room, {below for floor in FLOORS[:number] for below in floor})
+    for number, floor in enumerate(FLOORS)
+    for room in floor
 }
 # A folder of a room → the others in this room that it may import.
 WITHIN = {
     "attention.triton": set(), "attention.hopper": {"triton"}, "attention.checks": {"triton", "hopper"},
     "measure.clocks": set(), "measure.memory": set(), "measure.trace": set(), "measure.counters": {"trace"},
-    "experiments.shared": set(),
+    "chapters.shared": set(),
 }  # fmt: skip
-# what stands at the door uses all rooms
-EVERYTHING = {"bench", "bench_folders", "cli", "doctor", "notebooks", "terminal", "__main__"}
-
-NO_TORCH = (
-    "accounting", "sizes", "report", "experiments", "bench", "bench_folders", "cli", "doctor", "notebooks", "measure",
-    "store", "submit",
-)  # fmt: skip
+NO_TORCH = ("accounting", "chapters", "cli", "measure", "report", "sizes", "store")
+OF_TORCH = (
+    "step.py",
+    "parallel_step.py",
+)  # in `chapters/shared`: what a case's processes import, and nothing else
 
 
 def sources():
@@ -57,17 +57,16 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_type_checking(node):
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+_LAZY = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def imported(tree, lazily=True):
-    """The dotted names that a source imports; without `lazily` only those that importing the source runs."""
+    """The dotted names that a source imports, for type checkers too; without `lazily` only what importing it runs."""
     todo = list(ast.iter_child_nodes(tree))
     while todo:
         node = todo.pop()
-        if is_type_checking(node) or (
-            not lazily and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not lazily and (
+            isinstance(node, _LAZY) or "TYPE_CHECKING" in ast.unparse(getattr(node, "test", []))
         ):
             continue
         if isinstance(node, ast.Import):
@@ -83,17 +82,12 @@ def turned_round(source, name):
     own = {
         dotted.split(".")[1] for dotted in imported(ast.parse(source)) if dotted.startswith("cs336_systems.")
     }
-    allowed = (
-        own if name in EVERYTHING or name == "__init__" else {"__version__", name} | MAY.get(name, set())
-    )
-    return sorted(own - allowed)
+    return sorted(own - ({"__version__", name} | MAY.get(name, set())))
 
 
 def test_imports_run_one_way():
     for path in sources():
-        assert room(path) in MAY.keys() | EVERYTHING | {"__init__"}, (
-            f"{path}: a new room needs its place here"
-        )
+        assert room(path) in MAY.keys() | {"__init__"}, f"{path}: a new room needs its place here"
         assert turned_round(path.read_text(encoding="utf-8"), room(path)) == [], path
 
 
@@ -109,17 +103,18 @@ def test_folders_of_a_room_build_on_each_other(folder):
 
 def test_an_arrow_that_turns_round_is_seen():
     for source, of, seen in (
-        ("def f():\n    from cs336_systems.experiments import hardware", "measure", ["experiments"]),
-        ("import cs336_systems.cli as c", "report", ["cli"]),
+        ("def f():\n    from cs336_systems.chapters import hardware", "measure", ["chapters"]),
+        ("if TYPE_CHECKING:\n    from cs336_systems.report import Chapter", "store", ["report"]),
+        ("import cs336_systems.cli.main as c", "report", ["cli"]),
         ("from cs336_systems.store import rows", "attention", ["store"]),
-        ("from cs336_systems import experiments", "cli", []),
+        ("from cs336_systems import chapters", "cli", []),
     ):
         assert turned_round(source, of) == seen
 
 
 def test_rooms_that_do_not_import_torch():
     for path in sources():
-        if room(path) in NO_TORCH:
+        if room(path) in NO_TORCH and path.name not in OF_TORCH:
             names = imported(ast.parse(path.read_text("utf-8")), lazily=False)
             assert not {name.split(".")[0] for name in names} & {"torch", "triton", "pynvml", "papermill"}, (
                 path
@@ -134,20 +129,21 @@ def run(script):
 
 def test_everything_imports_without_torch_and_triton():
     """In a process where neither can be imported: all rooms but those whose modules are made of torch."""
-    chosen = [p for p in sources() if room(p) in NO_TORCH and p.stem not in ("__main__", "sphinx_ext")]
+    chosen = [p for p in sources() if room(p) in NO_TORCH and p.name not in (*OF_TORCH, "sphinx_ext.py")]
     run(
         "import sys, importlib\n"
         "sys.modules |= {'torch': None, 'triton': None, 'pynvml': None}\n"
         f"for name in {['cs336_systems', 'cs336_systems.attention', *map(module_name, chosen)]}:\n"
         "    importlib.import_module(name)\n"
-        "from cs336_systems import attention, doctor, experiments\n"
+        "from cs336_systems import attention, chapters\n"
+        "from cs336_systems.cli import doctor\n"
         "from cs336_systems.store import code, machine\n"
         "assert machine.machine_name().startswith('cpu-')\n"
         "assert all(reason for reason in attention.availability().values())\n"
         "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"
-        "for table in experiments.tables():\n"
-        "    experiment = experiments.load(table)\n"
-        "    assert all(map(code.code_digests(experiment), experiments.cases(experiment, 'full')))\n"
+        "for table in chapters.tables():\n"
+        "    experiment = chapters.load(table)\n"
+        "    assert all(map(code.code_digests(experiment), chapters.cases(experiment, 'full')))\n"
     )
 
 

@@ -617,7 +617,7 @@ def test_files_that_are_no_timeline_are_refused(tmp_path, content, why):
 @pytest.fixture
 def drawn():
     matplotlib.use("Agg")
-    from cs336_systems.report import memory_figure
+    from cs336_systems.chapters.memory import figure as memory_figure
 
     yield memory_figure
     matplotlib.pyplot.close("all")

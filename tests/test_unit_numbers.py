@@ -2,9 +2,10 @@
 
 import pytest
 
-from cs336_systems import experiments
-from cs336_systems.experiments import training_run, training_sweep
-from cs336_systems.store import numbers
+from cs336_systems import chapters
+from cs336_systems.chapters.training import run as training_run
+from cs336_systems.chapters.training import sweep as training_sweep
+from cs336_systems.store import numbers, selection
 from cs336_systems.training.config import load
 
 WHOLE = ["", "x", "1_0", "１２", "١", "1.0", "1e3", "0x10", "--1", "1 0", "inf", "9" * 5000]
@@ -26,7 +27,7 @@ NUMBER = [
 
 
 def _sweep(text):
-    return experiments.named(experiments.load("flash_bench"), seq_len=text)["seq_len"][0]
+    return selection.named(chapters.load("flash_bench"), seq_len=text)["seq_len"][0]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,7 @@ import distributed
 import pytest
 import torch.distributed as dist
 
-from cs336_systems.launch.group import Rank
-from cs336_systems.measure.clocks import ranks
-from cs336_systems.sizes import ModelConfig
-from cs336_systems.training.parallel_step import (
+from cs336_systems.chapters.shared.parallel_step import (
     OPTIMIZERS,
     PHASES,
     WITH_BUCKETS,
@@ -20,6 +17,9 @@ from cs336_systems.training.parallel_step import (
     ParallelWorkload,
     ranks_agree,
 )
+from cs336_systems.launch.group import Rank
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.sizes import ModelConfig
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50)
 COMMUNICATING = [w for w in WRAPPERS if w != "none"]

@@ -20,7 +20,7 @@ pytest.importorskip("tokenizers")
 
 from typer.testing import CliRunner
 
-from cs336_systems.cli import app
+from cs336_systems.cli.main import app
 from cs336_systems.training import checkpoints, config, log, pipeline, resuming
 
 SMALL = {

@@ -9,15 +9,15 @@ import math
 import pandas as pd
 import pytest
 
-from cs336_systems import experiments, report
+from cs336_systems import chapters, report
+from cs336_systems.chapters.hardware.roofs import Roofs, roofs
 from cs336_systems.report import coverage, figures, tables
-from cs336_systems.report.roofs import Roofs, roofs
 from cs336_systems.report.values import published
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
 from cs336_systems.store.machine import machine_name
 
-EXPERIMENT = experiments.load("hardware")
+EXPERIMENT = chapters.load("hardware")
 
 
 def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics=None):
@@ -40,7 +40,7 @@ def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics
 
 
 def chapter(**options):
-    return report.Chapter("hardware", **{"measure": "no", **options})
+    return chapters.read("hardware", **{"measure": "no", **options})
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -62,16 +62,16 @@ def test_bad_parameters_are_named_with_the_allowed_ones(results_root, options, n
     with pytest.raises(ValueError, match=names):
         chapter(**options)
     with pytest.raises(ValueError, match="hardware"):
-        report.Chapter("harware")
+        chapters.read("harware")
 
 
 def test_when_it_measures(results_root, monkeypatch):
     write_rows(results_root)
     for value in ("false", "False", False, "no"):  # what papermill makes of it
-        assert not report.Chapter("hardware", measure=value).measuring
-    assert not report.Chapter("hardware", machine="cpu-9").measuring
+        assert not chapters.read("hardware", measure=value).measuring
+    assert not chapters.read("hardware", machine="cpu-9").measuring
     monkeypatch.setenv("CS336_BOOK_BUILD", "1")  # while the book is built nothing does
-    found = report.Chapter("hardware", measure="auto")
+    found = chapters.read("hardware", measure="auto")
     assert found.machines == ["cpu-9"] and not found.measuring
 
 
@@ -87,10 +87,10 @@ def test_a_misspelled_injected_parameter_is_refused(results_root):
     names = {"measure": "no", "dtype": "all", "datatype": "bf16"}
     names["In"] = ["", "# Parameters\nx: int = 1", "# Parameters\ndatatype = 'bf16'\n"]
     with pytest.raises(ValueError, match=r"datatype; allowed: .*dtype"):
-        report.Chapter.from_parameters("hardware", names)
+        chapters.opened("hardware", names)
     good = {"measure": "no", "dtype": "bf16", "scratch": 3}
     good["In"] = ["# Parameters\ndtype: str = 'bf16'", "scratch = 3"]
-    assert report.Chapter.from_parameters("hardware", good).filters == {"dtype": "bf16"}
+    assert chapters.opened("hardware", good).filters == {"dtype": "bf16"}
 
 
 def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkeypatch):
@@ -99,9 +99,9 @@ def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkey
     said = []
     shell = InteractiveShell()
     monkeypatch.setattr(shell, "_showtraceback", lambda kind, error, lines: said.append(lines))
-    shell.push({"report": report})
+    shell.push({"chapters": chapters, "report": report})
     for cell in (
-        "report.Chapter.from_parameters('hardware', {'measure': 'no', 'dtype': 'fp7'})",
+        "chapters.opened('hardware', {'measure': 'no', 'dtype': 'fp7'})",
         "report.only_reads({'measure': 'yes'})",
     ):
         assert not shell.run_cell(cell).success
@@ -189,7 +189,6 @@ def test_odd_rows_are_a_problem(results_root, what):
     ("text", "named"),
     [
         ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
-        ('{"hardwear": ["cpu-9"]}', "unknown chapter 'hardwear'; allowed: allreduce"),
         ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
         ('{"hardware": ["cpu-9", "cpu-9"]}', "machine 'cpu-9' twice"),
         ('{"hardware": [], "hardware": ["cpu-9"]}', "'hardware' twice"),

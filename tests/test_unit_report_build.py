@@ -11,9 +11,14 @@ import pandas as pd
 import pytest
 import step_rows
 
-from cs336_systems import experiments
-from cs336_systems.experiments import ddp, leaderboard
-from cs336_systems.report import build, gpu_tests, headline, readme, sphinx_ext, tables
+from cs336_systems import chapters
+from cs336_systems.chapters import tables_of
+from cs336_systems.chapters.ddp import measure as ddp
+from cs336_systems.chapters.gpu_tests import show as gpu_tests
+from cs336_systems.chapters.index import readme
+from cs336_systems.chapters.index import show as headline
+from cs336_systems.chapters.leaderboard import measure as leaderboard
+from cs336_systems.report import build, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digest
@@ -49,7 +54,7 @@ def test_another_jupyter_book_is_named_and_the_last_build_stays(version, monkeyp
         build.shutil, "rmtree", lambda *place, **options: pytest.fail("the last build is gone")
     )
     with pytest.raises(build.BookError, match=f"needs jupyter-book 1.x, not {version or 'none'};"):
-        build.build(root=project_root)
+        build.build(tables_of, root=project_root)
 
 
 def test_injected_cells_are_left_out_of_the_page():
@@ -147,12 +152,15 @@ def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(tmp_p
     page, calls = built
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        build.build(root=tmp_path)
+        build.build(tables_of, root=tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "reference.json").write_text('{"hardware": ["h9000"]}')
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "there"))
     with pytest.raises(ValueError, match=r"there/reference\.json.*'h9000'"):
-        build.build(root=tmp_path)
+        build.build(tables_of, root=tmp_path)
+    (tmp_path / "there" / "reference.json").write_text('{"hardwear": []}')
+    with pytest.raises(ValueError, match=r"there/reference\.json.*'hardwear'; allowed: allreduce"):
+        build.build(tables_of, root=tmp_path)
     assert page.read_text() == "before" and not calls
 
 
@@ -161,11 +169,11 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, built, monkeypatch, said, free)
     monkeypatch.setattr(Made, "fails_saying", said)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     with pytest.raises(build.BookError, match=f"no space left in {tmp_path / '_build'}$"):
-        build.build(root=tmp_path)
+        build.build(tables_of, root=tmp_path)
     (tmp_path / "_build" / "html.log").unlink()
     (tmp_path / "_build" / "html.log").mkdir()
     with pytest.raises(ValueError, match=f"^cannot write into {tmp_path / '_build'}: "):
-        build.build(root=tmp_path)
+        build.build(tables_of, root=tmp_path)
     assert built[0].read_text() == "before"
 
 
@@ -173,10 +181,10 @@ def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built
     (tmp_path / "results" / "reference.json").write_text("not looked at")
     write_headline(results_root)
     with pytest.raises(build.BookError, match="leaderboard_ladder: "):
-        build.build(strict=True, root=tmp_path)
+        build.build(tables_of, strict=True, root=tmp_path)
     monkeypatch.chdir(results_root.parent)
     monkeypatch.setenv("CS336_RESULTS", results_root.name)
-    build.build(root=tmp_path)
+    build.build(tables_of, root=tmp_path)
     [(_, environment)] = built[1]
     assert environment["CS336_RESULTS"] == str(results_root)
 
@@ -187,7 +195,7 @@ def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, built, monkey
     monkeypatch.setattr(build, "missing_latex", lambda: None)
     places = [tmp_path / "_build/html/index.html", tmp_path / "_build/latex/cs336-systems.pdf"]
     for number in (1, 3):  # the second takes the place of the first
-        assert build.build(pdf=True, root=tmp_path) == places
+        assert build.build(tables_of, pdf=True, root=tmp_path) == places
         assert [path.read_text() for path in places] == [f"build {number}", f"build {number + 1}"]
     (html, html_env), (latex, latex_env) = calls[:2]
     assert "--all" in html and sphinx_ext.KEEP_VARIABLE not in html_env
@@ -201,7 +209,7 @@ def test_a_build_that_fails_leaves_the_book_before_it(tmp_path, monkeypatch):
     good.write_text("good")
     monkeypatch.delenv("CS336_MACHINE", raising=False)
     with pytest.raises(build.BookError, match="building html failed"):  # there is no book to build
-        build.build(root=tmp_path)
+        build.build(tables_of, root=tmp_path)
     assert good.read_text() == "good"
 
 
@@ -286,7 +294,7 @@ def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, resul
 
 def test_what_the_gpu_tests_said(results_root):
     assert gpu_tests.totals("x").empty
-    experiment = experiments.load("gpu_tests")
+    experiment = chapters.load("gpu_tests")
     now = {
         "status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e",
         "code": code_digest(experiment),

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cs336_systems.accounting import MODES  # noqa: E402
+from cs336_systems.chapters.shared.step import DTYPES, Workload  # noqa: E402
 from cs336_systems.sizes import SIZES, ModelConfig  # noqa: E402
 from cs336_systems.store.machine import cpp_compiler  # noqa: E402
-from cs336_systems.training.step import DTYPES, Workload  # noqa: E402
 
 CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50)
 

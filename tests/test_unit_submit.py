@@ -12,7 +12,8 @@ from pathlib import PurePath
 import pytest
 from typer.testing import CliRunner
 
-from cs336_systems import cli, submit
+from cs336_systems.cli import main as cli
+from cs336_systems.cli import submit
 from cs336_systems.report import build
 
 
@@ -45,7 +46,7 @@ def built(project, monkeypatch):
     """A stand-in for the minutes of building: the PDF that it makes."""
     product = project / "_build" / "cs336-systems.pdf"
 
-    def make(pdf, root):
+    def make(tables_of, pdf, root):
         product.write_bytes(b"%PDF")
         return [root / "_build" / "html" / "index.html", product]
 

@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cs336_systems import terminal
-from cs336_systems.terminal import Interruptible
+from cs336_systems.cli import terminal
+from cs336_systems.cli.terminal import Interruptible
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 

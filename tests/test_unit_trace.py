@@ -1119,7 +1119,7 @@ def test_span_names_both_kinds_of_ranges(monkeypatch):
 @pytest.fixture
 def drawn():
     matplotlib.use("Agg")
-    from cs336_systems.report import trace_figure
+    from cs336_systems.chapters.profiling import figure as trace_figure
 
     yield trace_figure
     matplotlib.pyplot.close("all")

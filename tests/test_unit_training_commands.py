@@ -15,7 +15,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from cs336_systems.accounting.model import num_parameters
-from cs336_systems.cli import app
+from cs336_systems.cli.main import app
 from cs336_systems.launch.group import Rank
 from cs336_systems.training import config, forecast
 from cs336_systems.training.log import RunLog

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 
 import step_rows
 
-from cs336_systems import experiments
-from cs336_systems.experiments import training_fits
-from cs336_systems.report.roofs import Roofs
+from cs336_systems import chapters
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.training import fits as training_fits
+from cs336_systems.store import rows
 
-TABLES = experiments.TABLES["training"]
+TABLES = chapters.TABLES["training"]
 H200 = Roofs(tflops={"fp32": 53.0, "tf32": 356.0, "bf16": 712.0, "fp16": 672.0}, tb_per_s=4.3)
 LADDER = {  # rung → ms, GiB
     "fp32": (420, 27.0), "tf32": (170, 27.0), "bf16": (130, 25.5), "compiled": (41, 16.0), "flash": (28, 10.0),
@@ -43,7 +45,7 @@ def trial(case, ms, gib, sequences):
 
 def metrics(case):
     """A plausible result of a case of any of the chapter's tables."""
-    name = type(case).__module__.rsplit(".", 1)[-1]
+    name = rows.table_name(sys.modules[type(case).__module__])
     if name == "training_ladder":
         return trial(case, *LADDER[case.rung], case.sequences)
     if name == "training":
@@ -91,6 +93,6 @@ def attention(case):
 def write(root, machine="h200-x2", preset="full"):
     """Writes rows of all tables into `<root>/<machine>/`, and has the book quote them."""
     for name in TABLES:
-        experiment = experiments.load(name)
+        experiment = chapters.load(name)
         step_rows.write(experiment, experiment.grid(preset), root, machine, make=metrics)
     (root / "reference.json").write_text(json.dumps({"training": [machine]}))

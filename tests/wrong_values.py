@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from cs336_systems import experiments
+from cs336_systems import chapters
 from cs336_systems.store import rows
 
 LONG = "x" * 300
@@ -40,7 +40,7 @@ def wrong(command: str, *more: str, says: str | tuple[str, ...], **environment: 
 
 def furnish(place) -> None:
     """What the calls of the table find: results of a machine, files and folders, broken tables."""
-    hardware = experiments.load("hardware")
+    hardware = chapters.load("hardware")
     for table in (place / "results" / "h100-x1", place / "none-x1"):
         table.mkdir(parents=True)
         (table / "hardware.csv").write_text(",".join(rows.columns(hardware)) + "\n")

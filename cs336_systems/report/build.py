@@ -12,14 +12,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
-from cs336_systems.store.files import alone, naming
+from cs336_systems.store.files import StoreError, alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
 
+TablesOf = Callable[[str], list[ModuleType]]
 LATEX_PACKAGES = (
     "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
     "fonts-freefont-otf"
@@ -35,10 +38,13 @@ class BookError(RuntimeError):
     """The book could not be built, or is not what it should be; the message says what and what to do."""
 
 
-def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> list[Path]:
+def build(
+    tables_of: TablesOf, pdf: bool = False, strict: bool = False, root: Path | None = None
+) -> list[Path]:
     """Builds the book from a checkout and returns what was made: `index.html`, and the PDF.
 
     Args:
+        tables_of: the tables of a chapter; ValueError for a name that is none.
         pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages).
         strict: refuse a book that quotes rows measured with earlier code, or has a reference chapter with
             cases that are not measured or ended in an error.
@@ -54,9 +60,13 @@ def build(pdf: bool = False, strict: bool = False, root: Path | None = None) -> 
 
     root = root or project_root()
     results = results_root(root).absolute()
-    reference(results)  # says what is wrong with it, while the last build is still there
+    for chapter in reference(results):  # says what is wrong with it, while the last build is still there
+        try:
+            tables_of(chapter)
+        except ValueError as error:
+            raise StoreError(f"{results / 'reference.json'}: {error}") from error
     named_machines(results)
-    if strict and (found := problems(results)):
+    if strict and (found := problems(tables_of, results)):
         raise BookError("the book quotes rows that are not final:\n  " + "\n  ".join(found))
     if not (found := package_version("jupyter-book") or "none").startswith("1."):
         raise BookError(
@@ -81,13 +91,12 @@ def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
     return made
 
 
-def problems(results: Path) -> list[str]:
+def problems(tables_of: TablesOf, results: Path) -> list[str]:
     """What is not final about the rows of the chapters in a results folder's `reference.json`."""
-    from cs336_systems import experiments
     from cs336_systems.report.chapter import Chapter, reference
 
-    tables = experiments.tables(*reference(results))
-    return [p for name in tables for p in Chapter(name, measure="no", root=results).problems()]
+    quoted = [Chapter(tables_of(name), measure="no", root=results) for name in reference(results)]
+    return [problem for chapter in quoted for table in chapter.tables for problem in table.problems()]
 
 
 def missing_latex() -> None:

@@ -9,16 +9,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from cs336_systems import experiments
+from cs336_systems.launch.group import team_size
 from cs336_systems.report.tables import escaped, show
-from cs336_systems.store import measuring
+from cs336_systems.store import measuring, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.code import code_digests
+from cs336_systems.store.environment import check_environment
 from cs336_systems.store.files import StoreError, naming, read_json
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
@@ -48,7 +50,7 @@ def _known(text: str, root: Path, where: str, *words: str) -> list[str]:
 def reference(root: Path) -> dict[str, list[str]]:
     """What `reference.json` of a results folder says: chapter → the machines whose rows the book quotes.
 
-    FileNotFoundError without the folder; StoreError for a chapter or machine that there is none of.
+    FileNotFoundError without the folder; StoreError for a machine that there is none of.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"no results folder {root}")
@@ -57,10 +59,6 @@ def reference(root: Path) -> dict[str, list[str]]:
     path = root / "reference.json"
     known = read_json(path)
     for chapter, machines in known.items():
-        if chapter not in experiments.CHAPTERS:
-            raise StoreError(
-                f"{path}: unknown chapter {chapter!r}; allowed: {', '.join(experiments.CHAPTERS)}"
-            )
         if not isinstance(machines, list):
             raise StoreError(f"{path}: {chapter}: {machines!r}; expected a list of machines")
         for machine in machines:
@@ -74,13 +72,11 @@ def reference(root: Path) -> dict[str, list[str]]:
 
 
 def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
-    """The machines that the book quotes for a chapter, or a table of it: `$CS336_MACHINE`, else the chapter's entry in
-    `reference.json`.
-    """
+    """The machines that the book quotes for a chapter: `$CS336_MACHINE`, else its entry in `reference.json`."""
     root = root or store.results_root()
     if named := named_machines(root):
         return named
-    return reference(root).get(experiments.chapter_of(chapter), [])
+    return reference(root).get(chapter, [])
 
 
 @contextmanager
@@ -95,8 +91,11 @@ def in_one_line() -> Iterator[None]:
 
 
 class Chapter:
-    """The rows of one measured chapter, seen through a notebook's parameters. Of a chapter with several tables it is
-    the first one; `table` gives the others.
+    """The rows of one measured chapter, seen through a notebook's parameters.
+
+    `tables`
+        The modules of the chapter's tables, that of its own name first. Here are the rows of the one at `place`,
+        `table` gives the others.
 
     `measure`
         `"auto"` measures what is missing, except while the book is built or when another machine is named;
@@ -117,7 +116,8 @@ class Chapter:
 
     def __init__(
         self,
-        name: str,
+        tables: Sequence[ModuleType],
+        place: int = 0,
         *,
         measure: Any = "auto",
         preset: str = "auto",
@@ -126,17 +126,16 @@ class Chapter:
         root: Path | None = None,
         **filters: Any,
     ) -> None:
-        experiments.check_environment()
-        self.name = name
-        self.experiment = experiments.load(name)
+        check_environment()
+        self.name, self.chapter = store.table_name(tables[place]), store.table_name(tables[0])
+        self.experiment, self._together = tables[place], tables
         self.root = root or store.results_root()
-        self.refresh = experiments.choice("refresh", refresh, measuring.REFRESH)
+        self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         self.filters = filters
         self.preset = preset
         same = {"measure": measure, "preset": preset, "machine": machine, "refresh": refresh}
-        self.tables = [self] + [
-            Chapter(t, root=self.root, **same, **filters) for t in experiments.tables(name)[1:]
-        ]
+        others = range(1, len(tables)) if place == 0 else ()
+        self.tables = [self, *(Chapter(tables, i, root=self.root, **same, **filters) for i in others)]
         self._frame: pd.DataFrame | None = None
         self.building = os.environ.get(BUILD_VARIABLE) == "1"
         self.machines, self.measuring = self._machines(str(machine), _when(measure))
@@ -147,12 +146,12 @@ class Chapter:
 
     @classmethod
     @in_one_line()
-    def from_parameters(cls, name: str, namespace: Mapping[str, Any]) -> Chapter:
+    def from_parameters(cls, tables: Sequence[ModuleType], namespace: Mapping[str, Any]) -> Chapter:
         """The chapter with the parameters that a notebook's globals hold."""
-        return cls(name, **given_parameters(namespace, _parameters(name)))
+        return cls(tables, **given_parameters(namespace, _parameters(tables)))
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
-        quoted = reference_machines(self.name, self.root)
+        quoted = reference_machines(self.chapter, self.root)
         reading = self.building or measure == "no"
         if wanted == "auto" and reading:
             return quoted, False
@@ -181,15 +180,15 @@ class Chapter:
     # ---------------------------------------------------------------------------------- cases and rows
     def cases(self, machine: str = "") -> list[Any]:
         """The cases that the parameters choose, with the preset that `auto` means on a machine."""
-        preset = experiments.resolve_preset(self.preset, machine)
-        return experiments.cases(self.experiment, preset, **self.filters)
+        preset = selection.resolve_preset(self.preset, machine)
+        return selection.cases(self._together, self.experiment, preset, **self.filters)
 
     @in_one_line()
     def measure(self) -> None:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
         failed = []
         for table in self.tables if self.measuring else []:
-            cases = experiments.of_this_team(table.experiment, table.cases(self.machines[0]))
+            cases = of_this_team(table.experiment, table.cases(self.machines[0]))
             try:
                 measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
             except measuring.ContextLost:
@@ -201,7 +200,7 @@ class Chapter:
                 table.__dict__.pop("_code", None)
         if failed:
             raise measuring.MeasurementError("; ".join(failed))
-        quoted = reference_machines(self.name, self.root)
+        quoted = reference_machines(self.chapter, self.root)
         if self.measuring and quoted and self.machines[0] not in quoted:
             here = self.machines[0]
             print(f'Below are the rows of {here}; machine = "{quoted[0]}" shows those of the book.')
@@ -327,6 +326,26 @@ class Chapter:
         return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
 
 
+def of_this_team(
+    experiment: ModuleType, cases: Sequence[Any], log: Callable[[str], None] = print
+) -> list[Any]:
+    """The cases that can be measured here: all, or under torchrun those for as many processes as it has started.
+
+    A group needs as many as the largest `world_size` of its cases; one without that field needs no others. What is
+    left out gets no rows, and `log` a line about it.
+    """
+    team, groups = team_size(), store.groups(experiment, cases)
+    if team is None:
+        return list(cases)
+    here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
+    if len(here) < len(groups):
+        log(
+            f"{store.table_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
+            f"they need another number of processes than the {team} that torchrun has started"
+        )
+    return [case for group in here for case in group]
+
+
 def _this_machine() -> str:
     from cs336_systems.store.machine import machine_name
 
@@ -334,14 +353,14 @@ def _this_machine() -> str:
 
 
 # ---------------------------------------------------------------------------------- parameters
-def check(name: str, given: Mapping[str, Any], root: Path) -> None:
+def check(tables: Sequence[ModuleType], given: Mapping[str, Any], root: Path) -> None:
     """ValueError for what the notebook of a chapter would refuse as its parameters."""
-    _refuse_unknown(given, _parameters(name))
-    Chapter(name, root=root, **given)
+    _refuse_unknown(given, _parameters(tables))
+    Chapter(tables, root=root, **given)
 
 
-def _parameters(name: str) -> list[str]:
-    return [*_COMMON, *experiments.fields(experiments.load(name))]
+def _parameters(tables: Sequence[ModuleType]) -> list[str]:
+    return [*_COMMON, *selection.fields(tables)]
 
 
 def _refuse_unknown(names: Iterable[str], allowed: Sequence[str]) -> None:
@@ -368,13 +387,13 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
 def only_reads(namespace: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The parameters, of those named, that a notebook's globals hold. It measures nothing: its `measure` can be no."""
     given = given_parameters(namespace, ["measure", *names])
-    experiments.choice("measure", _when(given.pop("measure", "no")), ("no",))
+    selection.choice("measure", _when(given.pop("measure", "no")), ("no",))
     return given
 
 
 def _when(measure: Any) -> str:
     words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
-    return experiments.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
+    return selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
 
 
 def _environment_words(env: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The digest of the code that a row was measured with: of the definitions that its numbers depend on.
 
-    code_digest(experiments.load("hardware"), case)        # "1f0c94ab"
+    code_digest(chapters.load("hardware"), case)        # "1f0c94ab"
 
 From `run_group`, `GROUP` and `Case` of an experiment every function, class and module-level constant of this package is
 followed that the ones before mention, in whatever module it stands: by name, as an attribute of a module, imported

@@ -84,8 +84,10 @@ def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
 
 
 def table_name(experiment: ModuleType) -> str:
-    """The table that an experiment module measures: the last part of its name."""
-    return experiment.__name__.rsplit(".", 1)[-1]
+    """The table that a module measures: `chapters.training.measure` that of the folder's name, training, and
+    `chapters.training.run` training_run."""
+    *_, folder, name = ("", *experiment.__name__.split("."))
+    return folder if name == "measure" else "_".join(filter(None, [folder, name]))
 
 
 def case_fields(experiment: ModuleType) -> list[str]:

@@ -1,6 +1,6 @@
 """Nsight Compute on the command line: what the units of a GPU did while each kernel of a function ran.
 
-    kernels = counted("cs336_systems.experiments.leaderboard_counters:counted_calls", {...}, timeout_s=300)
+    kernels = counted("cs336_systems.chapters.leaderboard.counters:counted_calls", {...}, timeout_s=300)
 
 The function warms up, and runs what is to be counted inside `nsys.capture()`, with a `mark()` before each part. Each
 kernel is replayed several times, alone, with its memory restored in between: read the shares, not the times.

@@ -1,6 +1,6 @@
 """Nsight Systems on the command line: a function in a fresh process under `nsys profile`, its report as a trace.
 
-    result, trace = record_nsys("cs336_systems.experiments.profiling:child", {"size": "small"}, timeout_s=600)
+    result, trace = record_nsys("cs336_systems.chapters.profiling.measure:child", {"size": "small"}, timeout_s=600)
 
 The function warms up, and runs what is to be seen inside `capture()`: only that part is recorded.
 """

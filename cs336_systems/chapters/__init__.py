@@ -1,0 +1,121 @@
+"""The chapters of the book. Each is a folder, of the name of its notebook in `book/`:
+
+    chapters/hardware/measure.py    its table: cases, grid, how a group is measured
+    chapters/hardware/show.py       numeric frames and figures of the rows
+
+and more modules where it has more tables, which `TABLES` names, or parts that run on ranks. What chapters share stands
+in `shared`. `index` is the book's first page; `parallelism` and `speedrun` measure nothing of their own.
+
+What a table's module offers (none of it needs torch before `run_group` is called):
+
+`Case`
+    A frozen dataclass of plain values (str, int, float, bool): one row of the table's CSV.
+`METRICS`
+    The columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
+`GROUP`
+    The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
+`PER_CASE` (optional)
+    Modules of which the numbers of a case depend only on what `also_measures` names; on everything else that
+    `run_group` reaches they all do: changing it makes rows "measured with earlier code" (`store.code`).
+`also_measures(case) -> tuple[str, ...]` (optional)
+    What the numbers of a case depend on beside that: `"module"`, `"package.*"` or `"module:definition"`.
+`grid(preset) -> list[Case]`
+    Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
+`CHOICES` (optional)
+    Field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of a text
+    (ValueError where it is none). Those of all fields make cases beyond the grid (`cases_beyond`).
+`run_group(cases) -> Iterable[dict]`
+    Measures the cases of one group in one process, interleaved; one dict of metrics for each, in order. A
+    dict may carry `status` (see `store.status`).
+
+A chapter of several processes has a field `world_size` in `Case`, and measures by `launch.start.launch`. That call
+starts processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
+
+    torchrun --nproc-per-node 2 -m cs336_systems run allreduce
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.store import rows, selection
+
+if TYPE_CHECKING:
+    from cs336_systems.report.chapter import Chapter
+
+TABLES = {
+    "leaderboard": (
+        "leaderboard", "leaderboard_kernels", "leaderboard_shapes", "leaderboard_ladder", "leaderboard_counters",
+        "leaderboard_first_calls",
+    ),
+    "training": ("training", "training_ladder", "training_run", "training_fits", "training_sweep"),
+}  # fmt: skip
+RECORDS = ("gpu_tests",)  # rows that are written by other means than a chapter's measurement
+CHAPTERS = tuple(
+    module.name for module in pkgutil.iter_modules(__path__)
+    if module.name not in RECORDS and (Path(__path__[0]) / module.name / "measure.py").is_file()
+)  # fmt: skip
+
+
+def tables(*chapters: str) -> tuple[str, ...]:
+    """The tables of some chapters (of all, where none is named), the one of the chapter's name first."""
+    return tuple(table for chapter in chapters or CHAPTERS for table in TABLES.get(chapter, (chapter,)))
+
+
+def chapter_of(table: str) -> str:
+    """The chapter that a table belongs to."""
+    return next((chapter for chapter, names in TABLES.items() if table in names), table)
+
+
+def load(table: str) -> ModuleType:
+    """The module of a table; ValueError with the known names for any other."""
+    if table not in tables() + RECORDS:
+        raise ValueError(f"unknown chapter or table {table!r}; the measured ones are {', '.join(tables())}")
+    chapter = chapter_of(table)
+    return importlib.import_module(
+        f"{__name__}.{chapter}.{table.removeprefix(chapter).strip('_') or 'measure'}"
+    )
+
+
+def tables_of(chapter: str) -> list[ModuleType]:
+    """The modules of a chapter's tables; ValueError for a name that is none of `CHAPTERS`."""
+    if chapter not in CHAPTERS:
+        raise ValueError(f"unknown chapter {chapter!r}; allowed: {', '.join(CHAPTERS)}")
+    return [load(table) for table in tables(chapter)]
+
+
+def of_chapter(experiment: ModuleType) -> list[ModuleType]:
+    """The tables of an experiment's chapter, itself among them."""
+    name = rows.table_name(experiment)
+    return [experiment if table == name else load(table) for table in tables(chapter_of(name))]
+
+
+# ------------------------------------------------------------------------------------------------ for notebooks
+def read(name: str, **parameters: Any) -> Chapter:
+    """A chapter's rows, as far as there are any; `parameters` are those of `report.Chapter`."""
+    from cs336_systems.report.chapter import Chapter
+
+    return Chapter(tables_of(name), **{"measure": "no"} | parameters)
+
+
+def opened(name: str, namespace: Mapping[str, Any]) -> Chapter:
+    """The chapter with the parameters that its notebook's globals hold."""
+    from cs336_systems.report.chapter import Chapter
+
+    return Chapter.from_parameters(tables_of(name), namespace)
+
+
+# ------------------------------------------------------------------------------------------------ which cases
+def cases(experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
+    """The cases of a table, by `selection.cases`, whose filters may be fields of its chapter's other tables."""
+    return selection.cases(of_chapter(experiment), experiment, preset, **filters)
+
+
+def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]:
+    """The same by `selection.cases_beyond`: beyond the grid what `CHOICES` allow."""
+    return selection.cases_beyond(of_chapter(experiment), experiment, preset, **given)

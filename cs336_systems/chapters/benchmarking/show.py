@@ -1,0 +1,226 @@
+"""What chapter `benchmarking` shows: numeric frames and figures from its rows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.chapters.benchmarking.measure import PRIMARY
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.shared.steps import WARM
+from cs336_systems.measure.clocks.phases import each
+from cs336_systems.report import figures
+from cs336_systems.report.prose import Number, Row
+from cs336_systems.report.tables import pivot
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+
+BATCH = 4
+ADAMW_BYTES = 28  # per parameter: reads weight, gradient and two moments, writes weight and moments, all fp32
+PASSES = ("forward", "backward")
+TIME_HEADS = {
+    "forward_ms_mean": "F, ms", "forward_ms_std": "F std, ms", "backward_ms_mean": "B, ms",
+    "backward_ms_std": "B std, ms", "optimizer_ms_mean": "AdamW, ms", "step_ms_mean": "step, ms",
+    "step_ms_std": "step std, ms",
+}  # fmt: skip
+SPLIT_HEADS = {
+    "predicted_ms": "predicted, ms", "wall_ms": "measured, ms", "gemm_ms": "GEMMs, ms", "rate_pct": "GEMM rate, %",
+    "other_ms": "other kernels, ms", "no_kernel_ms": "idle, ms",
+}  # fmt: skip
+_WARMUP_HEADS = {"mean_ms": "mean {}, ms", "std_ms": "std {}, ms"}
+
+
+def primary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows at the context that single-context tables show: 512, or the longest there is."""
+    lengths = set(rows["context_length"])
+    return rows[rows["context_length"] == (PRIMARY if PRIMARY in lengths else max(lengths, default=0))]
+
+
+def steps(rows: pd.DataFrame, mode: str = "train_step", **where: object) -> pd.DataFrame:
+    """The rows of a mode in fp32, each case once: after a full warm-up, or where these fields have these values."""
+    for field, value in ({"mode": mode, "dtype": "fp32", "warmup": WARM, "repeat": 0} | where).items():
+        rows = rows[rows[field].isin(value if isinstance(value, list) else [value])]
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+def gemm_ms(
+    roof: Roofs, name: str, batch: int, context: int, mode: str = "train_step", dtype: str = "fp32"
+) -> float:
+    """What the GEMMs of a step take at the machine's best measured rate; NaN where that is not known."""
+    return accounting.model_flops(size(name), batch, context, mode) / (roof.tflops.get(dtype, math.nan) * 1e9)
+
+
+def models(roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """The handout's sizes: blocks, width, heads, parameters, FLOPs of a step at context 512, and the times that these
+    come to at a machine's best GEMM and copy."""
+    return pd.DataFrame([
+        {
+            "machine": machine, "size": name, "L": config.num_layers, "D": config.d_model, "heads": config.num_heads,
+            "N, million": accounting.num_parameters(config) / 1e6,
+            "TFLOP a step": accounting.model_flops(config, BATCH, PRIMARY, "train_step") / 1e12,
+            "forward + backward, ms": gemm_ms(roof, name, BATCH, PRIMARY), "AdamW, ms": adamw_ms(roof, name),
+        }
+        for machine, roof in roofs.items() for name, config in SIZES.items() if name in HANDOUT_SIZES
+    ])  # fmt: skip
+
+
+def adamw_ms(roof: Roofs, name: str) -> float:
+    """What AdamW's traffic takes at the machine's best measured copy; NaN where that is not known."""
+    moved = ADAMW_BYTES * accounting.num_parameters(size(name))
+    return moved / ((math.nan if roof.tb_per_s is None else roof.tb_per_s) * 1e9)
+
+
+# ------------------------------------------------------------------------------------------------ times
+def times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation of the phases of a training step, and backward over forward, a line for each size."""
+    rows = steps(primary(rows))
+    long = [rows.assign(head=head, ms=rows[column].astype(float)) for column, head in TIME_HEADS.items()]
+    found = pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+    if found.empty:
+        return found
+    found.insert(found.columns.get_loc("AdamW, ms"), "B / F", found["B, ms"] / found["F, ms"])
+    return found
+
+
+def split(rows: pd.DataFrame, profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """Forward and backward together: predicted, measured, and where the time goes by Nsight Systems: GEMMs and their
+    rate in percent of the best, other kernels, and the rest, in which no kernel ran."""
+    rows, keys = steps(primary(rows)), ["machine", "size", "context_length", "dtype"]
+    profile = profile[profile["range"].isin(PASSES)]
+    sums = profile.astype({"matrix_product_ms": float, "kernel_ms": float}).groupby(keys)
+    sums = sums[["matrix_product_ms", "kernel_ms"]].sum(min_count=len(PASSES))
+    sums = sums.reindex(pd.MultiIndex.from_frame(rows[keys])).reset_index(drop=True)
+    found = rows[["machine", "size", "status"]].reset_index(drop=True)
+    found["predicted_ms"] = [
+        gemm_ms(roofs.get(row.machine, Roofs()), row.size_name, row.batch, row.context_length)
+        for row in rows.rename(columns={"size": "size_name"}).itertuples()
+    ]
+    found["wall_ms"] = (
+        rows["forward_ms_mean"].astype(float) + rows["backward_ms_mean"].astype(float)
+    ).to_numpy()
+    found["share_pct"] = 100 * found["predicted_ms"] / found["wall_ms"]
+    found["gemm_ms"] = sums["matrix_product_ms"]
+    found["rate_pct"] = 100 * found["predicted_ms"] / found["gemm_ms"]
+    found["other_ms"] = sums["kernel_ms"] - sums["matrix_product_ms"]
+    found["no_kernel_ms"] = found["wall_ms"] - sums["kernel_ms"]
+    return found
+
+
+def rates(profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
+    """The rate of the GEMMs of forward and of backward, in percent of the machine's best."""
+    found = profile[profile["range"].isin(PASSES)].reset_index(drop=True)
+    least = [
+        gemm_ms(roofs.get(machine, Roofs()), name, batch, context, "forward", dtype)
+        * (1 + (part == "backward"))
+        for machine, name, batch, context, dtype, part in zip(
+            *(found[c] for c in ("machine", "size", "batch", "context_length", "dtype", "range")), strict=True
+        )
+    ]
+    found["rate_pct"] = 100 * np.array(least, float) / found["matrix_product_ms"].astype(float)
+    return found[["machine", "size", "context_length", "dtype", "range", "status", "rate_pct"]]
+
+
+def ranked(row: Row, phase: str, place: int) -> Number:
+    """The measured step of a phase at this place by length: 0 is the shortest, -1 the longest; in ms."""
+    found = sorted(each(getattr(row, f"{phase}_ms_each")))
+    return Number(found[place]) if found else Number(math.nan, f"{row!r}: not measured")
+
+
+def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
+    """A training step over the context length, a line for each size; dotted: its GEMMs at the best rate."""
+    rows = _first_machine(steps(rows))
+    rows = rows.assign(ms=rows["step_ms_p50"].astype(float))
+    figure, axes = figures.panels(height=2.6)
+    ax = axes[0, 0]
+    figures.lines(ax, rows, "context_length", "ms", "size", log_y=True)
+    for line, (name, part) in zip(
+        ax.get_lines(), rows.dropna(subset="ms").groupby("size", sort=False), strict=True
+    ):
+        lengths = sorted(part["context_length"])
+        roof = roofs.get(part["machine"].iloc[0], Roofs())
+        least = [gemm_ms(roof, str(name), int(part["batch"].iloc[0]), int(n)) for n in lengths]
+        ax.plot(lengths, least, ":", color=line.get_color(), lw=1.2)
+    ax.set(xlabel="context length", ylabel="training step, ms")
+    _legend(figure, ax)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------ warm-up
+def passes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Forward and backward of each measured step added up: first, second, median, mean and standard deviation, for each
+    size and number of warm-up steps; and the first and the median forward pass alone."""
+    out = []
+    for row in steps(primary(rows), "forward_backward", warmup=sorted(set(rows["warmup"]))).to_dict(
+        "records"
+    ):
+        forward = each(row["forward_ms_each"])
+        both = [sum(pair) for pair in zip(forward, each(row["backward_ms_each"]), strict=True)]
+        known = {
+            "first_ms": both[0], "p50_ms": statistics.median(both), "mean_ms": statistics.fmean(both),
+            "first_forward_ms": forward[0], "forward_p50_ms": statistics.median(forward),
+        } if both else {}  # fmt: skip
+        if len(both) > 1:
+            known |= {"second_ms": both[1], "std_ms": statistics.stdev(both)}
+        out.append({"machine": row["machine"], "size": row["size"], "warmup": row["warmup"], "status": row["status"]}
+                   | known)  # fmt: skip
+    columns = ["machine", "size", "warmup", "status", "first_ms", "second_ms", "p50_ms", "mean_ms", "std_ms",
+               "first_forward_ms", "forward_p50_ms"]  # fmt: skip
+    return pd.DataFrame(out, columns=columns)
+
+
+def warmups(found: pd.DataFrame) -> pd.DataFrame:
+    """`passes` as a table: mean and standard deviation after each number of warm-up steps, a line for each size."""
+    found = found.sort_values("warmup", kind="stable")
+    long = [
+        found.assign(head=found["warmup"].map(head.format), ms=found[column].astype(float))
+        for column, head in _WARMUP_HEADS.items()
+    ]
+    return pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+
+
+def cold_figure(rows: pd.DataFrame) -> Figure:
+    """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
+    rows = _first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
+    drawn = [
+        {"size": row["size"], "number": number, "ms": ms}
+        for row in rows.to_dict("records")
+        for number, ms in enumerate(each(row["step_ms_each"]), 1)
+    ]
+    frame = pd.DataFrame(drawn, columns=["size", "number", "ms"])
+    figure, axes = figures.panels(height=2.1)
+    figures.lines(axes[0, 0], frame, "number", "ms", "size", log_y=True, binary_x=False)
+    axes[0, 0].set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
+    if len(frame):
+        axes[0, 0].set_xticks(sorted(set(frame["number"])))
+    _legend(figure, axes[0, 0])
+    return figure
+
+
+def _legend(figure: Figure, ax: Axes) -> None:
+    """At the right, the topmost line first."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles[::-1], names[::-1], loc="outside right center")
+
+
+def _first_machine(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
+
+
+# ------------------------------------------------------------------------------------------------ the grid
+def grid(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every case: medians of its phases and of the whole step, tokens/s, MFU, peak of memory."""
+    heads = {
+        "machine": "machine", "size": "size", "context_length": "context", "mode": "mode", "dtype": "dtype",
+        "warmup": "warm-up", "repeat": "repeat", "forward_ms_p50": "forward, ms", "backward_ms_p50": "backward, ms",
+        "optimizer_ms_p50": "AdamW, ms", "step_ms_p50": "step, ms", "tokens_per_s": "tokens/s", "mfu": "MFU",
+        "peak_gib": "peak, GiB", "status": "status",
+    }  # fmt: skip
+    return rows[list(heads)].rename(columns=heads)

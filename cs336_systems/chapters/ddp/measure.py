@@ -1,0 +1,388 @@
+"""Chapter `ddp`: a training step on several GPUs, by every variant of averaging gradients, and what overlaps what.
+
+    papermill book/ddp.ipynb out.ipynb -p wrapper none,naive,bucketed -p world_size 2
+
+XL, two sequences per rank. The cases of a group (one number of ranks, one precision, all contexts) are measured in one
+process group, in turns, on one copy of the weights in each rank: so their ratios are of one run. `alone` is the step
+of rank 0 while the other ranks wait; `none` is the step of all ranks without communication. Exposed
+communication is the time of a step less that of `none`; weak scaling efficiency is that of `alone` over that of a step.
+
+Cases of kind `trace` record some steps of some variants with Nsight Systems, all ranks in one report (where it is
+missing, each rank with torch's profiler: column `source`), and say for how long communication and compute overlap. One
+step of each is kept, condensed, in `results/<machine>/ddp/`; whole reports in `_build/ddp/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems import accounting
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.trace import nsys, overlap, profiler
+from cs336_systems.measure.trace.overlap import Overlap
+from cs336_systems.sizes import size
+from cs336_systems.store import machine, process
+from cs336_systems.store import rows as store
+from cs336_systems.store.status import Skip, failure_is_a_row
+
+if TYPE_CHECKING:
+    from cs336_systems.chapters.shared.parallel_step import ParallelWorkload
+    from cs336_systems.launch.group import Rank
+
+PER_CASE = peers.PER_CASE
+GROUP = ("size", "batch", "dtype", "world_size", "kind")
+PHASES = ("forward", "backward", "synchronization", "optimizer")
+METRICS = (
+    *(column for phase in (*PHASES, "step") for column in ranks.columns(phase)),
+    "tokens_per_s", "peak_gib", "collectives", "backend", "matmul_precision", "sm_mhz", "power_w",
+    "traced_ms", "communication_ms", "compute_ms", "overlap_ms", "backward_overlap_ms", "messages", "source",
+    "tool_version",
+)  # fmt: skip
+ALONE = "alone"
+CONTEXTS = (128, 512, 1024)  # the shorter ones are launch-bound on a fast GPU
+BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
+STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
+TINY_STEPS = 4  # on a CPU there are no numbers to be precise about
+TRACED_STEPS = 2
+_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 900.0, 180.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant of a step on `world_size` ranks. `wrapper`: "alone", or one of `shared.parallel_step.WRAPPERS`.
+
+    bucket_mb: 0 is torch's default, or a wrapper without buckets. batch: sequences of each rank. kind: "time", "trace".
+    repeat 1 measures the same thing again.
+    """
+
+    size: str
+    context_length: int
+    wrapper: str
+    bucket_mb: float = 0.0
+    dtype: str = "tf32"
+    world_size: int = 2
+    batch: int = 2
+    kind: str = "time"
+    repeat: int = 0
+
+    @property
+    def name(self) -> str:
+        """What distinguishes the cases of one context of a group: "bucketed 25"."""
+        again = " again" if self.repeat else ""
+        return f"{self.wrapper}{f' {self.bucket_mb:g}' if self.bucket_mb else ''}{again}"
+
+
+def grid(preset: str) -> list[Case]:
+    """All variants on two GPUs, the main ones on one, four and eight; or a small model on two ranks of a CPU."""
+    if preset == "smoke":
+        variants = [
+            (ALONE, 0), ("none", 0), ("naive", 0), ("flat", 0), ("overlapped", 0), ("bucketed", 0.1),
+            ("bucketed", 10), ("in_place", 0.1), ("torch", 0),
+        ]  # fmt: skip
+        cases = [Case("tiny", 64, w, float(mb), "fp32") for w, mb in variants]
+        cases.append(Case("tiny", 64, "bucketed", 0.1, "fp32", repeat=1))
+        traced = (("naive", 0), ("bucketed", 0.1))
+        return [*cases, *(Case("tiny", 64, w, float(mb), "fp32", kind="trace") for w, mb in traced)]
+    main = [(ALONE, 0.0), ("none", 0.0), ("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0)]
+    ours = [*(("bucketed", mb) for mb in BUCKETS_MB), *(("in_place", mb) for mb in (25.0, 100.0, 250.0))]
+    peers = [("torch", 0.0), ("torch", 100.0), ("torch_view", 0.0)]
+    few = [("none", 0.0), ("naive", 0.0), ("bucketed", 100.0), ("in_place", 100.0), ("torch", 0.0)]
+    cases = []
+    for context in CONTEXTS:
+        cases += [Case("xl", context, w, mb) for w, mb in (*main, *ours, *peers)]
+        cases.append(Case("xl", context, "bucketed", 25.0, repeat=1))
+    cases += [Case("xl", 512, w, mb, dtype) for dtype in ("fp32", "bf16") for w, mb in few]
+    alone = (("none", 0.0), ("bucketed", 100.0), ("in_place", 100.0))
+    cases += [Case("xl", 128, w, mb, world_size=1) for w, mb in alone]
+    many = [(ALONE, 0.0), *few]
+    cases += [Case("xl", c, w, mb, world_size=n) for n in (4, 8) for c in CONTEXTS for w, mb in many]
+    traced = (("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0), ("bucketed", 100.0), ("torch", 0.0))
+    return [*cases, *(Case("xl", 512, w, mb, kind="trace") for w, mb in traced)]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources("reference")
+
+
+def estimate_s(group: list[Case]) -> float:
+    """Seconds that a group takes, roughly: processes and weights, steps, and the report of a trace."""
+    if group[0].size == "tiny":
+        return 6.0 + 0.5 * len(group)
+    if 0 < len(machine.gpu_names()) < group[0].world_size:
+        return 0.0
+    total = 15.0
+    for case in group:
+        speed = {"fp32": 40, "tf32": 150, "bf16": 250}[case.dtype] * 1e12
+        flops = accounting.model_flops(size(case.size), case.batch, case.context_length, "train_step")
+        step = max(flops / speed, 0.13) + 0.05
+        count = steps_of(case) + WARMUP * ROUNDS if case.kind == "time" else 2 * (WARMUP + TRACED_STEPS)
+        total += count * step + (0.6 if case.kind == "time" else 5.0)
+    return total
+
+
+def steps_of(case: Case) -> int:
+    """The measured steps of a timed case."""
+    return TINY_STEPS if case.size == "tiny" else STEPS
+
+
+def overlap_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
+    """The condensed step of a traced case, all ranks."""
+    folder = store.csv_path("ddp", machine_name, root).with_suffix("")
+    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}_{case.bucket_mb:g}.json"
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """Measures the cases of one number of ranks together; see the package's docstring for the contract.
+
+    Where memory runs out with all of them in one run, each is measured in a run of its own.
+    """
+    failed: dict[str, Any] = {}
+    with failure_is_a_row(failed):
+        _refuse(cases[0])
+        if cases[0].kind == "trace":
+            yield from _traced(cases)
+        else:
+            yield from _launched(cases)
+        return
+    if failed.get("status") != "oom" or len(cases) == 1:
+        yield from (dict(failed) for _ in cases)
+        return
+    for case in cases:
+        yield from run_group([case])
+
+
+def _refuse(case: Case) -> None:
+    """Raises `Skip` where this machine cannot run the group, and says what it needs."""
+    gpus = len(machine.gpu_names())
+    if gpus:
+        if case.world_size > gpus:
+            raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+        return
+    if case.dtype == "tf32":
+        raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
+    dtype = "bf16" if case.dtype == "bf16" else "fp32"
+    needed = case.world_size * sum(
+        accounting.peak_bytes(
+            size(case.size), case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
+        ).values()
+    )  # fmt: skip
+    free = machine.free_memory_bytes("cpu")
+    if free is not None and needed > free:
+        raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+
+
+def _launched(cases: list[Case]) -> list[dict[str, Any]]:
+    return _launch("time_on_rank", cases)[0]
+
+
+def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
+    """A function of this module on the ranks of these cases; results in their order."""
+    from cs336_systems.launch.start import launch
+
+    arguments |= {"cases": [dataclasses.asdict(case) for case in cases]}
+    return launch(
+        f"{__name__}:{function}", cases[0].world_size, arguments, timeout_s=_TIMEOUT_S,
+        collective_timeout_s=_COLLECTIVE_TIMEOUT_S, log=lambda line: print(f"    {line}", flush=True),
+    )  # fmt: skip
+
+
+def time_on_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank does: the cases, context by context, in turns; their metrics, the same on all ranks."""
+    group = [Case(**case) for case in cases]
+    found: dict[Case, dict[str, Any]] = {}
+    work = _workload(rank, group)
+    for context in dict.fromkeys(case.context_length for case in group):
+        work.choose_batch(group[0].batch, context)
+        by_name = {case.name: case for case in group if case.context_length == context}
+        turns: dict[str, list[_Turn]] = {name: [] for name in by_name}
+        for _, name, steps in ranks.in_turns(list(by_name), steps_of(group[0]), ROUNDS):
+            turns[name].append(_turn(work, by_name[name], steps))
+            print(f"context {context}, {name}: {ranks.median(turns[name][-1].times):.1f} ms", flush=True)
+        found |= {case: _metrics(case, turns[name], rank) for name, case in by_name.items()}
+    return [found[case] for case in group]
+
+
+def _workload(rank: Rank, group: list[Case]) -> ParallelWorkload:
+    from cs336_systems.chapters.shared.parallel_step import ParallelWorkload
+
+    longest = max(case.context_length for case in group)
+    return ParallelWorkload(size(group[0].size), group[0].batch, longest, rank)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    times: ranks.Times
+    collectives: int | None
+    peak_gib: float | None
+    precision: str
+    clocks: dict[str, float | None]
+
+
+def _turn(work: ParallelWorkload, case: Case, steps: int) -> _Turn:
+    """One turn of a case: wrapped, warmed up, timed, unwrapped."""
+    import torch
+
+    from cs336_systems.measure.clocks.timing import Watch
+
+    rank = work.rank
+    wrapper = "none" if case.wrapper == ALONE else case.wrapper
+    with work.step(wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step:
+        phases = step.phases
+        if case.wrapper == ALONE and rank.rank > 0:
+            phases = dict.fromkeys(phases, _wait)
+        for _ in range(WARMUP):  # the first finds the order of the gradients, the second has it
+            ranks.meet(rank)
+            for phase in phases.values():
+                phase()
+        if rank.device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        with Watch(interval_s=0.1) as watch:
+            times = ranks.time_steps(phases, rank=rank, warmup=0, steps=steps)
+        peak = None
+        if rank.device != "cpu":
+            peak = max(ranks.gathered(torch.cuda.max_memory_allocated(), rank)) / 2**30
+        collectives = step.num_buckets
+    return _Turn(times, collectives, peak, step.matmul_precision, watch.metrics())
+
+
+def _wait() -> None:
+    """What the other ranks do while one works alone."""
+
+
+def _metrics(case: Case, turns: list[_Turn], rank: Rank) -> dict[str, Any]:
+    times = ranks.pooled([turn.times for turn in turns])
+    tokens = case.batch * case.context_length * (1 if case.wrapper == ALONE else case.world_size)
+    last = turns[-1]
+    return ranks.metrics(times) | {
+        "tokens_per_s": tokens / ranks.median(times) * 1e3,
+        "peak_gib": None if last.peak_gib is None else max(turn.peak_gib for turn in turns),
+        "collectives": last.collectives,
+        "backend": rank.backend,
+        "matmul_precision": last.precision,
+        **last.clocks,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- tracing
+def _traced(cases: list[Case]) -> list[dict[str, Any]]:
+    """Records steps of the cases; the condensed timeline of each is written, too."""
+    with_nsys = bool(machine.gpu_names()) and nsys.find() is not None
+    everyones, version = _with_nsys(cases) if with_nsys else (None, "")
+    if everyones is None:
+        everyones, version = _with_torch(cases)
+    for case, by_rank in zip(cases, everyones, strict=True):
+        path = overlap_path(case, machine.machine_name())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        overlap.to_json([steps[-1] for steps in by_rank], path)
+    return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
+
+
+def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str]:
+    """Case → rank → step, and the version of Nsight Systems; None where it fails, or its report lacks a rank."""
+    arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
+    function, count = f"{__name__}:under_nsys", cases[0].world_size
+    try:
+        version = nsys.version()
+        _, trace = nsys.record_nsys(
+            function, arguments, timeout_s=60 + 3 * estimate_s(cases), keep=_report_folder()
+        )
+        seen = {path.split("/")[0] for path in trace.paths}
+        if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
+            raise nsys.NsysError(f"its report lacks {', '.join(lacking)}")
+        return [
+            [overlap.overlap(trace, f"{_rank_range(rank)}/{case.name}/step", PHASES) for rank in range(count)]
+            for case in cases
+        ], version
+    except (nsys.NsysError, process.ChildError, ValueError) as error:
+        print(f"    Nsight Systems: {error}: torch's profiler takes its place", flush=True)
+        return None, ""
+
+
+def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
+    """The same by torch's profiler, which records each rank in itself."""
+    import torch
+
+    by_rank = _launch("record_on_rank", cases, keep=str(_report_folder()))
+    found = [
+        [[overlap.from_dict(step) for step in said[place]] for said in by_rank] for place in range(len(cases))
+    ]
+    return found, torch.__version__.split("+")[0]
+
+
+def _report_folder(root: Path | None = None) -> Path:
+    """Where whole reports stay: `$CS336_TRACES`, else `_build/ddp` beside the results folder."""
+    named = os.environ.get("CS336_TRACES")
+    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "ddp"
+
+
+def _trace_metrics(by_rank: list[list[Overlap]]) -> dict[str, Any]:
+    """Means over ranks and steps."""
+    steps = [step for rank in by_rank for step in rank]
+    fields = ("communication_ms", "compute_ms", "overlap_ms", "backward_overlap_ms")
+    return {field: fmean(getattr(step, field) for step in steps) for field in fields} | {
+        "traced_ms": fmean(step.length_ms for step in steps),
+        "messages": fmean(step.collectives for step in steps),
+        "source": steps[0].source,
+    }
+
+
+def _rank_range(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def under_nsys(cases: list[dict[str, Any]]) -> None:
+    """What the process under Nsight Systems does: it launches the ranks, which record themselves into its report."""
+    _launch("capture_on_rank", [Case(**case) for case in cases])
+
+
+def capture_on_rank(rank: Rank, cases: list[dict[str, Any]]) -> None:
+    """Steps of all cases inside the capture of Nsight Systems, which begins and ends on all ranks together."""
+    work = _workload(rank, [Case(**case) for case in cases])
+    _run_traced(work, [Case(**cases[0])])  # what only a first step does
+    ranks.meet(rank)
+    with nsys.capture():
+        time.sleep(1.0)  # recording begins in each process when it hears of it
+        _run_traced(work, [Case(**case) for case in cases])
+        ranks.meet(rank)  # the first rank that leaves ends the recording
+
+
+def record_on_rank(rank: Rank, cases: list[dict[str, Any]], keep: str) -> list[list[dict[str, Any]]]:
+    """As `capture_on_rank`, by torch's profiler in each rank: case → step → what overlapped."""
+    group = [Case(**case) for case in cases]
+    work = _workload(rank, group)
+    _run_traced(work, group[:1])
+    trace = profiler.record_torch(
+        lambda: _run_traced(work, group), keep=Path(keep) / f"rank{rank.rank}.json.gz"
+    )
+    return [
+        [
+            dataclasses.asdict(step)
+            for step in overlap.overlap(trace, f"{_rank_range(rank.rank)}/{case.name}/step", PHASES)
+        ]
+        for case in group
+    ]
+
+
+def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
+    """A few steps of each case with ranges for rank, case, step and phases; the steps before them are warm-up."""
+    with profiler.span(_rank_range(work.rank.rank)):
+        for case in cases:
+            with (
+                profiler.span(case.name),
+                work.step(case.wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step,
+            ):
+                work.choose_batch(case.batch, case.context_length)
+                ranks.time_steps(
+                    step.phases, rank=work.rank, warmup=WARMUP, steps=TRACED_STEPS, ranges=profiler.span
+                )

@@ -1,0 +1,26 @@
+"""What the GPU tests last said: numbers from `results/<machine>/gpu_tests.csv` for the book's first page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from cs336_systems import chapters
+from cs336_systems.report.tables import escaped
+from cs336_systems.store import rows as store
+from cs336_systems.store.code import code_digest
+
+
+def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
+    """One row (none without a record): how many tests of the kernels passed, failed and were skipped on a machine, the
+    last day (`day`), and how many files of them are of another code than this (`earlier`)."""
+    experiment = chapters.load("gpu_tests")
+    frame = store.read(experiment, machine, root)
+    if frame.empty:
+        return pd.DataFrame(columns=["machine", "passed", "failed", "skipped", "day", "earlier"])
+    counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
+    earlier = int((frame["code"] != code_digest(experiment)).sum())
+    return pd.DataFrame(
+        [{"machine": machine} | counts | {"day": escaped(max(frame["time_utc"])[:10]), "earlier": earlier}]
+    )

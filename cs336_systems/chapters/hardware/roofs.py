@@ -1,0 +1,46 @@
+"""The roofs of a machine, from the rows of chapter `hardware`: what later chapters hold their numbers against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from cs336_systems import accounting, chapters
+from cs336_systems.store import rows as store
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """The most that was measured on a machine.
+
+    Attributes:
+        tflops: dtype → TFLOP/s of the best square matmul.
+        tb_per_s: TB/s of the best copy, bytes read and written; None if not measured.
+        sms: multiprocessors of the GPU; None on a CPU.
+        sheet: what the data sheet promises; None where it is not known.
+    """
+
+    tflops: dict[str, float] = field(default_factory=dict)
+    tb_per_s: float | None = None
+    sms: int | None = None
+    sheet: accounting.Peaks | None = None
+
+
+def roofs(machine: str, root: Path | None = None) -> Roofs:
+    """The roofs of a machine. What has no row is left out, or None; an empty name has no roofs at all."""
+    if not machine:
+        return Roofs()
+    known = store.environments(machine, root)
+    newest = list(known.values())[-1] if known else {}
+    frame = store.read(chapters.load("hardware"), machine, root)
+    frame = frame[frame["status"] == "ok"]
+    matmuls = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
+    copies = pd.to_numeric(frame[frame["kind"] == "copy"]["tb_per_s"], errors="coerce").dropna()
+    return Roofs(
+        tflops={str(k): float(v) for k, v in matmuls.groupby("dtype")["tflops"].max().items()},
+        tb_per_s=float(copies.max()) if len(copies) else None,
+        sms=newest.get("sms"),
+        sheet=accounting.peaks(newest.get("gpu", "")),
+    )

@@ -1,0 +1,111 @@
+"""The three results that the book's first page and the README open with: their rows, and one figure of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cs336_systems import chapters
+from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.tables import in_order
+
+RUNGS = {  # of the training ladder → label
+    ("fp32",): "plain, fp32",
+    ("tf32",): "+ TF32",
+    ("bf16",): "+ bf16",
+    ("compiled",): "+ torch.compile",
+    ("flash",): "+ FlashAttention",
+    ("graphs",): "+ CUDA graphs",
+}
+WRAPPERS = {  # wrapper, bucket_mb → label
+    ("none", 0): "no communication",
+    ("in_place", 100): "100 MB buckets, in place",
+    ("overlapped", 0): "one by one, overlapped",
+    ("flat", 0): "one flat tensor",
+    ("naive", 0): "naive",
+}
+
+
+def _chapter(name: str, root: Path | None) -> Chapter:
+    return chapters.read(name, preset="full", root=root)
+
+
+def attention(root: Path | None = None) -> pd.DataFrame:
+    """The leaderboard's harness by implementation, without the slow baselines: the chapter's rows, fastest first, and
+    `over_ours`, the time over that of ours."""
+    rows = _chapter("leaderboard", root).rows(leaves="stacked")
+    rows = rows[(rows["rep_ms"] < OFFICIAL_MS) & ~rows["impl"].isin(["reference", "sdpa_efficient"])]
+    ours = rows.loc[(rows["impl"] == "flash_triton") & (rows["repeat"] == 0), "ms_p50"]
+    rows = rows.assign(over_ours=rows["ms_p50"] / (ours.iloc[0] if len(ours) else math.nan))
+    return rows.sort_values("ms_p50", ignore_index=True)
+
+
+def training(root: Path | None = None) -> pd.DataFrame:
+    """A training step of the small model on one GPU, optimization by optimization: the ladder's rows in that order."""
+    rows = _chapter("training", root).table("ladder").rows(world_size=1, repeat=0)
+    return _labeled(rows, ["rung"], RUNGS)
+
+
+def overlap(root: Path | None = None) -> pd.DataFrame:
+    """Steps of data parallel training at context 1,024 on two GPUs: the chapter's rows, fastest first, and
+    `exposed_ms`, what a step takes beyond one without communication."""
+    rows = _chapter("ddp", root).rows(kind="time", context_length=1024, world_size=2, dtype="tf32", repeat=0)
+    rows = _labeled(rows, ["wrapper", "bucket_mb"], WRAPPERS)
+    none = rows.loc[rows["wrapper"] == "none", "step_ms_p50"]
+    return rows.assign(exposed_ms=rows["step_ms_p50"] - (none.iloc[0] if len(none) else math.nan))
+
+
+def _labeled(rows: pd.DataFrame, fields: list[str], labels: dict[tuple, str]) -> pd.DataFrame:
+    """The rows whose fields have a label, in the labels' order, with a column `label`."""
+    rows = rows.assign(label=[labels.get(tuple(row)) for row in rows[fields].itertuples(index=False)])
+    return in_order(rows.dropna(subset="label"), ["label"], labels.values())
+
+
+def figure(root: Path | None = None) -> Figure:
+    """Three panels, one for each result."""
+    harness, steps, ddp = attention(root), training(root), overlap(root)
+    drawn, axes = figures.panels(columns=3, height=2.1)
+    harness, ddp = harness[harness["repeat"] == 0], ddp[ddp["wrapper"] != "none"]
+    if harness["over_ours"].notna().any():  # what was not measured takes no bar from the others
+        harness = harness[harness["over_ours"].notna()]
+    ours = harness["impl"].isin(["flash_triton", "plain_triton", "flash_cuda"])
+    thousands, tuned = steps["tokens_per_s"] / 1000, steps["label"] != "plain, fp32"
+    beside = ~ddp["label"].isin(["naive", "one flat tensor"])
+    names = harness["impl"].map(figures.label)
+    _bars(axes[0, 0], "1  Attention, time over ours", names, harness["over_ours"], ours)
+    _bars(axes[0, 1], "2  Training, 1,000 tokens/s", steps["label"], thousands, tuned)
+    _bars(axes[0, 2], "3  Exposed communication, ms", ddp["label"], ddp["exposed_ms"], beside)
+    return drawn
+
+
+def _bars(ax: Axes, title: str, names: pd.Series, values: pd.Series, strong: pd.Series) -> None:
+    """Horizontal bars with their numbers; `strong` ones are dark."""
+    ax.set_title(title, fontsize=9, loc="right")
+    if values.isna().all():
+        figures.nothing(ax)
+        return
+    colors = ["#0072B2" if s else "#b9c4cc" for s in strong]
+    bars = ax.barh(range(len(values)), values.fillna(0), color=colors, height=0.7, zorder=3)
+    digits = 2 if values.max() < 10 else 0
+    ax.bar_label(bars, [f"{v:.{digits}f}" if v == v else "–" for v in values], padding=2, fontsize=8)
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    ax.grid(visible=False)
+    ax.margins(x=0.16)
+    ax.invert_yaxis()
+
+
+def digest(root: Path | None = None) -> str:
+    """Eight hexadecimal digits of what the figure shows; empty where there is nothing to draw."""
+    shown = (attention(root)["over_ours"], training(root)["tokens_per_s"], overlap(root)["exposed_ms"])
+    if all(numbers.isna().all() for numbers in shown):
+        return ""
+    return hashlib.sha256("\n".join(numbers.to_csv() for numbers in shown).encode()).hexdigest()[:8]

@@ -1,0 +1,85 @@
+"""A table of chapter `leaderboard`: what Nsight Compute counts while the kernels of a pass run, which is how busy each
+unit of the GPU is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared.attention_peers import WORK
+from cs336_systems.measure.counters import ncu
+from cs336_systems.measure.trace.nsys import capture
+from cs336_systems.store.status import failure_is_a_row
+
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
+METRICS = (
+    "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions", "kernels",
+)  # fmt: skip
+COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One pass of `impl` (`attention_peers.MAKERS`) on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 counts
+    the same thing again."""
+
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The leaderboard's work, with head dimension 128 as well, or a small one."""
+    shapes, impls = [WORK, (*WORK[:2], 128)], COUNTED
+    if preset == "smoke":
+        shapes, impls = [(2, 256, 64)], ("flash_triton",)
+    out = []
+    for shape in shapes:
+        for part in ("forward", "backward"):
+            out += peers.with_pair(Case, impls, part, *shape, True, "bf16")
+    return out
+
+
+def estimate_s(group: list[Case]) -> float:
+    """Seconds that a group takes, roughly: a process of its own, and each kernel some ten times."""
+    return 20.0 if group[0].seq_len > 4096 else 2.0
+
+
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Counts the cases of a group in a process under Nsight Compute; see the package's docstring for the contract."""
+    blocked: dict[str, Any] = {}
+    with failure_is_a_row(blocked):
+        arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
+        target = f"{__name__}:counted_calls"
+        statuses, parts = ncu.counted(target, arguments, timeout_s=60 + 10 * estimate_s(cases))
+        remaining = iter(parts)
+        return [{"status": status} if status else ncu.summed(next(remaining)) for status in statuses]
+    return [dict(blocked) for _ in cases]
+
+
+def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
+    """Runs one call of each case for `counters.ncu` to count; a status for each that cannot run, "" for the others."""
+    import torch
+
+    found, calls = [], []
+    for case in (Case(**fields) for fields in cases):
+        metrics: dict[str, Any] = {}
+        with failure_is_a_row(metrics):
+            impl = peers.build(case.impl, case.is_causal, "cuda", case.seq_len)
+            call = peers.one_pass(impl, case.part, peers.data_of(case, "cuda"))
+            call()
+            calls.append(call)
+        found.append(metrics.get("status", ""))
+    torch.cuda.synchronize()
+    with capture():
+        for call in calls:
+            ncu.mark()
+            call()
+    return found

@@ -1,0 +1,78 @@
+"""A table of chapter `leaderboard`: forward and backward alone, without the host, as replays of a CUDA graph.
+
+dO is a matrix of random numbers (`grad_o`: "matrix"), and at the leaderboard's shape also a scalar expanded with
+strides of zero, as the gradient of a sum is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
+from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, Candidate, in_turns
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared.attention_peers import WORK
+
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+estimate_s = leaderboard_turns.estimate_s
+GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "grad_o")
+METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass of `impl` (`attention_peers.MAKERS`) or both, on `heads` × (seq_len, head_dim), batch 1. `repeat` 1
+    measures the same thing again."""
+
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    grad_o: str
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The leaderboard's work and a few shapes beside it, or one small shape for a CPU."""
+    passes, out = ("forward", "backward"), []
+    if preset == "smoke":
+        few = ("flash_triton", "flash_torch", "sdpa_flash", "reference")
+        for part in passes:
+            out += peers.with_pair(Case, few, part, 2, 256, 64, True, "bf16", "matrix", again="reference")
+        return out
+    few = ("flash_triton", "sdpa_cudnn", "sdpa_flash")
+    for impls, head_dim, is_causal, dtype in (
+        ((*few, "plain_triton", "fa4"), 64, True, "bf16"),
+        ((*few, "fa4"), 128, True, "bf16"),
+        ((*few, "fa4"), 64, False, "bf16"),
+        ((*few, "fa4"), 64, True, "fp16"),
+        (few, 80, True, "bf16"),  # whose gradients FlashAttention-4 gets wrong
+        (("flash_triton", "plain_triton", "sdpa_efficient"), 64, True, "fp32"),
+        (("flash_triton", "plain_triton", "sdpa_efficient"), 128, True, "fp32"),
+    ):
+        for part in passes:
+            out += peers.with_pair(Case, impls, part, *WORK[:2], head_dim, is_causal, dtype, "matrix")
+        if (head_dim, is_causal, dtype) == (64, True, "bf16"):
+            out += peers.with_pair(Case, impls, "backward", *WORK, True, "bf16", "number")
+    return out
+
+
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    import torch._functorch.config
+
+    # the timed backward passes keep their graphs, which donated buffers do not allow
+    with torch._functorch.config.patch(donated_buffer=False):
+        return in_turns(cases, prepare, rep_ms=KERNEL_MS, turns=TURNS, grad_o=cases[0].grad_o)
+
+
+def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
+    """Compiles, holds the results against fp64, and makes the pass the candidate's call."""
+    case = candidate.case
+    impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len)
+    candidate.hold_against(exact, impl, data)
+    candidate.call = peers.one_pass(impl, case.part, data)

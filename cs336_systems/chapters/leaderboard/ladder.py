@@ -1,0 +1,84 @@
+"""A table of chapter `leaderboard`: the steps of `cs336_systems.ladder`, launched without autograd, from CUDA graphs;
+their registers, spills and shared memory, and what was predicted for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
+from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, Candidate, errors, in_turns
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared.attention_peers import WORK
+from cs336_systems.ladder import steps
+from cs336_systems.store.status import Skip
+
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+estimate_s = leaderboard_turns.estimate_s
+GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
+METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The step named `impl` on `heads` × (seq_len, head_dim), batch 1; `part` is the pass that it is a step of,
+    `repeat` 1 measures the same thing again."""
+
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """Every step at the leaderboard's work, or the production kernels at a small one."""
+    out, shape = [], (2, 256, 64) if preset == "smoke" else WORK
+    for part in steps.PARTS:
+        names = [step.name for step in steps.of_part(part)]
+        again = next(name for name in names if name.endswith("production"))
+        chosen = [again] if preset == "smoke" else names
+        out += peers.with_pair(Case, chosen, part, *shape, True, "bf16", again=again)
+    return out
+
+
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    return in_turns(cases, prepare, rep_ms=KERNEL_MS, turns=TURNS)
+
+
+def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
+    """Compiles, holds the results against fp64, reads what the kernels use, and makes the step the candidate's call."""
+    from cs336_systems.ladder import launch
+
+    case, step = candidate.case, steps.STEPS[candidate.case.impl]
+    if (case.heads, case.seq_len, case.head_dim) == WORK:
+        candidate.metrics["predicted_ms"] = steps.predicted_ms(step)
+    if candidate.device == "cpu":
+        raise Skip("needs a CUDA device")
+    if reason := launch.missing(step):
+        raise Skip(f"needs {reason}")
+    from cs336_systems.ladder import resources
+
+    q, k, v, grad_o = (x[None] for x in data)
+    tensors = (q, k, v)
+    if step.part == "backward":
+        o, logsumexp = launch.launcher(steps.STEPS["f_production"])(q, k, v, True)
+        tensors = (q, k, v, o, logsumexp, grad_o)
+    run = launch.launcher(step)
+    found = [x[0] for x in run(*tensors, True)]
+    forward = step.part == "forward"
+    candidate.metrics["error"] = max(
+        errors(found[:1], exact()[:1]) if forward else errors(found, exact()[1:])
+    )
+    candidate.call = lambda: run(*tensors, True)
+    used = resources.of_call(candidate.call)
+    candidate.metrics |= {
+        "kernels": " ".join(r.kernel for r in used),
+        "registers": max((r.registers for r in used), default=None),
+        "spill_bytes": max((r.spill_bytes for r in used), default=None),
+        "shared_kib": max((r.shared_bytes / 1024 for r in used), default=None),
+    }

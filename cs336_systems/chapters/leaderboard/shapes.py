@@ -1,0 +1,208 @@
+"""A table of chapter `leaderboard`: kernels alone, ours beside the best peers, at shapes chosen by use.
+
+    cs336 run leaderboard -p head_dim=96
+
+Training shapes (hundreds of heads of 512 to 4,096 tokens), long ones with few heads, lengths that are no multiple of
+anything, head dimensions between powers of two, and cross attention, without a mask. All implementations read the same
+tensors, which lie as a model makes them: (batch, tokens, heads, d). Forward and backward are timed apart, as replays of
+a CUDA graph, in turns, each round in an order of its own: a kernel's clock depends on the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.accounting import attention_flops
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.store.status import Skip, failure_is_a_row
+
+if TYPE_CHECKING:
+    import torch
+
+also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+GROUP = ("part", "batch", "heads", "num_queries", "num_keys", "head_dim", "is_causal", "dtype")
+METRICS = ("ms_p20", "ms_p50", "ms_p80", "tflops", "backend", "apart")
+"""apart: ‖x − y‖ / ‖y‖ of the pass's results x and those of the group's first implementation, y; the worst tensor."""
+PEERS = ("flash_triton", "fa4", "sdpa_cudnn", "sdpa_flash")
+PARTS = ("forward", "backward")
+ROUNDS, WARMUP_MS, REP_MS = 4, 50, 20
+KINDS = ("training", "d 80 and 96", "long", "ragged", "cross")
+_SHAPES = (  # batch, heads, queries, keys, head dimension, masks (c causal, - none), dtype
+    (8, 12, 1024, 1024, 64, "c", "bf16"),
+    (64, 12, 1024, 1024, 64, "c-", "bf16"),
+    (32, 16, 1024, 1024, 64, "c", "fp16"),
+    (128, 16, 512, 512, 64, "c", "bf16"),
+    (16, 16, 2048, 2048, 64, "c", "bf16"),
+    (4, 24, 4096, 4096, 64, "c", "bf16"),
+    (32, 16, 1024, 1024, 128, "c-", "bf16"),
+    (64, 16, 512, 512, 128, "c", "bf16"),
+    (8, 16, 4096, 4096, 128, "c", "bf16"),
+    (32, 16, 1024, 1024, 80, "c", "bf16"),
+    (4, 16, 4096, 4096, 80, "-", "bf16"),
+    (32, 16, 1024, 1024, 96, "c", "bf16"),
+    (4, 16, 4096, 4096, 96, "c", "bf16"),
+    (16, 12, 2048, 2048, 96, "-", "fp16"),
+    (1, 4, 32768, 32768, 64, "c", "bf16"),
+    (1, 4, 32768, 32768, 128, "-", "bf16"),
+    (1, 4, 65536, 65536, 128, "c", "bf16"),
+    (1, 2, 131072, 131072, 64, "c", "bf16"),
+    (32, 12, 1000, 1000, 64, "c", "bf16"),
+    (4, 16, 3001, 3001, 64, "-", "bf16"),
+    (16, 16, 777, 777, 128, "c", "bf16"),
+    (2, 16, 4097, 4097, 128, "c", "bf16"),
+    (8, 16, 1531, 1531, 96, "c", "bf16"),
+    (16, 16, 64, 4096, 128, "-", "bf16"),
+    (1, 16, 128, 16384, 64, "-", "bf16"),
+    (2, 32, 16, 8192, 128, "-", "bf16"),
+    (4, 12, 2048, 1024, 64, "-", "bf16"),
+    (8, 16, 4096, 256, 64, "-", "bf16"),
+    (8, 10, 4096, 77, 64, "-", "bf16"),  # a picture's tokens and a caption's
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass of `impl` (`attention_peers.MAKERS`) on `batch` × `heads` matrices of queries (num_queries, head_dim)
+    and keys (num_keys, head_dim). `repeat` 1 measures the same thing again."""
+
+    impl: str
+    part: str
+    batch: int
+    heads: int
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    repeat: int = 0
+
+
+def kind_of(case: Any) -> str:
+    """What of KINDS a case's shape is."""
+    if case.num_queries != case.num_keys:
+        return "cross"
+    if case.num_queries % 64:
+        return "ragged"
+    if case.head_dim not in (64, 128):
+        return "d 80 and 96"
+    return "long" if case.num_queries >= 32768 else "training"
+
+
+def grid(preset: str) -> list[Case]:
+    """Every shape, or a small one for a CPU."""
+    if preset == "smoke":
+        few, shapes = ("reference", "sdpa_flash"), [(1, 2, 33, 70, 16, False, "fp32")]
+    else:
+        few = PEERS
+        shapes = [(*shape, mask == "c", dtype) for *shape, masks, dtype in _SHAPES for mask in masks]
+    return [
+        case
+        for shape, part in itertools.product(shapes, PARTS)
+        for case in peers.with_pair(Case, few, part, *shape, again=few[0])
+    ]
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds of a group, roughly: its turns, and what is compiled."""
+    return 1.0 + len(group) * (ROUNDS * (WARMUP_MS + REP_MS) / 1e3 + 0.2)
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one pass and shape in turns; see the package's docstring for the contract."""
+    import torch
+
+    from cs336_systems.measure.clocks.timing import Timing, captured, interleaved
+
+    device, case = "cuda" if torch.cuda.is_available() else "cpu", cases[0]
+    data = _data(case, device)
+    found: list[dict[str, Any]] = [{} for _ in cases]
+    ready, first = {}, []
+    for place, (case, metrics) in enumerate(zip(cases, found, strict=True)):
+        with failure_is_a_row(metrics):
+            impl = peers.build(case.impl, case.is_causal, device, case.num_keys)
+            metrics["backend"] = impl.backend
+            results = _tried(_one_pass(impl, case, data), case)
+            first = first or results
+            metrics["apart"] = max(_distance(x, y) for x, y in zip(results, first, strict=True))
+            call = _one_pass(impl, case, data)
+            ready[place] = call if device == "cpu" else captured(call, 1)
+    places, samples = list(ready), {place: () for place in ready}
+    for _ in range(ROUNDS):
+        random.shuffle(places)
+        calls = {place: ready[place] for place in places}
+        times = interleaved(calls, device=device, rounds=1, warmup_ms=WARMUP_MS, rep_ms=REP_MS)
+        samples = {place: samples[place] + timing.samples_ms for place, timing in times.items()}
+    flops = attention_flops(
+        case.batch * case.heads, case.num_queries, case.num_keys, case.head_dim, case.is_causal, case.part
+    )
+    for place, pooled in samples.items():
+        timing = Timing(pooled)
+        found[place] |= timing.metrics() | {"tflops": flops / timing.p50 / 1e9}
+    return found
+
+
+def _data(case: Case, device: str) -> list[torch.Tensor]:
+    """q, k, v and dO, (batch, heads, n, d) as views of (batch, n, heads, d)."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys + case.head_dim)
+    lengths = (case.num_queries, case.num_keys, case.num_keys, case.num_queries)
+    dtype = peers.torch_dtype(case.dtype)
+    shapes = [(case.batch, n, case.heads, case.head_dim) for n in lengths]
+    return [
+        torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+        for shape in shapes
+    ]
+
+
+def _one_pass(impl: peers.Attention, case: Case, data: list[torch.Tensor]) -> Callable[[], Any]:
+    """A call of one pass. What it differentiates is made in its first call, on the stream that a graph captures."""
+    import torch
+
+    *inputs, grad = data
+    apply = impl.apply
+    if impl.tokens_first:  # FlashAttention-4, in whose layout the tensors lie
+        from flash_attn.cute import flash_attn_func
+
+        def apply(q, k, v):
+            o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.is_causal)
+            return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+    made: list[Any] = []
+
+    def call():
+        if not made:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            made.extend([leaves, apply(*leaves) if case.part == "backward" else None])
+        leaves, output = made
+        if output is None:
+            return apply(*leaves)
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    return call
+
+
+def _tried(call: Callable[[], Any], case: Case) -> list[torch.Tensor]:
+    """The results of a pass; `Skip` where another's implementation does not take the shape."""
+    import torch
+
+    try:
+        found = call()
+    except (AssertionError, RuntimeError) as error:
+        ours, lost = (
+            case.impl in peers.OURS,
+            isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)),
+        )
+        if ours or lost:
+            raise
+        raise Skip(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    return [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()

@@ -1,0 +1,318 @@
+"""What chapter `leaderboard` shows: numeric frames and figures from its rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.leaderboard import shapes
+from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
+from cs336_systems.ladder import steps
+from cs336_systems.report import figures
+from cs336_systems.report.figures import label
+from cs336_systems.report.prose import published
+
+HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
+BF16_BYTES = 2
+UNITS = {
+    "products": "tensor cores: GEMMs",
+    "exps": "SFUs: exponentials",
+    "instructions": "schedulers: other instructions",
+    "shared": "shared memory: operands of GEMMs",
+}
+ENTRIES = ("best verified", "fastest unverified")  # published for this work
+COUNTED = {64: ("flash_triton", "plain_triton", "sdpa_cudnn"), 128: ("flash_triton",)}  # by head dimension
+_COLORS = {"own": "#a6cee3", "production": "#4292c6", "hopper": "#08306b"}
+
+
+def work_flops(part: str) -> float:
+    """FLOPs of the leaderboard's work: forward, backward, or end_to_end."""
+    return accounting.attention_flops(HEADS, TOKENS, TOKENS, HEAD_DIM, True, part)
+
+
+def harness(rows: pd.DataFrame) -> pd.DataFrame:
+    """The harness's rows by implementation, fastest first, with the published means between them: mean with the
+    official parameters, median of short turns, that over ours, SM clock and power."""
+    short = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked") & (rows["repeat"] == 0)]
+    official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index(["machine", "impl"])["ms_mean"]
+    ours = short[short["impl"] == "flash_triton"].set_index("machine")["ms_p50"]
+    frame = pd.DataFrame({
+        "machine": short["machine"],
+        "implementation": short["impl"].map(label),
+        "official mean, ms": official.reindex(pd.MultiIndex.from_frame(short[["machine", "impl"]])).to_numpy(),
+        "median, ms": short["ms_p50"],
+        "× ours": short["ms_p50"] / short["machine"].map(ours),
+        "SM clock, MHz": short["sm_mhz"],
+        "power, W": short["power_w"],
+    })  # fmt: skip
+    if (rows["seq_len"] == TOKENS).any():
+        entries = [(f"[{e} entry]({published(e).source})", float(published(e).value)) for e in ENTRIES]
+        others = pd.DataFrame(entries, columns=["implementation", "official mean, ms"])
+        frame = pd.concat([frame, others.assign(machine=rows["machine"].iloc[0])], ignore_index=True)
+    order = frame["median, ms"].fillna(frame["official mean, ms"]).sort_values().index
+    return frame.loc[order].reset_index(drop=True)
+
+
+# ------------------------------------------------------------------------------------------------ limits
+def limits(part: str) -> dict[str, float]:
+    """Unit → the least ms for the leaderboard's work on an H100 at its data sheet's clock; every pair visited once,
+    five GEMMs backward."""
+    count = accounting.forward_work if part == "forward" else accounting.backward_work
+    pairs = accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part)
+    sm = accounting.MULTIPROCESSORS[90]
+    return accounting.unit_ms(count(HEAD_DIM, 128), pairs, HEAD_DIM, steps.SMS, steps.SM_MHZ, sm)
+
+
+def in_turn(part: str) -> float:
+    """Least ms on the same GPU if GEMMs, exponentials and instructions never overlap."""
+    return accounting.overlapped_ms(limits(part), 0)
+
+
+def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
+    """What each unit needs in ms, alone and in turn, what this machine's best copy and GEMM would take, then ours."""
+    out = []
+    for part in ("forward", "backward"):
+        least = limits(part)
+        moved = accounting.attention_bytes(HEADS, TOKENS, TOKENS, HEAD_DIM, BF16_BYTES, part)
+        ours = of_the_work(kernels, part)
+        ours = ours.loc[ours["impl"] == "flash_triton", "ms_p50"]
+        out.append({UNITS[unit]: least[unit] for unit in UNITS} | {
+            "GEMMs, exponentials, instructions in turn": in_turn(part),
+            "memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9),
+            "GEMMs, at the best rate measured": work_flops(part) / (roof.tflops.get("bf16", math.nan) * 1e9),
+            "ours, measured": ours.iloc[0] if len(ours) else math.nan,
+        })  # fmt: skip
+    frame = pd.DataFrame(out, index=["forward, ms", "backward, ms"]).T
+    return frame.rename_axis("limit").reset_index()
+
+
+def of_the_work(kernels: pd.DataFrame, part: str) -> pd.DataFrame:
+    """The rows of one pass at the leaderboard's shape, with a whole matrix for dO."""
+    return kernels[
+        (kernels["part"] == part) & (kernels["head_dim"] == HEAD_DIM) & (kernels["dtype"] == "bf16")
+        & kernels["is_causal"] & (kernels["grad_o"] == "matrix") & (kernels["repeat"] == 0)
+    ]  # fmt: skip
+
+
+def harness_ms(roof: Roofs) -> float:
+    """Least ms of what the harness moves beside the two passes, at the best copy measured; NaN without one."""
+    moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, BF16_BYTES, stacked=True)
+    return sum(moved.values()) / ((roof.tb_per_s or math.nan) * 1e9)
+
+
+# ------------------------------------------------------------------------------------------------ ladder
+def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
+    """The steps of one pass in their order: what each cost and was expected to cost, its gain over the step that it
+    changes (of one run), registers per thread, bytes spilled, shared memory, and why it was expected to cost that."""
+    found = rows[(rows["part"] == part) & (rows["repeat"] == 0)].drop_duplicates("impl").set_index("impl")
+    lacking = pd.Series(math.nan, found.columns)
+    number = {step.name: place for place, step in enumerate(steps.of_part(part), 1)}
+    out = []
+    for step in steps.of_part(part):
+        row, base = (found.loc[name] if name in found.index else lacking for name in (step.name, step.base))
+        out.append({
+            "#": number[step.name], "step": _title(step), "from": number.get(step.base),
+            "expected, ms": steps.predicted_ms(step), "ms": row["ms_p50"],
+            "gain": base["ms_p50"] / row["ms_p50"] if base["run"] == row["run"] else math.nan,
+            "registers": row["registers"], "spill, B": row["spill_bytes"], "shared, KiB": row["shared_kib"],
+            "because": step.why,
+        })  # fmt: skip
+    return pd.DataFrame(out).astype({"from": "Int64"})
+
+
+def _title(step: steps.Step) -> str:
+    """A step's title without module names."""
+    return re.sub(r" \(`[\w.]+`\)", "", step.title)
+
+
+def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:
+    """A bar for each step's time, with its gain (and over which step, unless it is the one above), a mark where it was
+    expected, the least time of the slowest unit."""
+    frame = ladder(rows, part)
+    drawn, axes = figures.panels(height=0.7 + 0.165 * len(frame))
+    ax = axes[0, 0]
+    for place, (step, (_, row)) in enumerate(zip(steps.of_part(part), frame.iterrows(), strict=True)):
+        kind = "hopper" if "hopper" in step.name else "production" if "production" in step.name else "own"
+        ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
+        known = not math.isnan(ms)
+        ax.barh(place, ms if known else 0, color=_COLORS[kind], height=0.62, zorder=2)
+        mark = ax.plot(expected, place, "D", color="#D55E00", mec="white", ms=5, zorder=4)
+        over = "" if math.isnan(gain) else f"   {gain:.2f}×" + f" over {base}" * (base != place)
+        ax.annotate(f"{ms:.2f}{over}" if known else "not measured", (max(ms if known else 0, expected), place),
+                    xytext=(3, 0), va="center", fontsize=8, textcoords="offset points")  # fmt: skip
+    line = ax.axvline(max(limits(part).values()), color=figures.ROOF, ls=(0, (5, 3)), lw=1.1, zorder=3)
+    names = [f"{n}  {title}" for n, title in zip(frame["#"], frame["step"], strict=True)]
+    ax.set_yticks(range(len(frame)), names, fontsize=8)
+    ax.set_xlabel(f"{part}, ms")
+    ax.margins(x=0.12, y=0.02)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    bars = [ax.barh(0, 0, color=color) for color in _COLORS.values()]
+    names = ["Triton, the ladder's", "Triton, in use", "Gluon", "expected", "slowest unit alone"]
+    drawn.legend([*bars, mark[0], line], names, loc="outside lower center", ncols=5)
+    return drawn
+
+
+def schedule_figure() -> Figure:
+    """Warp specialization: a producer warp and two groups of a forward program, time to the right. While one group
+    computes a softmax, the other one multiplies. A drawing: no numbers."""
+    colors = {"load": "#b9c4cc", "matmuls": "#0072B2", "softmax": "#E69F00"}
+    drawn, axes = figures.panels(height=1.25)
+    ax = axes[0, 0]
+    loads = [(0, "$Q, K_0$"), (0.6, "$K_1, V_0$"), (2.15, "$K_2, V_1$"), (4.15, "$K_3, V_2$")]
+    bars = [(0, "load", start, 0.55, text) for start, text in loads]
+    for lane in (1, 2):
+        first = 0.6 + lane - 1
+        bars.append((lane, "matmuls", first, 0.5, "$S_0$"))
+        for tile in range(3):
+            start = first + 0.5 + 2 * tile
+            bars.append((lane, "softmax", start, 1, f"$P_{tile}$"))
+            bars.append((lane, "matmuls", start + 1, 1, f"$P_{tile}V_{tile},\\ S_{tile + 1}$"))
+    for lane, kind, start, length, text in bars:
+        ax.barh(lane, length, 0.86, start, color=colors[kind], edgecolor="white", zorder=3)
+        color = "white" if kind == "matmuls" else "#222222"
+        ax.text(start + length / 2, lane, text, color=color, ha="center", va="center", fontsize=8, zorder=4)
+    ax.set_yticks(range(3), ["producer warp", "group 1", "group 2"])
+    ax.set(xlim=(-0.05, 8.2), ylim=(2.6, -0.6), xticks=[])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel("time →", loc="right")
+    legend = [ax.barh(0, 0, color=color) for color in colors.values()]
+    names = ["load (TMA)", "matmuls (tensor cores)", "softmax (SFUs and fp32 units)"]
+    drawn.legend(legend, names, loc="outside lower center", ncols=3)
+    return drawn
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+def kernels_table(rows: pd.DataFrame, impls: tuple[str, ...], fp32: bool = False) -> pd.DataFrame:
+    """Kernel time by pass and shape, a column for each implementation: 16-bit shapes, or those in fp32."""
+    rows = rows[(rows["repeat"] == 0) & (rows["grad_o"] == "matrix") & ((rows["dtype"] == "fp32") == fp32)]
+    rows = rows[rows["impl"].isin(impls)].assign(
+        mask=rows["is_causal"].map({True: "causal", False: "none"}), head=rows["impl"].map(label) + ", ms"
+    )
+    keys = ["machine", "part", *([] if fp32 else ["dtype"]), "head_dim", *([] if fp32 else ["mask"])]
+    table = rows.set_index([*keys, "head"])["ms_p50"].unstack("head")
+    table = table.reindex(columns=[f"{label(impl)}, ms" for impl in impls]).reset_index()
+    order = table.sort_values("part", ascending=False, kind="stable").index
+    names = {"part": "pass", "head_dim": "d"}
+    return table.loc[order].reset_index(drop=True).rename(columns=names).rename_axis(columns=None)
+
+
+def counters_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """How busy each unit was in percent of a pass's cycles, and instructions by lanes for each pair visited, of the
+    implementations in COUNTED."""
+    rows = rows[rows["repeat"] == 0]
+    rows = pd.concat(rows[(rows["head_dim"] == d) & rows["impl"].isin(impls)] for d, impls in COUNTED.items())
+    rows = rows.sort_values("part", ascending=False, kind="stable")
+    pairs = [accounting.attention_exps(HEADS, TOKENS, TOKENS, True, part) for part in rows["part"]]
+    return pd.DataFrame({
+        "machine": rows["machine"], "pass": rows["part"], "d": rows["head_dim"],
+        "implementation": rows["impl"].map(label),
+        "tensor cores, %": rows["tensor_pct"], "SFUs, %": rows["exp_pct"], "schedulers, %": rows["issue_pct"],
+        "shared memory, %": rows["shared_pct"], "instructions per pair": 32 * rows["instructions"] / pairs,
+    })  # fmt: skip
+
+
+def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of the first call of both passes in a fresh process, and in the next one; ms of the second, kernels that
+    Triton compiled."""
+    rows = rows[rows["repeat"] == 0]
+    return pd.DataFrame({
+        "machine": rows["machine"], "implementation": rows["impl"].map(label), "first call, s": rows["first_call_s"],
+        "in the next process, s": rows["next_process_s"],
+        "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"].astype("Int64"),
+        "for 7 other lengths": rows["compiled_later"].astype("Int64"),
+    })  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+PEERS = tuple(impl for impl in shapes.PEERS if impl != "flash_triton")
+LEAST_MS = 0.02  # below it a kernel's time is mostly its launch
+OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ that is more than rounding
+_PASSES = [(part, peer) for part in shapes.PARTS for peer in PEERS]
+
+
+def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
+    fastest peer, and `over_best`, our time over its. A peer whose results are wrong there does not
+    count."""
+    index = ["machine", *(field for field in shapes.GROUP if field != "part"), "part"]
+    rows = rows[(rows["repeat"] == 0) & ~(rows["apart"].astype(float) > OTHER_RESULTS)]
+    wide = rows.loc[rows["impl"] == "flash_triton", index]
+    for impl in shapes.PEERS:
+        times = rows.loc[rows["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
+        wide = wide.merge(times, on=index, how="left")
+    wide = wide[wide["flash_triton"].notna()]
+    peers = wide[list(PEERS)].astype(float)
+    known = peers.notna().any(axis=1)
+    return wide.assign(
+        kind=[shapes.kind_of(row) for row in wide.itertuples()],
+        shape=[_shape(row) for row in wide.itertuples()],
+        best=peers[known].idxmin(axis=1).reindex(wide.index),
+        over_best=wide["flash_triton"] / peers.min(axis=1),
+        counts=peers.min(axis=1) >= LEAST_MS,
+    )
+
+
+def _shape(row: Any) -> str:
+    tokens = f"{row.num_queries:,}" + (f" : {row.num_keys:,}" if row.num_keys != row.num_queries else "")
+    more = ["" if row.is_causal else "no mask", "" if row.dtype == "bf16" else row.dtype]
+    return ", ".join([f"{row.batch} × {row.heads} × {tokens}, d {row.head_dim}", *filter(None, more)])
+
+
+def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our time over the best peer's by pass and kind of shape, and of all: geometric mean, worst shape, how many; of
+    shapes whose best peer takes LEAST_MS or longer."""
+    found = against_peers(rows)
+    found = found[found["counts"]]
+    out = []
+    for part in shapes.PARTS:
+        for kind in (*shapes.KINDS, "all"):
+            over = found["over_best"][(found["part"] == part) & ((found["kind"] == kind) | (kind == "all"))]
+            if len(over):
+                out.append((part, kind, len(over), math.exp(over.map(math.log).mean()), over.max()))
+    return pd.DataFrame(out, columns=["pass", "shapes", "number", "mean", "worst"])
+
+
+def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every shape: our time in ms, the fastest peer, our time over its, for both passes."""
+    found = against_peers(rows)
+    sides = []
+    for part in shapes.PARTS:
+        one = found[found["part"] == part].set_index(["machine", "kind", "shape"])
+        sides.append(pd.DataFrame({
+            f"{part}, ms": one["flash_triton"], f"best peer, {part}": one["best"].map(label, na_action="ignore"),
+            f"× best, {part}": one["over_best"],
+        }))  # fmt: skip
+    frame = pd.concat(sides, axis=1).reset_index()
+    return frame.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
+
+
+def shapes_map(rows: pd.DataFrame) -> Figure:
+    """Each peer's time over ours: shapes down, passes and peers across; blue where ours is faster."""
+    found = against_peers(rows)
+    drawn, axes = figures.panels(height=0.6 if found.empty else 1.0 + 0.19 * max(4, found["shape"].nunique()))
+    ax = axes[0, 0]
+    if found.empty:
+        figures.nothing(ax)
+        return drawn
+    found = found.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
+    columns = {}
+    for part, peer in _PASSES:
+        one = found[found["part"] == part].set_index("shape")
+        columns[part, peer] = one[peer].astype(float) / one["flash_triton"].astype(float)
+    table = pd.DataFrame(columns).reindex(found["shape"].drop_duplicates())
+    table.columns = range(len(_PASSES))
+    figures.heat(ax, table, limit=1.5, digits=3)
+    names = [f"{label(peer)}\n{part}".replace("FlashAttention", "FA") for part, peer in _PASSES]
+    ax.set_xticks(range(len(_PASSES)), names, fontsize=7)
+    ax.xaxis.tick_top()
+    ax.tick_params(axis="y", labelsize=7)
+    return drawn

@@ -1,0 +1,280 @@
+"""Chapter `memory`: what a model's forward pass and training step hold in memory, when they hold the most, and of what.
+
+    papermill book/memory.ipynb out.ipynb -p size 2.7B -p mode train_step
+
+Each case is a fresh process: the allocator starts empty, and its history is recorded from before the model is built.
+The history is replayed and categorized there and then; what comes back is a row and, for the cases that the book draws,
+a condensed timeline beside the CSV: `results/<machine>/memory/<size>_<context>_<mode>_<dtype>_<optimizer>.json`. The
+raw history of those cases stays in `_build/memory` (or `$CS336_SNAPSHOTS`), for torch's own viewer.
+
+A CPU has no such history. There the tiny model runs with torch's dispatcher watched instead: the same replay, stages
+and categories, of tensors rather than of an allocator's blocks. The column `source` says which of the two a row is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems import accounting
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.measure.memory.memory import read_snapshot, recording
+from cs336_systems.measure.memory.replay import Snapshot
+from cs336_systems.measure.memory.tensors import watching_tensors
+from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import machine_name
+from cs336_systems.store.process import call
+from cs336_systems.store.status import Skip, failure_is_a_row
+
+MODES = ("forward", "forward_graph", "train_step")
+DTYPES = ("fp32", "bf16")
+OPTIMIZERS = ("fused", "foreach")
+ATTENTION = "reference"  # scores and probabilities materialized, as the handout's model has them
+CATEGORY_COLUMNS = {name: f"{name.replace(' ', '_')}_bytes" for name in CATEGORIES}
+METRICS = (  # bytes are whole, so that sums and differences are exact
+    "source",  # allocator (of the CUDA device), or tensors (seen by torch's dispatcher, on a CPU)
+    # From the first forward pass on, since building a model needs more than its weights for a moment:
+    "peak_gib",  # the most in blocks handed out, torch.cuda.max_memory_allocated; the same in bytes:
+    "peak_bytes",
+    "requested_bytes",  # the most that was asked for; the categories below are of that moment
+    "reserved_bytes",  # the most that the allocator held of the device
+    "peak_stage",
+    *CATEGORY_COLUMNS.values(),  # of a row that is out of memory: when the request failed
+    "allocations",  # how many in the whole recording
+    "largest_bytes",  # the largest allocation of the (last) forward pass,
+    "largest_count",  # how many there were of that size from the same place,
+    "largest_code",  # and the place
+    "asked_bytes",  # what was asked for when memory ran out
+    "device_bytes",  # what the device has
+)
+GROUP = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")  # a process for each case
+PER_CASE = peers.PER_CASE
+
+LARGEST = "2.7B"
+CONTEXTS = (128, 256, 512)
+DRAWN = (128, 512)  # contexts whose timelines are kept
+ON_CPU = "tiny"
+SNAPSHOTS = "CS336_SNAPSHOTS"  # environment variable: the folder of the raw histories
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recording. `repeat` 1 records the same thing again.
+
+    mode: `"forward"`: one pass under `torch.no_grad`; `"forward_graph"`: one pass whose graph and logits are kept;
+    `"train_step"`: forward, loss, backward and AdamW, twice, so that the second step finds the optimizer's state.
+    dtype: `"fp32"`, or `"bf16"` for autocast over fp32 weights. optimizer: AdamW's implementation, as in
+    `shared.step.Workload`; without a meaning for the forward passes.
+    """
+
+    size: str
+    context_length: int
+    mode: str
+    dtype: str = "fp32"
+    optimizer: str = "fused"
+    batch: int = 4
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The handout's model and contexts, and smaller models' training steps; or the tiny model on a CPU."""
+    if preset == "smoke":
+        return _cases(ON_CPU, (64, 128))
+    smaller = [name for name in HANDOUT_SIZES if name != LARGEST]
+    return [
+        *_cases(LARGEST, CONTEXTS),
+        *(Case(name, CONTEXTS[-1], "train_step") for name in smaller),
+    ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources(ATTENTION)
+
+
+def _cases(name: str, contexts: Sequence[int]) -> list[Case]:
+    last = contexts[-1]
+    return [
+        *(Case(name, context, mode, dtype) for context in contexts for dtype in DTYPES for mode in MODES),
+        *(Case(name, last, "train_step", dtype, "foreach") for dtype in DTYPES),
+        Case(name, last, "train_step", repeat=1),
+    ]
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds that a group takes, roughly: a process, the model, two steps, and reading the history."""
+    return sum(1.0 if case.size == ON_CPU else 12.0 + SIZES[case.size].num_layers / 8 for case in group)
+
+
+# ------------------------------------------------------------------------------------------- predictions, places
+def predicted(case: Case, device: str = "cuda") -> dict[str, dict[str, int]]:
+    """The closed form of the case: `accounting.memory_moments`, bytes."""
+    return accounting.memory_moments(
+        size(case.size), case.batch, case.context_length, case.mode, case.dtype, "reference", device,
+        case.optimizer,
+    )  # fmt: skip
+
+
+def drawn(case: Case) -> bool:
+    """Whether the book draws the case, so that its timeline and its raw history are kept."""
+    whole = case.size == ON_CPU or (case.size == LARGEST and case.context_length in DRAWN)
+    return whole and case.repeat == 0
+
+
+def timeline_path(case: Case, machine: str, root: Path | None = None) -> Path:
+    """The condensed timeline of a case, in a folder beside the chapter's CSV and with its name."""
+    parts = (case.size, case.context_length, case.mode, case.dtype, case.optimizer)
+    folder = store.csv_path("memory", machine, root).with_suffix("")
+    return folder / f"{'_'.join(map(str, parts))}.json"
+
+
+def snapshot_folder(root: Path | None = None) -> Path:
+    """Where raw histories stay: `$CS336_SNAPSHOTS`, else `_build/memory` beside the results folder."""
+    named = os.environ.get(SNAPSHOTS)
+    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "memory"
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
+    """The metrics of each case; see the package's docstring for the contract. ValueError for unknown choices."""
+    import torch
+
+    for case in cases:
+        for what, allowed in (("mode", MODES), ("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+            if getattr(case, what) not in allowed:
+                raise ValueError(f"unknown {what} {getattr(case, what)!r}; allowed: {', '.join(allowed)}")
+        size(case.size)
+    for case in cases:
+        metrics: dict[str, Any] = {}
+        with failure_is_a_row(metrics):
+            file = timeline_path(case, machine_name()) if drawn(case) else None
+            if torch.cuda.is_available():
+                raw = snapshot_folder() / file.with_suffix(".pickle").name if file else None
+                paths = {"raw": raw and str(raw), "file": file and str(file)}
+                arguments = {"case": dataclasses.asdict(case)} | paths
+                metrics = call(f"{__name__}:alone", arguments, timeout_s=240)
+            elif case.size == ON_CPU:
+                metrics = _on_cpu(case, file)
+            else:
+                raise Skip("needs a CUDA device")
+        yield metrics
+
+
+def alone(case: dict[str, Any], raw: str | None, file: str | None) -> dict[str, Any]:
+    """One case on the CUDA device of this process, in which nothing has run before; returns its metrics.
+
+    raw, file: where the allocator's history and the condensed timeline are to be kept, or None. Where memory runs out,
+    the row says so, and the metrics tell what there was when it did.
+    """
+    import torch
+
+    wanted, metrics = Case(**case), {}
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        path = Path(raw) if raw else Path(folder) / "snapshot.pickle"
+        with failure_is_a_row(metrics), recording(path) as mark:
+            alive = take_steps(wanted, "cuda", mark)
+        alive = None  # noqa: F841  until the history had been written
+        if metrics.get("status") not in (None, "oom"):
+            return metrics
+        snapshot = read_snapshot(path)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = {"source": "allocator", "device_bytes": properties.total_memory}
+    return metrics | condense(snapshot, file) | device
+
+
+def take_steps(case: Case, device: str, mark: Callable[[str], None]) -> Any:
+    """Builds the model and takes the case's steps, each stage marked; returns what lives until the recording ends.
+
+    The peak statistics of a CUDA device are those of the steps: they are reset when the model has been built.
+    """
+    import torch
+
+    from cs336_systems.chapters.shared.step import Workload
+
+    mark("model")
+    work = Workload(size(case.size), case.batch, case.context_length, device, optimizer=case.optimizer)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if case.mode == "forward_graph":
+        step = work.step("forward_backward", case.dtype, ATTENTION)
+        step.prepare()
+        mark("forward")
+        with step.autocast():
+            return work, work.model(work.ids)
+    step = work.step(case.mode, case.dtype, ATTENTION)
+    step.prepare()
+    if case.mode == "train_step":
+        work.model.register_forward_hook(lambda *_: mark("loss"))  # its logits are there
+    for _ in range(2 if case.mode == "train_step" else 1):
+        for name, phase in step.phases.items():
+            mark(name)
+            phase()
+    return work
+
+
+def condense(snapshot: Snapshot, file: str | Path | None) -> dict[str, Any]:
+    """The metrics of a recording; with `file` the condensed timeline is kept there."""
+    found = timeline(snapshot)
+    if file:
+        _keep(found, Path(file))
+    stage = peak_stage(found)
+    alive, asked = stage.peak.by_category, None
+    if found.out_of_memory:
+        event, asked, _ = found.out_of_memory[-1]
+        place = found.events.index(event)
+        alive = {name: values[place] for name, values in found.bytes.items()}
+    forward = [s.name for s in found.stages if s.name.startswith("forward")]
+    largest = next((group for group in found.largest if forward and group.stage == forward[-1]), None)
+    allocated = found.allocator.get("peak_allocated_bytes", stage.peak.bytes)
+    return {
+        "peak_gib": allocated / GIB,
+        "peak_bytes": allocated,
+        "requested_bytes": stage.peak.bytes,
+        "reserved_bytes": found.allocator.get("peak_reserved_bytes"),
+        "peak_stage": stage.name,
+        **{column: alive.get(name, 0) for name, column in CATEGORY_COLUMNS.items()},
+        "allocations": sum(a.begin >= 0 for a in snapshot.allocations),
+        "largest_bytes": largest and largest.bytes,
+        "largest_count": largest and largest.count,
+        "largest_code": largest and largest.code,
+        "asked_bytes": asked,
+    }
+
+
+def peak_stage(found: Timeline) -> Stage:
+    """The stage in which the most memory was active, the last of equals; the model's only where nothing follows it."""
+    steps = [stage for stage in found.stages if stage.name not in ("start", "model")]
+    return max(reversed(steps or found.stages), key=lambda stage: stage.peak.bytes)
+
+
+def _keep(found: Timeline, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        found.to_json(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------- on a CPU: tensors
+def _on_cpu(case: Case, file: Path | None) -> dict[str, Any]:
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with watching_tensors() as (mark, snapshot):
+            alive = take_steps(case, "cpu", mark)
+            taken = snapshot()
+        del alive
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return condense(taken, file) | {"source": "tensors"}

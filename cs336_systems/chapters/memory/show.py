@@ -1,0 +1,170 @@
+"""What chapter `memory` shows: numeric frames and figures from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.chapters.memory import measure as memory
+from cs336_systems.chapters.memory.figure import GIB, MIB, cropped, draw, largest_allocations
+from cs336_systems.measure.memory.timeline import Timeline
+from cs336_systems.report import figures
+from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.tables import in_order, pivot
+from cs336_systems.sizes import SIZES, ModelConfig, size
+
+REFERENCE = SIZES["2.7B"]  # the hyperparameters that the handout asks about
+BATCH = 4
+PASSES = {"forward": "forward, no graph", "forward_graph": "forward, graph kept", "train_step": "full step"}
+_FIELDS = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")
+
+
+# ---------------------------------------------------------------------------------------------- closed forms
+def predicted_bytes(row: Mapping[str, Any]) -> int:
+    """A case's peak by the closed form."""
+    device = "cpu" if row["machine"].startswith("cpu-") else "cuda"  # autocast has other rules on a CPU
+    return max(sum(items.values()) for items in memory.predicted(case_of(row), device).values())
+
+
+def case_of(row: Mapping[str, Any]) -> memory.Case:
+    """The case of a row, its numbers as Python's own."""
+    return memory.Case(**{f: row[f] if isinstance(row[f], str) else int(row[f]) for f in _FIELDS})
+
+
+def saved_mib(context_length: int, dtype: str) -> float:
+    """What one block of the reference model saves for the backward pass."""
+    return sum(accounting.saved_layer_bytes(REFERENCE, BATCH, context_length, dtype).values()) / MIB
+
+
+def block_parameters() -> int:
+    """Of the linear layers of one block of the reference model: their gradients take 4 bytes each, their bf16 copies
+    2."""
+    counts = accounting.parameter_counts(REFERENCE)
+    return (counts["attention"] + counts["ffn"]) // REFERENCE.num_layers
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+def largest_model(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest model, without other optimizers and repetitions."""
+    chosen = rows[(rows["optimizer"] == "fused") & (rows["repeat"] == 0)]
+    names = [name for name in SIZES if name in set(chosen["size"])]
+    return chosen[chosen["size"] == names[-1]] if names else chosen
+
+
+def peaks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Peak memory beside its closed form, GiB: a line for each machine, size, context, pass and optimizer, a pair of
+    columns for each precision. Size and optimizer are left out where there is one."""
+    rows = rows[rows["repeat"] == 0]
+    predicted = [predicted_bytes(row) / GIB for row in rows.to_dict("records")]
+    by = ["machine", "size", "context_length", "mode", "optimizer", "dtype"]
+    rows = in_order(rows.assign(predicted=predicted), by, SIZES, PASSES, memory.DTYPES)
+    rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
+    several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
+    index = ["machine", *several, "context", "pass"]
+    table = pivot(rows.assign(head=rows["dtype"] + ", GiB"), index, "head", "peak_gib")
+    expected = pivot(rows.assign(head=rows["dtype"] + " predicted"), index, "head", "predicted")
+    for place, head in enumerate(expected.columns[len(index) :]):
+        table.insert(len(index) + 2 * place, head, expected[head])
+    return table
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each case: how far, as a share of the closed form, the peak is above it, and how far what tensors request is
+    off (without cuBLAS's workspaces); and these workspaces and what the allocator's rounding adds, in MiB."""
+    predicted = [float(predicted_bytes(row)) for row in rows.to_dict("records")]
+    columns = ("peak_bytes", "requested_bytes", "before_recording_bytes")
+    peak, requested, workspaces = (pd.to_numeric(rows[name]) for name in columns)
+    return pd.DataFrame({
+        "peak above": peak / predicted - 1,
+        "tensors off": ((requested - workspaces) / predicted - 1).abs(),
+        "workspaces, MiB": workspaces / MIB,
+        "rounding, MiB": (peak - requested) / MIB,
+    })  # fmt: skip
+
+
+def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
+    """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
+    first = chapter.measured(machine=chapter.machines[:1])
+    both = first.merge(chapter.on(machine).measured(), on=list(_FIELDS), suffixes=("", "_there"))
+    return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
+
+
+def largest(chapter: Chapter, **case: Any) -> pd.DataFrame:
+    """The largest allocations of a forward pass: MiB of one, how many, what tensor is as large, what became of it, and
+    the line of code. No rows without a recording."""
+    row, found = recording(chapter, **case)
+    if found is None:
+        return pd.DataFrame(columns=["MiB each", "count", "tensor", "afterwards", "allocated in"])
+    table = largest_allocations(found, [s.name for s in found.stages if s.name.startswith("forward")][-1])
+    names = tensors(size(row["size"]), int(row["batch"]), int(row["context_length"]))
+    kept = table["category"].map({"activations": "saved", "temporaries": "freed"}).fillna(table["category"])
+    return pd.DataFrame({
+        "MiB each": table["MiB"], "count": table["count"],
+        "tensor": [names.get(round(mib * MIB)) for mib in table["MiB"]], "afterwards": kept,
+        "allocated in": [f"`{line.removeprefix('cs336_systems/').partition(' ')[0]}`" for line in table["code"]],
+    })  # fmt: skip
+
+
+def tensors(config: ModelConfig, batch: int, sequence: int) -> dict[int, str]:
+    """Bytes → the fp32 tensor of the forward pass that is as large, by its shape in the chapter's letters."""
+    tokens = 4 * batch * sequence
+    return {
+        tokens * config.d_model: "(B, S, D)",
+        tokens * config.vocab_size: "(B, S, V)",
+        tokens * config.d_ff: "(B, S, F)",
+        tokens * config.num_heads * sequence: "(B, H, S, S)",
+    }
+
+
+# ------------------------------------------------------------------------------------------------- timelines
+def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline | None]:
+    """The row of a case of the largest model on the first machine that has it, and its timeline; None without a file.
+
+    ValueError where the file is not of the row's recording: then one of the two comes from elsewhere.
+    """
+    rows = largest_model(chapter.rows(**case))
+    rows = rows[rows["status"].isin(["ok", "oom"]) & rows["requested_bytes"].notna()]
+    for row in rows.to_dict("records"):
+        path = memory.timeline_path(case_of(row), row["machine"], chapter.root)
+        if not path.is_file():
+            continue
+        found = Timeline.from_json(path)
+        peak, asked = memory.peak_stage(found).peak.bytes, row["requested_bytes"]
+        if peak != asked:
+            raise ValueError(
+                f"{path} has a peak of {peak:,} bytes, its case's row {asked:,.0f}: they are not of the same run;"
+                " take both from the same results, or measure the case again"
+            )
+        return row, found
+    return {}, None
+
+
+def timelines_figure(chapter: Chapter) -> Figure:
+    """Active memory in fp32: the forward pass without a graph at the longest context, beyond the weights; the second of
+    two steps at the shortest and at the longest."""
+    contexts = sorted(set(largest_model(chapter.rows())["context_length"])) or [0]
+    short, long = contexts[0], contexts[-1]
+    figure, axes = figures.panels(columns=2, rows=2, height=1.85, height_ratios=(1, 1.8))
+    axes[0, 1].remove()
+    axes[0, 0].set_subplotspec(axes[0, 0].get_gridspec()[0, :])
+    for ax, mode, context in (
+        (axes[0, 0], "forward", long), (axes[1, 0], "train_step", short), (axes[1, 1], "train_step", long)
+    ):  # fmt: skip
+        if mode == "forward":
+            title, pad = f"forward pass without a graph, context {context}, beyond the weights", 6
+            first, without = "forward", ("before recording", "weights")
+        else:
+            title, pad, first, without = f"second step, context {context}", 26, "forward 2", ()
+        ax.set_title(title, pad=pad)
+        _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
+        if found is None:
+            figures.nothing(ax)
+            continue
+        draw(ax, cropped(found, first), without)
+        ax.set_ylabel("GiB")
+    axes[1, 0].sharey(axes[1, 1])
+    return figure

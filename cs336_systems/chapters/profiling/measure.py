@@ -1,0 +1,282 @@
+"""Chapter `profiling`: which kernels a step is made of, by Nsight Systems, for every size and context of the handout.
+
+    papermill book/profiling.ipynb out.ipynb -p size small -p context_length 512
+
+Each shape is a process of its own under `nsys profile`: it warms up, times its phases with the host's clock, and then
+runs a few steps inside the capture, with ranges for step, forward, backward, optimizer, and the three parts of
+attention. What the trace says becomes a row for each range: sums by class of kernel, and the longest kernels by name.
+Where there is no Nsight Systems, torch's profiler gives the same rows (column `source`); one shape is recorded with
+both. Condensed timelines of the shapes in `DRAWN` go to `results/<machine>/profiling/`, whole reports to
+`_build/profiling/`. A step that does not fit is a row, and what fits of it (forward and backward) is still recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
+from cs336_systems.sizes import HANDOUT_SIZES, SIZES
+from cs336_systems.store import rows as store
+from cs336_systems.store.machine import free_memory_bytes, gpu_names, machine_name
+from cs336_systems.store.status import Skip, failure_is_a_row
+
+CONTEXTS = (128, 256, 512, 1024)
+PRIMARY = 512
+DTYPES = ("fp32", "tf32", "bf16")
+TOOLS = ("auto", "torch")
+CHOICES = {"size": tuple(SIZES), "dtype": DTYPES, "tool": TOOLS}
+RANGES = {
+    "inference": "inference/forward",  # without a graph for backward
+    "forward": "step/forward",
+    "backward": "step/backward",
+    "optimizer": "step/optimizer",
+    "scores": "step/forward/attention scores",
+    "softmax": "step/forward/attention softmax",
+    "output": "step/forward/attention output",
+}
+PER_CASE = peers.PER_CASE
+GROUP = ("size", "context_length", "batch", "dtype", "tool")
+CLASS_COLUMNS = {kind: re.sub(r"\W+", "_", kind.lower()) + "_ms" for kind in kernels.CLASSES}
+METRICS = (
+    "python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values(), "longest", "source",
+    "tool_version",
+)  # fmt: skip
+DRAWN = (
+    ("small", PRIMARY, "fp32"),
+    ("xl", PRIMARY, "fp32"),
+    ("small", PRIMARY, "bf16"),
+    ("tiny", 64, "fp32"),
+)
+STEPS, WARMUP = 3, 5
+LONGEST = 14  # kernels of a range that are kept by name; all the others are in the sums
+_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One range of the step of one shape; `tool`: "auto" is Nsight Systems where there is one, "torch" its stand-in."""
+
+    size: str
+    context_length: int
+    range: str
+    dtype: str = "fp32"
+    tool: str = "auto"
+    batch: int = 4
+
+
+def grid(preset: str) -> list[Case]:
+    """All sizes and contexts in fp32, context 512 in bf16 as well, and one shape with torch's profiler."""
+    if preset == "smoke":
+        shapes = [("tiny", 64, "fp32", "auto")]
+    else:
+        shapes = [(size, context, "fp32", "auto") for size in HANDOUT_SIZES for context in CONTEXTS]
+        shapes += [(size, PRIMARY, "bf16", "auto") for size in HANDOUT_SIZES]
+        shapes.append(("small", PRIMARY, "fp32", "torch"))
+    return [
+        Case(size, context, name, dtype, tool) for size, context, dtype, tool in shapes for name in RANGES
+    ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention: its parts are ranges."""
+    return peers.sources("reference")
+
+
+def estimate_s(group: list[Case]) -> float:
+    """Seconds that a group takes, roughly: starting a process, recording, exporting."""
+    layers = SIZES[group[0].size].num_layers
+    return 5.0 if group[0].size == "tiny" else 15 + 0.3 * layers
+
+
+def report_folder(root: Path | None = None) -> Path:
+    """Where whole reports stay: `$CS336_TRACES`, else `_build/profiling` beside the results folder."""
+    named = os.environ.get("CS336_TRACES")
+    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "profiling"
+
+
+def step_path(size: str, context_length: int, dtype: str, machine: str, root: Path | None = None) -> Path:
+    """The condensed timeline of one step of a shape."""
+    folder = store.csv_path("profiling", machine, root).with_suffix("")
+    return folder / f"{size}_{context_length}_{dtype}.json"
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Records one shape and reads its ranges; see the package's docstring for the contract."""
+    case = cases[0]
+    arguments = {
+        "size": case.size, "context_length": case.context_length, "batch": case.batch, "dtype": case.dtype,
+    }  # fmt: skip
+    failed: dict[str, Any] = {}
+    with failure_is_a_row(failed):
+        _refuse(case)
+        name = f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
+        keep = report_folder() / name
+        if gpu_names() and case.tool == "auto" and nsys.find() is not None:
+            said, recorded = nsys.record_nsys(
+                f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
+            )
+            said["tool_version"] = nsys.version()
+        else:
+            said, recorded = _with_torch(arguments, keep / "trace.json.gz")
+        found = [_row(one, said, recorded) for one in cases]
+        whole = not said["status"]
+        if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
+            path = step_path(case.size, case.context_length, case.dtype, machine_name())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            condensed.condense(recorded, "step").to_json(path)
+        return found
+    return [dict(failed) for _ in cases]
+
+
+def _refuse(case: Case) -> None:
+    from cs336_systems import accounting
+
+    if not gpu_names():
+        if case.dtype == "tf32":
+            raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
+        dtype = "bf16" if case.dtype == "bf16" else "fp32"
+        needed = sum(
+            accounting.peak_bytes(
+                SIZES[case.size], case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
+            ).values()
+        )  # fmt: skip
+        free = free_memory_bytes("cpu")
+        if free is not None and needed > free:
+            raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+
+
+class _Shape:
+    """The steps of one shape that are recorded: warmed up, timed, and as far as memory allows."""
+
+    def __init__(self, size: str, context_length: int, batch: int, dtype: str) -> None:
+        import torch
+
+        from cs336_systems.chapters.shared.step import Workload
+        from cs336_systems.measure.clocks.phases import time_phases
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.said: dict[str, Any] = {"python_ms": {}, "status": {}, "steps": STEPS}
+        self.steps: dict[str, Any] = {}
+        full: dict[str, Any] = {}
+        with failure_is_a_row(full):
+            work = Workload(SIZES[size], batch, context_length, self.device)
+        for mode, names in (
+            ("forward", ("inference",)),
+            ("train_step", ("optimizer",)),
+            ("forward_backward", ("forward", "backward")),
+        ):  # fmt: skip
+            if mode == "forward_backward" and "step" in self.steps:
+                continue  # the whole step has timed its phases
+            failed = dict(full)
+            if not failed:
+                with failure_is_a_row(failed):
+                    step = work.step(mode, dtype, "reference")
+                    step.prepare()
+                    with profiler.span("warm-up"):
+                        times = time_phases({"": step.phases}, device=self.device, warmup=WARMUP, steps=STEPS)
+                    for phase, series in times[""].items():
+                        name = "inference" if mode == "forward" else phase
+                        self.said["python_ms"][name] = series.p50
+                    self.steps["inference" if mode == "forward" else "step"] = step
+                    step.loss = None
+            if failed:
+                self.said["status"] |= dict.fromkeys(names, failed["status"])
+                if not full:
+                    step.loss = None
+                    work.forget(optimizer=True)
+                gc.collect()
+                if self.device == "cuda":
+                    torch.cuda.empty_cache()
+        for part in ("scores", "softmax", "output"):
+            if "forward" in self.said["status"]:
+                self.said["status"][part] = self.said["status"]["forward"]
+
+    def run(self) -> None:
+        """What is recorded: a few steps of each kind, the device synchronized after each phase."""
+        from cs336_systems.measure.clocks.phases import synchronizer
+
+        wait = synchronizer(self.device)
+        for outer, step in self.steps.items():
+            failed: dict[str, Any] = {}
+            with failure_is_a_row(failed):
+                step.prepare()
+                for number in range(-1, STEPS):  # the first belongs to no range: in it the recorder starts
+                    with profiler.span(outer if number >= 0 else "warm-up"):
+                        for name, phase in step.phases.items():
+                            with profiler.span(name):
+                                phase()
+                                wait()
+            if failed:  # the recorder needs memory of the device, too
+                step.loss = None
+                names = [name for name, path in RANGES.items() if path.startswith(f"{outer}/")]
+                self.said["status"] |= dict.fromkeys(names, failed["status"])
+
+
+def under_nsys(size: str, context_length: int, batch: int, dtype: str) -> dict[str, Any]:
+    """What the process under Nsight Systems does; returns the host's times and what did not fit."""
+    shape = _Shape(size, context_length, batch, dtype)
+    with nsys.capture():
+        shape.run()
+    return shape.said
+
+
+def _with_torch(arguments: dict[str, Any], keep: Path) -> tuple[dict[str, Any], events.Trace]:
+    import torch
+
+    shape = _Shape(**arguments)
+    with _attention_spans():
+        recorded = profiler.record_torch(shape.run, keep=keep)
+    said = shape.said | {"tool_version": torch.__version__.split("+")[0]}
+    del shape
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return said, recorded
+
+
+@contextmanager
+def _attention_spans() -> Iterator[None]:
+    """Lets torch's profiler see the ranges that plain attention opens for Nsight Systems."""
+    from cs336_systems.attention import reference
+
+    before = reference._Range
+    reference._Range = lambda name, device: profiler.span(name)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        reference._Range = before  # type: ignore[misc]
+
+
+def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, Any]:
+    """The metrics of one range, for one step: means over the steps that were recorded."""
+    if status := said["status"].get(case.range):
+        return {"status": status}
+    count, path = said["steps"], RANGES[case.range]
+    each: Callable[[str], float] = lambda field: sum(getattr(u, field) for u in used) / count
+    used = events.usage(recorded, path)
+    table = events.kernel_table(recorded, path, by="short")
+    sums = dict.fromkeys(kernels.CLASSES, 0.0)
+    for use in table:
+        sums[use.kind] += use.total_ms / count
+    longest = [
+        [use.name, use.kind, use.calls / count, round(use.total_ms / count, 5)] for use in table[:LONGEST]
+    ]
+    return {
+        "python_ms": said["python_ms"].get(case.range),
+        **{f"{what}_ms": each(f"{what}_ms") for what in ("host", "busy", "idle", "kernel")},
+        "kernels": each("kernels"),
+        **{CLASS_COLUMNS[kind]: ms for kind, ms in sums.items()},
+        "longest": json.dumps(longest, separators=(",", ":"), ensure_ascii=False),
+        "source": recorded.source,
+        "tool_version": said["tool_version"],
+    }

@@ -1,0 +1,144 @@
+"""What chapter `torch_compile` shows: numeric frames and a figure from its rows, and from those of chapter
+`attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems.chapters.attention.measure import PARTS
+from cs336_systems.chapters.attention.show import BYTES, COMPILED, OURS, PLAIN, kernel_floors
+from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.torch_compile.measure import SPEED_CONTEXT
+from cs336_systems.report import figures, tables
+from cs336_systems.report.figures import label
+from cs336_systems.report.prose import compare, one
+from cs336_systems.sizes import SIZES
+
+MODES = {"off": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs"}
+
+
+# ----------------------------------------------------------------------------- attention alone: part (a)
+def attention_pairs(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
+    """The rows of attention on the whole GPU as named tuples, eager and compiled, by shape."""
+    shape = attrgetter("machine", "dtype", "head_dim", "seq_len")
+    chosen = tables.in_order(rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)], ["head_dim", "seq_len"])
+    compiled = {shape(row): row for row in chosen[chosen["impl"] == COMPILED].itertuples()}
+    plain = chosen[chosen["impl"] == PLAIN].itertuples()
+    return [(row, compiled[shape(row)]) for row in plain if shape(row) in compiled]
+
+
+def attention_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median ms of eager and compiled attention, forward (F) and backward (B): a line for each dtype and shape."""
+    out = []
+    for dtype in BYTES:
+        for pair in attention_pairs(rows[rows["dtype"] == dtype]):
+            line = [pair[0].machine, dtype, pair[0].head_dim, pair[0].seq_len]
+            out.append([*line, *(getattr(row, f"{part}_ms_p50") for part in PARTS for row in pair)])
+    heads = [f"{letter} {how}, ms" for letter in "FB" for how in ("eager", "compiled")]
+    return pd.DataFrame(out, columns=["machine", "dtype", "d", "n", *heads])
+
+
+def attention_speedups(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
+    """Eager over compiled time of attention: predicted by the least times of the kernels, and measured."""
+    out = []
+    for pair in attention_pairs(rows):
+        for part in PARTS:
+            least = [kernel_floors(row, part, found).sum(skipna=False) for row in pair]
+            ms = [float(getattr(row, f"{part}_ms_p50")) for row in pair]
+            out.append({
+                "machine": pair[0].machine, "dtype": pair[0].dtype, "d": pair[0].head_dim, "n": pair[0].seq_len,
+                "pass": part, "predicted, ×": least[0] / least[1], "measured, ×": ms[0] / ms[1],
+            })  # fmt: skip
+    return pd.DataFrame(out, columns=["machine", "dtype", "d", "n", "pass", "predicted, ×", "measured, ×"])
+
+
+def speedup_figure(rows: pd.DataFrame) -> Figure:
+    """Maps of eager over compiled time on the first machine: sequence length across, d down, a row of panels for each
+    dtype. What lies within the noise of its run stands in parentheses."""
+    rows = rows[rows["machine"] == next(iter(rows["machine"]), "")]
+    dtypes = [dtype for dtype in BYTES if (rows["dtype"] == dtype).any()] or [""]
+    figure, axes = figures.panels(columns=2, rows=len(dtypes), height=1.45, sharex=True, sharey=True)
+    for line, dtype in zip(axes, dtypes, strict=True):
+        pairs = attention_pairs(rows[rows["dtype"] == dtype])
+        for ax, part in zip(line, PARTS, strict=True):
+            cells = []
+            for pair in pairs:
+                place = {"head_dim": pair[0].head_dim, "seq_len": pair[0].seq_len}
+                both = [one(rows, dtype=dtype, cap_gib=0, impl=row.impl, repeat=0, **place) for row in pair]
+                found = compare(f"{part}_ms_p50", *both, rows)
+                cells.append(place | {"ratio": float(found.ratio), "noise": found.noise})
+            cells = pd.DataFrame(cells, columns=["head_dim", "seq_len", "ratio", "noise"])
+            ax.set_title(f"{part}, {label(dtype)}")
+            if cells["ratio"].isna().all():
+                figures.nothing(ax)
+                continue
+            wide = cells.pivot(index="head_dim", columns="seq_len")
+            figures.heat(ax, wide["ratio"], limit=4.0)
+            within = np.maximum(wide["ratio"], 1 / wide["ratio"]) - 1 <= wide["noise"]
+            for text, even in zip(ax.texts, within.to_numpy().flat, strict=True):
+                text.set_text(f"({text.get_text()})" if even else text.get_text())
+        line[0].set_ylabel("d")
+    for ax in axes[-1]:
+        ax.set_xlabel("sequence length n")
+    return figure
+
+
+# ------------------------------------------------------------------------------- whole model: part (b)
+def sizes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every size, eager and compiled: median ms of forward alone (F) and of the training step, the eager step measured
+    again, and the speedups, of one run each."""
+    rows = rows[(rows["context_length"] != SPEED_CONTEXT) & (rows["attention"] == "reference")]
+    keys = ["machine", "size"]
+
+    def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
+        chosen = (rows["mode"] == mode) & (rows["compile"] == compile) & (rows["repeat"] == repeat)
+        return rows[chosen].set_index(keys)[["step_ms_p50", "run"]].reindex(index)
+
+    index = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
+    out: dict[str, pd.Series] = {}
+    for mode, head in (("forward", "F"), ("train_step", "step")):
+        eager, compiled = pick(mode, "off"), pick(mode, "default")
+        ms, compiled_ms = (found["step_ms_p50"].astype(float) for found in (eager, compiled))
+        out[f"{head} eager, ms"] = ms
+        if mode == "train_step":
+            out["again, ms"] = pick(mode, "off", 1)["step_ms_p50"].astype(float)
+        out[f"{head} compiled, ms"] = compiled_ms
+        out[f"{head}, ×"] = (ms / compiled_ms).where(eager["run"] == compiled["run"])
+    return tables.in_order(pd.DataFrame(out).reset_index(), ["size"], SIZES)
+
+
+# ---------------------------------------------------------------------------- the fastest training step
+def speed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Thousands of tokens/s of a step at the longer context: mode and attention down, size and batch across."""
+    rows = _ordered(rows[(rows["context_length"] == SPEED_CONTEXT) & (rows["repeat"] == 0)])
+    rows = rows.assign(
+        column=[f"{size}, batch {batch}" for size, batch in zip(rows["size"], rows["batch"], strict=True)],
+        thousands=rows["tokens_per_s"].astype(float) / 1000,
+    )
+    rows = rows.assign(mode=rows["compile"].map(MODES), attention=rows["attention"].map(label))
+    return tables.pivot(rows, ["machine", "mode", "attention"], "column", "thousands")
+
+
+def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
+    """By mode, attention, size and batch, each in its own order."""
+    return tables.in_order(
+        rows, ["compile", "attention", "size", "batch"], MODES, (PLAIN, "sdpa", OURS), SIZES
+    )
+
+
+def complete(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every case: ms, tokens/s, MFU in percent, peak GiB, seconds to compile."""
+    rows = _ordered(rows)
+    return pd.DataFrame({
+        "machine": rows["machine"], "size": rows["size"], "context": rows["context_length"], "batch": rows["batch"],
+        "mode": rows["mode"], "attention": rows["attention"].map(label), "as": rows["compile"].map(MODES),
+        "repeat": rows["repeat"], "ms": rows["step_ms_p50"], "mean, ms": rows["step_ms_mean"],
+        "std, ms": rows["step_ms_std"], "tokens/s": rows["tokens_per_s"], "MFU, %": 100 * rows["mfu"].astype(float),
+        "peak, GiB": rows["peak_gib"], "compile, s": rows["compile_s"],
+    })  # fmt: skip

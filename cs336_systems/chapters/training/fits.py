@@ -1,0 +1,137 @@
+"""A table of chapter `training`: what trains in fp16 under a cap on memory, and whether the forecast knew.
+
+For each size and context length the most sequences that the forecast lets a small GPU take, and twice as many. Each
+makes some steps of `training.loop` with loss scaling, in a process that takes no more than the cap and launches the
+portable kernels, as a GPU before Hopper does. Chapter `speedrun` rests on these rows: they are of no small GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cs336_systems.chapters.shared.memory_cap import capped
+from cs336_systems.chapters.training import trials
+from cs336_systems.chapters.training.run import CAP_GIB
+from cs336_systems.measure.clocks import phases
+from cs336_systems.store import machine, process
+from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.training import forecast
+from cs336_systems.training.config import TrainingConfig, load
+from cs336_systems.training.speedrun import T4_GIB
+
+PER_CASE = trials.PER_CASE
+GROUP = ("cap_gib", "dtype", "steps")
+METRICS = (
+    "step_ms_p50", "tokens_per_s", "predicted_gib", "peak_gib", "reserved_gib", "skipped_steps", "loss_scale",
+    "loss_first", "loss_last", "losses",
+)  # fmt: skip
+"""predicted_gib: by the forecast; peak_gib: of tensors; reserved_gib: what the allocator took for them."""
+SIZES, CONTEXTS = ("small", "medium"), (256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`steps` steps of so many sequences. `repeat` 1 measures the same thing again."""
+
+    size: str
+    context_length: int
+    sequences: int
+    cap_gib: int = CAP_GIB
+    dtype: str = "fp16"
+    steps: int = 10
+    repeat: int = 0
+
+
+def grid(preset: str) -> list[Case]:
+    """The forecast's choices for a T4 and twice as much, the first one twice (A/A); a tiny model without a cap on a
+    CPU."""
+    if preset == "smoke":
+        return [Case("tiny", 32, 4, cap_gib=0, steps=4), Case("tiny", 32, 4, cap_gib=0, steps=4, repeat=1)]
+    chosen = [(s, n, forecast.largest_batch(s, n, T4_GIB)) for s in SIZES for n in CONTEXTS]
+    cases = [Case(s, n, times * most) for s, n, most in chosen for times in (1, 2)]
+    return [*cases, Case(*chosen[0], repeat=1)]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """The fastest attention, and the stories."""
+    return (*trials.peers.sources("auto"), "cs336_systems.training.stories")
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds that a group takes, roughly."""
+    return 15.0 + 3.0 * len(group) if group[0].cap_gib else 12.0
+
+
+def configuration(case: Case, folder: str) -> TrainingConfig:
+    """The training configuration of a case."""
+    tiny = case.size == "tiny"
+    return load(None, {
+        "out": folder, "text.train_mb": 0.2 if tiny else 8, "text.valid_mb": 0.05, "model.size": case.size,
+        "tokenizer.vocab_size": 512 if tiny else 2048, "model.context_length": case.context_length,
+        "batch.sequences": case.sequences, "schedule.steps": case.steps + 1, "run.dtype": case.dtype,
+    })  # fmt: skip
+
+
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Tries the cases one after another in a fresh process; see the package's docstring for the contract."""
+    failed: dict[str, Any] = {}
+    with failure_is_a_row(failed):
+        if cases[0].cap_gib and not machine.gpu_names():
+            raise Skip("needs a CUDA device")
+        return process.call(
+            f"{__name__}:on_their_own", {"cases": [asdict(case) for case in cases]},
+            timeout_s=120 + 5 * estimate_s(cases), environment={"CS336_HOPPER": "0"},
+        )  # fmt: skip
+    return [dict(failed) for _ in cases]
+
+
+def on_their_own(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of the cases, tried in this process."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        for told in cases:
+            case, metrics = Case(**told), {}
+            with failure_is_a_row(metrics), capped(case.cap_gib, device):
+                _try(case, folder, device, metrics)
+            gc.collect()  # a failure's frames may hold tensors
+            if device != "cpu":
+                torch.cuda.empty_cache()
+            print(f"    {case.size}, {case.context_length} tokens, {case.sequences} sequences: "
+                  f"{metrics.get('status', 'ok')}", flush=True)  # fmt: skip
+            found.append(metrics)
+    return found
+
+
+def _try(case: Case, folder: str, device: str, metrics: dict[str, Any]) -> None:
+    import torch
+
+    from cs336_systems.training import pipeline
+    from cs336_systems.training.loop import Trainer
+
+    config = configuration(case, folder)
+    metrics["predicted_gib"] = forecast.memory_bytes(config, case.dtype, device, 1) / 2**30
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    trainer, losses = Trainer(config, pipeline.data_of(config)), []
+
+    def step() -> None:
+        trainer.train_step()
+        losses.append(trainer.loss)
+
+    timed = phases.time_phases({"": {"step": step}}, device=device, warmup=1, steps=case.steps)[""]["step"]
+    seen = [loss.item() for loss in losses]
+    metrics |= {
+        "step_ms_p50": timed.p50, "tokens_per_s": case.sequences * case.context_length / timed.p50 * 1e3,
+        "skipped_steps": trainer.skipped_steps(), "loss_scale": trainer.scaler.get_scale(), "loss_first": seen[0],
+        "loss_last": seen[-1], "losses": " ".join(f"{x:.5g}" for x in seen),
+    }  # fmt: skip
+    if device != "cpu":
+        metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30

@@ -1,0 +1,74 @@
+"""A table of chapter `training`: the same model and text, optimization by optimization, and the losses of each rung.
+
+A rung keeps what the ones before it have. All make the same steps on the same tokens, so their losses should lie on one
+another: speed that cost accuracy would show. Plain attention materializes its scores; "flash" is what "auto" means on
+the device. Compiled are model and loss together; behind data parallelism each block, so that gradients are averaged
+while the blocks below are still computing. On two GPUs each takes half of a step's sequences (strong scaling), and the
+rung below is measured on one of them, in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.chapters.training import trials
+
+also_measures, PER_CASE = trials.also_measures, trials.PER_CASE
+METRICS = trials.METRICS
+GROUP = ("size", "context_length", "sequences", "world_size", "steps")
+RUNGS = {  # rung → attention, dtype, compile, wrapper, sharded
+    "fp32": ("reference", "fp32", "off", "none", False),
+    "tf32": ("reference", "tf32", "off", "none", False),
+    "bf16": ("reference", "bf16", "off", "none", False),
+    "compiled": ("reference", "bf16", "whole", "none", False),
+    "flash": ("auto", "bf16", "whole", "none", False),
+    "graphs": ("auto", "bf16", "graphs", "none", False),
+    "ddp": ("auto", "bf16", "blocks", "in_place", False),
+    "sharded": ("auto", "bf16", "blocks", "in_place", True),
+}
+ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "sharded")
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rung of RUNGS, `steps` timed steps of `sequences` sequences, all ranks together. `repeat` 1 measures the same
+    thing again."""
+
+    rung: str
+    size: str = "small"
+    context_length: int = 1024
+    sequences: int = 16
+    world_size: int = 1
+    steps: int = STEPS
+    repeat: int = 0
+
+    attention = property(lambda self: RUNGS[self.rung][0])
+    dtype = property(lambda self: RUNGS[self.rung][1])
+    compile = property(lambda self: RUNGS[self.rung][2])
+    wrapper = property(lambda self: RUNGS[self.rung][3])
+    sharded = property(lambda self: RUNGS[self.rung][4])
+
+
+def grid(preset: str) -> list[Case]:
+    """All rungs, those of several ranks on two GPUs; or the two that a CPU can climb in seconds. The rung that the next
+    ones are held against is there twice (A/A)."""
+    if preset == "smoke":
+        fields = {"size": "tiny", "context_length": 32, "sequences": 8, "steps": 10}
+        return [Case("fp32", **fields), Case("bf16", **fields), Case("fp32", **fields, repeat=1)]
+    return [
+        *(Case(rung) for rung in ON_ONE), Case("flash", repeat=1),
+        *(Case(rung, world_size=2) for rung in ON_TWO), Case("flash", world_size=2, repeat=1),
+    ]  # fmt: skip
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds that a group takes, roughly."""
+    return trials.estimate_s(group)
+
+
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Measures the rungs of one number of ranks; see the package's docstring for the contract."""
+    return trials.measure(cases)

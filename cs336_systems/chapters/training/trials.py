@@ -1,0 +1,277 @@
+"""No table: short real training runs on stories, one after another on the same ranks: what chapter `training` compares.
+
+A trial is a `training.loop.Trainer` that makes some steps and writes nothing. All trials of a group begin with the same
+weights and see the same tokens, so their losses can be held against each other. A time is that of a whole step: batch,
+both passes, communication, clipping, update; begun by all ranks at once, ended when the slowest one's device has. Each
+turn builds its trainer anew, so that no trial holds memory of another. Wrapper "none" is rank 0 alone while the other
+ranks wait: what several ranks are compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import tempfile
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems import accounting
+from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.store import machine
+from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.training import forecast
+from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
+
+if TYPE_CHECKING:
+    from cs336_systems.launch.group import Rank
+    from cs336_systems.sizes import ModelConfig
+    from cs336_systems.training.loop import Data
+
+METRICS = (
+    *ranks.columns("step"), "first_step_s", "tokens_per_s", "mfu", "peak_gib", "epoch_s", "loss_last", "losses",
+    "vocab_size", "backend", "sm_mhz", "power_w",
+)  # fmt: skip
+"""first_step_s: of the first step, which compiles; epoch_s: of one pass over EPOCH_MB of stories at this speed; losses:
+of every step, in nats a token; loss_last: the mean of the last LAST of them; backend: what ranks communicate by."""
+# what gets text and writes runs: of these only the text itself makes a difference to a trial
+_AROUND = tuple(
+    f"cs336_systems.training.{m}" for m in ("checkpoints", "documents", "log", "outputs", "resuming", "text")
+)
+PER_CASE = (*peers.PER_CASE, *_AROUND)
+COMPILED_PLAIN = "reference_compiled"  # plain attention under torch.compile, the rest of the model eager
+ATTENTIONS = (*IMPLEMENTATIONS, COMPILED_PLAIN)
+WARMUP = 3
+# the highest learning rate, and the share of the steps in which it rises: at the trainer's own, higher and reached in a
+# few steps, training magnifies rounding until two runs of the same program part visibly
+LEARNING_RATE, RISING = 6e-4, 0.5
+EPOCH_MB = 1000.0
+LAST = 5
+_TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
+_SMALL = ("mini", "tiny")
+_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 120.0, 300.0  # a rank may wait for another one that compiles
+
+
+def also_measures(case: Any) -> tuple[str, ...]:
+    """A case's attention, and the stories that it learns."""
+    name = "reference" if case.attention == COMPILED_PLAIN else case.attention
+    return (*peers.sources(name), "cs336_systems.training.stories")
+
+
+def configuration(case: Any, folder: str, device: str = "auto") -> TrainingConfig:
+    """The training configuration of a case, which has `size`, `context_length`, `sequences` (of a step, all ranks
+    together), `attention` (one of ATTENTIONS, or "auto"), `dtype`, `compile`, `wrapper`, `sharded` and `steps`."""
+    small = case.size in _SMALL
+    alone = case.attention == COMPILED_PLAIN and case.compile == "off"
+    return load(None, {
+        "out": folder, "text.train_mb": _SMALL_TEXT_MB if small else _TEXT_MB, "text.valid_mb": 0.05,
+        "tokenizer.vocab_size": 512 if small else 2048, "model.size": case.size,
+        "model.context_length": case.context_length,
+        "model.attention": "reference" if case.attention == COMPILED_PLAIN else case.attention,
+        "batch.sequences": case.sequences, "schedule.steps": case.steps + WARMUP, "schedule.warmup": RISING,
+        "optimizer.learning_rate": LEARNING_RATE, "run.device": device,
+        "run.dtype": case.dtype, "run.compile": "attention" if alone else case.compile,
+        "parallel.wrapper": case.wrapper, "optimizer.sharded": case.sharded,
+    })  # fmt: skip
+
+
+def predicted_gib(case: Any, device: str = "cuda") -> float | None:
+    """The peak of a rank's tensors by the closed forms; None for compiled code, which they do not describe."""
+    if case.compile != "off" or case.attention == COMPILED_PLAIN:
+        return None
+    config, size = configuration(case, "unused"), 1 if case.wrapper == "none" else case.world_size
+    return forecast.memory_bytes(config, case.dtype, device, size) / 2**30
+
+
+def estimate_s(group: Sequence[Any], rounds: int = 1) -> float:
+    """Seconds that a group takes, roughly: processes, text, building, compiling, steps."""
+    compiled = {
+        (c.attention, c.dtype, c.compile)
+        for c in group
+        if c.compile != "off" or c.attention == COMPILED_PLAIN
+    }
+    total = 12.0 + 25.0 * len(compiled)
+    for case in group:
+        speed = {"fp32": 35e12, "tf32": 100e12}.get(case.dtype, 180e12) if case.size not in _SMALL else 20e9
+        flops = accounting.model_flops(
+            MODEL_SIZES[case.size], case.sequences, case.context_length, "train_step"
+        )
+        step = flops / speed / (1 if case.wrapper == "none" else case.world_size) + 0.01
+        total += (case.steps + WARMUP * rounds) * step + rounds * (1.0 if speed > 1e12 else 0.1)
+    return total
+
+
+def refuse(case: Any) -> None:
+    """Raises `Skip` where this machine cannot run the case, and says what it needs."""
+    gpus = len(machine.gpu_names())
+    if gpus and case.world_size > gpus:
+        raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    if case.wrapper == "none" and case.sharded:
+        raise Skip("needs several ranks to spread the optimizer's state over")
+    name = "reference" if case.attention == COMPILED_PLAIN else case.attention
+    if name != "auto" and (reason := availability()[name]):
+        raise Skip(f"needs another machine: {reason}")
+    if gpus:
+        return
+    if case.dtype == "tf32" or case.compile == "graphs" or name == "flash_triton":
+        raise Skip("needs a CUDA device")
+    if (case.compile != "off" or case.attention == COMPILED_PLAIN) and machine.cpp_compiler() is None:
+        raise Skip("needs a C++ compiler")
+    needed, free = predicted_gib(case, "cpu"), machine.free_memory_bytes("cpu")
+    if needed is not None and free is not None and needed * case.world_size * 2**30 > free:
+        raise Skip(
+            f"needs about {needed * case.world_size:.1f} GiB of memory; {free / 2**30:.1f} GiB are free"
+        )
+
+
+def measure(cases: Sequence[Any], rounds: int = 1) -> list[dict[str, Any]]:
+    """The metrics of the cases of one number of ranks: in one launch, `rounds` turns of each; where that fails, each in
+    a launch of its own."""
+    found: list[dict[str, Any]] = [{} for _ in cases]
+    for case, metrics in zip(cases, found, strict=True):
+        with failure_is_a_row(metrics):
+            refuse(case)
+    ready = [place for place, metrics in enumerate(found) if not metrics]
+    if not ready:
+        return found
+    failed: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        with failure_is_a_row(failed):
+            measured = _launched([cases[place] for place in ready], folder, rounds)
+            for place, metrics in zip(ready, measured, strict=True):
+                found[place] |= metrics
+            return found
+        for place in ready:
+            if len(ready) == 1:
+                found[place] |= failed
+                continue
+            with failure_is_a_row(found[place]):
+                found[place] |= _launched([cases[place]], folder, 1)[0]
+    return found
+
+
+def _launched(cases: Sequence[Any], folder: str, rounds: int) -> list[dict[str, Any]]:
+    names = ("attention", "dtype", "compile", "wrapper", "sharded", "sequences")  # some are properties
+    told = [{**dataclasses.asdict(case), **{name: getattr(case, name) for name in names}} for case in cases]
+    return launch(
+        f"{__name__}:on_a_rank", cases[0].world_size, {"cases": told, "folder": folder, "rounds": rounds},
+        timeout_s=_TIMEOUT_S + 3 * estimate_s(cases, rounds), collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
+        log=lambda line: print(f"    {line}", flush=True),
+    )[0]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ on a rank
+def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int) -> list[dict[str, Any]]:
+    """The metrics of each case, the same on all ranks. A line is printed for each turn."""
+    from cs336_systems.measure.clocks.timing import Watch
+    from cs336_systems.training import pipeline
+
+    wanted = {str(number): types.SimpleNamespace(**case) for number, case in enumerate(cases)}
+    first = next(iter(wanted.values()))
+    data = pipeline.data_of(configuration(first, folder))
+    turns: dict[str, list[_Turn]] = {name: [] for name in wanted}
+    found: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+    # one rank reads clocks, seldom: a thread that reads them takes time from the one that launches
+    watches = {name: Watch(interval_s=0.1) for name in wanted} if rank.rank == 0 else {}
+    for _, name, share in ranks.in_turns(list(wanted), first.steps, rounds):
+        if "status" in found[name]:
+            continue
+        # of several ranks one that fails must not leave the others waiting: then all end
+        with failure_is_a_row(found[name]) if rank.world_size == 1 else contextlib.nullcontext():
+            turns[name].append(_turn(wanted[name], rank, data, folder, share, watches.get(name)))
+            print(f"{_words(wanted[name])}: {ranks.median(turns[name][-1].times):.4g} ms", flush=True)
+        _give_back(rank, wanted[name])
+    for name, case in wanted.items():
+        if "status" not in found[name]:
+            clocks = ranks.gathered(watches[name].metrics() if name in watches else {}, rank)[0]
+            found[name] = _metrics(case, turns[name], rank, data) | clocks
+    return list(found.values())
+
+
+def _words(case: Any) -> str:
+    parts = (case.attention, case.dtype, f"compile {case.compile}", case.wrapper)
+    return ", ".join((*parts, *["sharded"] * case.sharded, *["again"] * case.repeat))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    times: ranks.Times
+    first_step_s: float
+    losses: list[float]
+    peak_gib: float | None
+
+
+def _turn(case: Any, rank: Rank, data: Data, folder: str, steps: int, watch: Any) -> _Turn:
+    """One turn of a case: its trainer built, warmed up and timed."""
+    import torch
+
+    from cs336_systems.training.loop import Trainer
+
+    alone = case.wrapper == "none"
+    config = configuration(case, folder, rank.device.split(":")[0])
+    on_gpu = rank.device != "cpu"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    losses: list[torch.Tensor] = []
+    phases: dict[str, Any] = {"whole": lambda: None}  # what the others do while one works alone
+    if not alone or rank.rank == 0:
+        trainer = Trainer(config, data, None if alone else rank)
+
+        def step() -> None:
+            trainer.train_step()
+            losses.append(trainer.loss)
+
+        phases = {"whole": step}
+    first = ranks.time_steps(phases, rank=rank, warmup=0, steps=1)["step"][0]
+    with watch or contextlib.nullcontext():
+        times = ranks.time_steps(phases, rank=rank, warmup=WARMUP - 1, steps=steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    seen = [loss.item() for loss in losses]
+    everyones = [told for told in ranks.gathered(seen, rank) if told]
+    means = [statistics.fmean(values) for values in zip(*everyones, strict=True)]
+    peaks = ranks.gathered(peak, rank)
+    return _Turn(times, first / 1e3, means, max(peaks) if on_gpu else None)
+
+
+def _give_back(rank: Rank, case: Any) -> None:
+    import torch
+
+    # only this gives back the memory of CUDA graphs; blocks of the next trainer take what was compiled for the last's
+    if case.compile in ("whole", "graphs"):
+        torch._dynamo.reset()
+    gc.collect()
+    if rank.device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def mfu(config: ModelConfig, dtype: str, tokens_per_s: float, num_gpus: int = 1) -> float | None:
+    """Model FLOPs utilization of training at a speed, by the data sheet; None on a CPU, or a GPU that is not known."""
+    names = machine.gpu_names()
+    known = accounting.peaks(names[0]) if names else None
+    tflops = known.tflops.get(dtype) if known else None
+    if not tflops:
+        return None
+    ms = config.context_length / tokens_per_s * 1e3  # of one sequence
+    return accounting.mfu(config, 1, config.context_length, "train_step", ms, tflops * num_gpus)
+
+
+def _metrics(case: Any, turns: list[_Turn], rank: Rank, data: Data) -> dict[str, Any]:
+    times = ranks.pooled([turn.times for turn in turns])
+    tokens_per_s = case.sequences * case.context_length / ranks.median(times) * 1e3
+    config = configuration(case, "unused").model.sizes(data.vocab_size)
+    epoch_tokens = EPOCH_MB * 1e6 * len(data.valid) / data.valid_bytes
+    busy = 1 if case.wrapper == "none" else rank.world_size
+    losses, peaks = turns[0].losses, [turn.peak_gib for turn in turns]
+    return ranks.metrics({"step": times["step"]}) | {
+        "first_step_s": turns[0].first_step_s, "tokens_per_s": tokens_per_s,
+        "mfu": None if rank.device == "cpu" else mfu(config, case.dtype, tokens_per_s, busy),
+        "peak_gib": None if None in peaks else max(peaks), "epoch_s": epoch_tokens / tokens_per_s,
+        "loss_last": statistics.fmean(losses[-LAST:]), "losses": " ".join(f"{x:.5g}" for x in losses),
+        "vocab_size": data.vocab_size, "backend": rank.backend,
+    }  # fmt: skip

@@ -1,0 +1,232 @@
+"""Chapter `zero`: what sharding the optimizer's state saves in memory, costs in time, and sends.
+
+    papermill book/zero.ipynb out.ipynb -p variant plain,sharded -p context_length 512
+
+Two kinds of cases. *Memory*: a variant has a launch to itself, fresh processes and a fresh process group, and what is
+alive is read at six moments, by component from the tensors and as a whole from torch's allocator. *Times* (moment
+`timed`): all variants take turns in one launch, on one copy of the weights; in the shortest context it is counted as
+well what each of them sends. A timed step begins with the optimizer's step and ends with the backward pass, so that
+communication that overlaps the next forward pass ends in the same step.
+
+fp32 with TF32 matmuls, fused AdamW, plain attention. On a CPU a tiny model runs with Gloo; there the tensors that
+torch's dispatcher sees take the place of the allocator (column `source`), and nothing is read from links or kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems import accounting
+from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
+from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.launch.group import backend_and_device
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks import ranks
+from cs336_systems.sizes import size
+from cs336_systems.store.status import Skip, failure_is_a_row
+
+VARIANTS = {  # variant → names of `shared.parallel_step`: wrapper, optimizer
+    "alone": ("none", "adamw"),
+    "plain": ("bucketed", "adamw"),
+    "sharded": ("bucketed", "sharded"),
+    "overlapped": ("bucketed", "sharded"),  # the same, its broadcasts overlapping the next forward pass
+    "torch": ("torch", "adamw"),
+    "torch_zero": ("torch", "zero_redundancy"),
+}
+TIMED = "timed"
+MOMENTS = (*STEP_MOMENTS, TIMED)
+PHASES = ("optimizer", "forward", "backward")
+COMPONENT_COLUMNS = {name: f"{name}_bytes" for name in (*COMPONENTS, "other")}
+METRICS = (
+    # memory: of the rank that holds most
+    "source",  # allocator (of the CUDA device), or tensors (seen by torch's dispatcher, on a CPU)
+    "live_bytes",  # in blocks that the allocator has handed out
+    "peak_bytes",  # the most of that since the moment before in the step, or since its beginning
+    "requested_bytes",  # what was asked for: without the rounding of blocks
+    "reserved_bytes",  # what the allocator holds of the device
+    "outside_bytes",  # what is used of the device beside that: context, kernels' code, NCCL's own memory
+    *COMPONENT_COLUMNS.values(),  # from the tensors' storages; other: the rest of live_bytes
+    "rank_spread_bytes",  # live_bytes of the rank that holds most, less that of the rank that holds least
+    # times: of the slowest rank, step by step
+    *(column for phase in (*PHASES, "step") for column in ranks.columns(phase)),
+    "tokens_per_s",
+    # what one step sends, by the dispatcher; counted in the shortest context
+    "all_reduce_calls", "all_reduce_bytes", "broadcast_calls", "broadcast_bytes", "other_calls",
+    "link_sent_bytes", "link_received_bytes",  # the GPU's NVLink counters, the largest of the ranks
+    # the optimizer's step on rank 0's GPU, by torch's profiler
+    "optimizer_launches", "communication_ms", "update_ms", "both_ms", "whole_ms",
+    "sm_mhz", "power_w",
+)  # fmt: skip
+PER_CASE = peers.PER_CASE
+GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
+
+CONTEXTS = (128, 512)
+TIMED_CONTEXTS = (*CONTEXTS, 1024)  # the shorter ones are launch-bound on a fast GPU
+WORLD_SIZES = (2, 4, 8)
+ON_CPU = "tiny"
+TURNS = 4  # of each variant
+SETTLING = 1  # steps of each turn before it is timed, beside the one that makes the first gradients
+STEPS, STEPS_ON_CPU = 12, 4  # timed steps of each variant, over all turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """One moment of one variant's step, or its times. `repeat` 1 times the same thing again.
+
+    variant: a key of VARIANTS: `"alone"` trains without communication, `"plain"`, `"sharded"` and `"overlapped"` behind
+    BucketedDDP, `"torch"` and `"torch_zero"` behind torch's DistributedDataParallel. moment: one of accounting's
+    STEP_MOMENTS, or `"timed"`. batch: sequences per rank. bucket_mb: of either container.
+    """
+
+    variant: str
+    context_length: int
+    moment: str
+    size: str = "xl"
+    world_size: int = 2
+    batch: int = 2
+    bucket_mb: float = 100.0
+    repeat: int = 0
+
+    @property
+    def launch(self) -> str:
+        """What shares its processes with the case: its variant's other moments, or all that is timed."""
+        return "in turns" if self.moment == TIMED else f"memory of {self.variant}"
+
+
+def grid(preset: str) -> list[Case]:
+    """XL on two GPUs, and the project's own on four and eight; or the tiny model on a CPU."""
+    if preset == "smoke":
+        two = {"size": ON_CPU, "bucket_mb": 0.25}
+        return [*_memory(("plain", "sharded"), (64,), **two), *_times(tuple(VARIANTS), (64,), **two)]
+    cases = [
+        *_memory(("alone",), CONTEXTS, world_size=1),
+        *_memory(("plain", "sharded", "torch", "torch_zero"), CONTEXTS),
+        *_times(tuple(VARIANTS), TIMED_CONTEXTS),
+    ]
+    for world_size in WORLD_SIZES[1:]:
+        cases += _memory(("plain", "sharded"), CONTEXTS[-1:], world_size=world_size)
+        some = ("alone", "plain", "sharded", "overlapped", "torch_zero")
+        cases += _times(some, TIMED_CONTEXTS, world_size=world_size)
+    return cases
+
+
+def _memory(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> list[Case]:
+    return [Case(v, context, m, **fields) for v in variants for context in contexts for m in STEP_MOMENTS]
+
+
+def _times(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> list[Case]:
+    """All variants, and the sharded one twice (A/A)."""
+    return [
+        *(Case(variant, context, TIMED, **fields) for context in contexts for variant in variants),
+        *(Case("sharded", context, TIMED, repeat=1, **fields) for context in contexts),
+    ]
+
+
+def also_measures(case: Case) -> tuple[str, ...]:
+    """Plain attention."""
+    return peers.sources("reference")
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds that a group takes, roughly: starting the processes, building the model, its steps."""
+    contexts = len({case.context_length for case in group})
+    if group[0].size == ON_CPU:
+        return 6.0
+    if group[0].moment != TIMED:
+        return 10.0 + 3.5 * contexts
+    # turns also wrap the model and give memory back; counting takes some steps and a profile
+    return 34.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+def persistent_bucket_bytes(case: Case) -> int:
+    """What the variant's container holds beside the gradients: torch's DDP a copy of each, BucketedDDP nothing."""
+    copies = VARIANTS[case.variant][0] == "torch"
+    return 4 * accounting.num_parameters(size(case.size)) if copies else 0
+
+
+def num_shards(case: Case) -> int:
+    """Over how many ranks the variant shards the optimizer's state."""
+    return case.world_size if VARIANTS[case.variant][1] in ("sharded", "zero_redundancy") else 1
+
+
+def predicted(case: Case, device: str = "cuda") -> dict[str, int]:
+    """Component → bytes alive at the case's moment on the rank that holds most, by the closed form."""
+    arguments = (size(case.size), case.batch, case.context_length, num_shards(case))
+    buckets = persistent_bucket_bytes(case)
+    return accounting.zero_step_memory(*arguments, buckets=buckets, device=device)[case.moment]
+
+
+def predicted_peak(case: Case, device: str = "cuda") -> dict[str, int]:
+    """Component → bytes at the peak of a step that is not the first, by the closed form."""
+    arguments = (size(case.size), case.batch, case.context_length, num_shards(case))
+    return accounting.zero_peak_memory(*arguments, buckets=persistent_bucket_bytes(case), device=device)
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def refuse(case: Case) -> None:
+    """Raises `Skip` where this machine cannot run the case; ValueError for unknown choices."""
+    for what, allowed in (("variant", tuple(VARIANTS)), ("moment", MOMENTS)):
+        if getattr(case, what) not in allowed:
+            raise ValueError(f"unknown {what} {getattr(case, what)!r}; allowed: {', '.join(allowed)}")
+    size(case.size)
+    _, device = backend_and_device("auto", "auto", case.world_size)
+    if device == "cpu" and case.size != ON_CPU:
+        gpus = f"{case.world_size} GPU{'s' * (case.world_size > 1)}"
+        raise Skip(f"needs {gpus}")
+
+
+def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
+    """The metrics of each case; see the package's docstring for the contract.
+
+    All contexts in one launch; where that fails (one may not fit), each in one of its own.
+    """
+    contexts = list(dict.fromkeys(case.context_length for case in cases))
+    found, failed = _launched(cases, contexts)
+    if failed and len(contexts) > 1 and failed.get("status", "").startswith(("oom", "error")):
+        by_context = {context: _launched(cases, [context]) for context in contexts}
+        found = {key: metrics for some, _ in by_context.values() for key, metrics in some.items()}
+        failures = {context: failure for context, (_, failure) in by_context.items()}
+    else:
+        failures = dict.fromkeys(contexts, failed)
+    for case in cases:
+        yield dict(found.get(key_of(case), failures[case.context_length]))
+
+
+def key_of(case: Case) -> str:
+    """A case within its group, as a key that JSON can have."""
+    return f"{case.context_length} {case.moment} {case.variant} {case.repeat}"
+
+
+def _launched(
+    cases: Sequence[Case], contexts: Sequence[int]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The metrics by `key_of` from one launch for these contexts, and what failed in all of them."""
+    chosen = [case for case in cases if case.context_length in contexts]
+    function = "times_on_a_rank" if chosen[0].moment == TIMED else "memory_on_a_rank"
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, Any] = {}
+    with failure_is_a_row(failed):
+        for case in chosen:
+            refuse(case)
+        by_rank = launch(
+            f"cs336_systems.chapters.zero.ranks:{function}", chosen[0].world_size,
+            {"cases": [dataclasses.asdict(case) for case in chosen]},
+            timeout_s=120 + 5 * estimate_s(chosen), collective_timeout_s=90,
+        )  # fmt: skip
+        found = _of_fullest(by_rank, chosen) if chosen[0].moment != TIMED else by_rank[0]
+    return found, failed
+
+
+def _of_fullest(by_rank: list[dict[str, Any]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    """Each case as measured on the rank that holds most in the end, with the spread between ranks."""
+    last = key_of(dataclasses.replace(cases[-1], moment=STEP_MOMENTS[-1]))
+    fullest = max(by_rank, key=lambda found: found[last]["live_bytes"] if last in found else 0)
+    apart = {}
+    for key, metrics in fullest.items():
+        live = [found[key]["live_bytes"] for found in by_rank]
+        apart[key] = metrics | {"rank_spread_bytes": max(live) - min(live)}
+    return apart

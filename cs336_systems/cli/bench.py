@@ -1,0 +1,103 @@
+"""What `cs336 bench` does: cases of an experiment, measured or read where there are rows, as a table or JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from cs336_systems.cli import terminal
+from cs336_systems.store import machine, measuring, rows
+
+
+def check_writable(option: str, file: Path) -> None:
+    """ValueError, before anything is measured, for a file that could not be written in the end."""
+    try:
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {error.strerror}") from error
+
+
+def measure(
+    experiment: ModuleType, cases: Sequence[Any], refresh: str, root: Path | None, options: dict[str, Any]
+) -> tuple[pd.DataFrame, measuring.MeasurementError | None]:
+    """The rows of some cases, measured where they are due, and what went wrong with some of them.
+
+    root: the results folder; None keeps no rows. options: arguments of the experiment's `run_group` beside the cases.
+    """
+    wired = {"run_group": functools.partial(experiment.run_group, **options)}
+    measured = types.SimpleNamespace(**{**vars(experiment), **wired}) if options else experiment
+    failure = None
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            measuring.measure(
+                measured, cases, refresh=refresh, root=root or Path(scratch), progress=_bar,
+                log=functools.partial(tqdm.write, file=sys.stderr),
+            )  # fmt: skip
+        except measuring.MeasurementError as error:
+            failure = error
+        frame = rows.read(experiment, machine.machine_name(), root or Path(scratch))
+    fields = rows.case_fields(experiment)
+    wanted = {tuple(getattr(case, field) for field in fields) for case in cases}
+    return frame[[key in wanted for key in zip(*(frame[f] for f in fields), strict=True)]], failure
+
+
+def _bar(due: list[Any]) -> Iterable[Any]:
+    """A progress bar over the groups to measure, on a terminal only."""
+    return tqdm(due, unit="group", disable=None, leave=False)
+
+
+def as_json(frame: pd.DataFrame) -> str:
+    """The rows as a JSON list; what was not measured is null."""
+    records = frame.to_dict("records")  # an empty cell is NaN in a column of numbers, "" in one of words
+    records = [{k: None if v != v or v == "" else v for k, v in row.items()} for row in records]
+    return json.dumps(records, indent=1)
+
+
+def as_table(frame: pd.DataFrame, fields: list[str]) -> str:
+    """The rows for a terminal: fields that are the same in all of them above, then the columns that say something."""
+    same = [f for f in fields if len(frame) > 1 and frame[f].nunique() == 1]
+    shown = frame.drop(columns=["run", "time_utc", "env", "code", *same])
+    shown = shown.drop(columns=[c for c in shown if c.endswith("_each")])  # every step's time: for files
+    silent = (shown.isna() | (shown == "")).all()
+    empty = [c for c in shown if silent[c] and c not in (*fields, "status")]
+    table = shown.drop(columns=empty).to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+    return "\n".join([", ".join(f"{f}={frame[f].iloc[0]}" for f in same)] * bool(same) + [table])
+
+
+def tune(given: dict[str, str]) -> str:
+    """The rows for `tiles.TABLE` that a search at one shape finds; exit code 1 without a GPU to time on."""
+    from cs336_systems import chapters
+    from cs336_systems.store import selection
+
+    with terminal.wrong_input():
+        shape = {"seq_len": [16384], "heads": [16]} | selection.named(chapters.load("flash_bench"), **given)
+        for field in ("dtype", "head_dim", "seq_len", "heads"):
+            if len(shape.get(field, ())) != 1:
+                raise ValueError(f"--tune needs one --{field.replace('_', '-')}; got {given[field]!r}")
+    from cs336_systems.attention.checks.tune import tune as search
+    from cs336_systems.store.pool import Pool
+
+    try:
+        with terminal.wrong_input(), Pool(os.cpu_count() or 1) as pool:
+            given = {field: values[0] for field, values in shape.items() if field != "impl"}
+            return search(**given, each=pool.map)
+    except RuntimeError as error:
+        import torch
+
+        if torch.cuda.is_available():
+            raise
+        terminal.fail(error)  # nothing to time on

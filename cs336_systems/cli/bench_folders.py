@@ -1,0 +1,148 @@
+"""`cs336 bench matrix` and `cs336 bench sweep`: what a benchmark finds on one's own machine, as a folder to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from cs336_systems.cli import terminal
+
+Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
+Auto = Annotated[str, typer.Option(help="One value, or auto: what this machine is best at.")]
+Batch = Annotated[
+    str, typer.Option(help="Sequences of a step on each rank (`train` counts those of all); or several.")
+]
+Out = Annotated[str, typer.Option(help="The folder to write: CSV, pictures, report.md.")]
+Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
+Save = Annotated[bool, typer.Option(help="Keep the rows under results/, too.")]
+
+
+def matrix(
+    attention: Values = "flash_triton,reference,sdpa", wrapper: Values = "auto", sharded: Values = "all",
+    size: Auto = "auto", context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
+    compile: Values = "off", steps: Values = "12",
+    ranks: Annotated[str, typer.Option(help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = "0",
+    out: Out = "runs/matrix", refresh: Refresh = "missing", save: Save = True,
+) -> None:  # fmt: skip
+    """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
+    from cs336_systems import chapters
+    from cs336_systems.store import numbers
+    from cs336_systems.store.machine import gpu_names
+
+    with terminal.wrong_input():
+        from cs336_systems.chapters.training import (
+            show_matrix as report,  # matplotlib refuses a wrong MPLBACKEND
+        )
+
+        experiment = chapters.load("training")
+        if (asked := numbers.whole(ranks, "ranks=")) < 0:
+            raise ValueError(f"ranks={asked}; allowed: 0 or more")
+        world_size = asked or len(gpu_names()) or 2
+        given = {
+            "attention": attention, "wrapper": wrapper, "sharded": sharded, "size": size, "dtype": dtype,
+            "context_length": context_length, "batch": batch, "compile": compile, "steps": steps,
+        }  # fmt: skip
+        best = {"size": "small" if gpu_names() else "tiny", "dtype": _best_dtype}
+        best |= {"wrapper": "all" if world_size > 1 else experiment.ALONE}
+        chosen = _chosen(experiment, given | {"world_size": str(world_size)}, best)
+        cases = [
+            case
+            for fields in _products(
+                chosen, "size", "context_length", "batch", "dtype", "compile", "world_size", "steps"
+            )
+            for case in experiment.cells(chosen["attention"], chosen["wrapper"], chosen["sharded"], **fields)
+        ]
+        if not cases:
+            raise ValueError(
+                f"--sharded {sharded}: wrapper {experiment.ALONE} has no ranks to spread the state over"
+            )
+    _measure(experiment, cases, out, refresh, save, report.folder)
+
+
+def sweep(
+    tiers: Annotated[
+        str, typer.Option(help="queries:keys, several separated by blanks or commas; as in 128:64,256:128.")
+    ] = "128:64,256:128,512:256,1024:512,2048:1024",
+    attention: Values = "reference,reference_compiled,sdpa,flash_torch,flash_triton", dtype: Auto = "auto",
+    head_dim: Values = "64", heads: Values = "12", batch: Values = "4",
+    cap_gib: Annotated[str, typer.Option(help="GiB of GPU memory to use at most; 0: all.")] = "0",
+    out: Out = "runs/sweep", refresh: Refresh = "missing", save: Save = True,
+) -> None:  # fmt: skip
+    """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
+    from cs336_systems import chapters
+
+    with terminal.wrong_input():
+        from cs336_systems.chapters.training import show_sweep as report
+
+        experiment = chapters.load("training_sweep")
+        shapes = list(dict.fromkeys(experiment.tier(text) for text in tiers.split(",")))
+        given = {"attention": attention, "dtype": dtype, "head_dim": head_dim, "heads": heads, "batch": batch}
+        chosen = _chosen(experiment, given | {"cap_gib": cap_gib}, {"dtype": _best_dtype})
+        cases = [
+            case
+            for fields in _products(chosen, "dtype", "head_dim", "heads", "batch", "cap_gib")
+            for case in experiment.cases_of(shapes, chosen["attention"], **fields)
+        ]
+    _measure(experiment, cases, out, refresh, save, report.folder)
+
+
+def _best_dtype() -> str:
+    import torch
+
+    from cs336_systems.training import modes
+
+    return modes.dtype_of("auto", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _chosen(experiment: ModuleType, given: dict[str, str], best: dict[str, Any]) -> dict[str, list[Any]]:
+    """Field → values; "auto" is the best one, "all" every word that is allowed. ValueError as `selection.named`."""
+    from cs336_systems.store import selection
+
+    told = {}
+    for field, text in given.items():
+        if text.strip() == "auto" and field in best:
+            text = best[field]() if callable(best[field]) else best[field]
+        if text.strip() == "all":
+            allowed = experiment.CHOICES[field]
+            if not callable(allowed) and isinstance(allowed, range):
+                raise ValueError(f"{field}=all; allowed: whole numbers from {allowed[0]} to {allowed[-1]}")
+            text = "no,yes" if callable(allowed) else ",".join(allowed)
+        told[field] = text
+    return selection.named(experiment, **told)
+
+
+def _products(chosen: dict[str, list[Any]], *fields: str) -> list[dict[str, Any]]:
+    import itertools
+
+    return [
+        dict(zip(fields, values, strict=True)) for values in itertools.product(*(chosen[f] for f in fields))
+    ]
+
+
+def _measure(
+    experiment: ModuleType, cases: Sequence[Any], out: str, refresh: str, save: bool,
+    folder: Callable[[Any, Path], list[Path]],
+) -> None:  # fmt: skip
+    """Measures the cases and writes the folder; exit code 1 where some of them ended in an error."""
+    from cs336_systems.cli import bench
+    from cs336_systems.report import figures
+    from cs336_systems.store import measuring, rows, selection
+    from cs336_systems.store.files import alone, make_folder
+    from cs336_systems.store.machine import machine_name
+
+    with terminal.wrong_input():
+        refresh = selection.choice("refresh", refresh, measuring.REFRESH)
+        root = rows.results_root() if save else None
+        place = make_folder("--out", out)
+    with terminal.wrong_input(), alone(place, terminal.say):
+        frame, failure = bench.measure(experiment, cases, refresh, root, {})
+        frame.insert(0, "machine", machine_name())
+        with figures.styled():
+            for path in folder(frame.reset_index(drop=True), place):
+                typer.echo(path)
+    if failure:
+        terminal.fail(failure)

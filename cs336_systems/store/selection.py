@@ -1,0 +1,119 @@
+"""Which cases of a table are meant: by presets, filters, and words beyond the grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from cs336_systems.store import numbers, rows
+
+PRESETS = ("full", "smoke")
+
+
+def fields(tables: Iterable[ModuleType]) -> list[str]:
+    """The fields of the cases of a chapter's tables: what its notebook can choose by."""
+    return list(dict.fromkeys(field for table in tables for field in rows.case_fields(table)))
+
+
+def choice(what: str, value: Any, allowed: Sequence[str]) -> str:
+    """The word among the allowed ones, however it is capitalized; ValueError with those for any other value."""
+    word = str(value).strip().lower()
+    if word not in allowed:
+        raise ValueError(f"unknown {what} {value!r}; allowed: {', '.join(allowed)}")
+    return word
+
+
+def resolve_preset(preset: str, machine: str) -> str:
+    """`"auto"` becomes `"smoke"` on a machine without a GPU and `"full"` on any other."""
+    preset = choice("preset", preset, ("auto", *PRESETS))
+    if preset == "auto":
+        return "smoke" if machine.startswith("cpu-") else "full"
+    return preset
+
+
+def values(experiment: ModuleType, preset: str, field: str) -> list[Any]:
+    """The values that a field of `Case` takes in a preset's grid, in the grid's order."""
+    return list(dict.fromkeys(getattr(case, field) for case in experiment.grid(preset)))
+
+
+def _words(wanted: Any) -> list[str] | None:
+    """The values that are meant, as text; None for all."""
+    if isinstance(wanted, str):
+        wanted = wanted.split(",")
+    words = [str(word).strip() for word in (wanted if isinstance(wanted, Iterable) else [wanted])]
+    return None if words == ["all"] else words
+
+
+def cases(tables: Sequence[ModuleType], experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
+    """The cases of a preset whose fields have the given values; `tables` are those of the experiment's chapter.
+
+    A filter is `"all"`, one value, several separated by commas, or a sequence. It chooses among all tables of the
+    chapter: those without the field keep their cases, those without the value have none. ValueError, with what is
+    allowed, for a name that is a field of no table and a value that no grid has; and where no table has a case left.
+    """
+    known = {rows.table_name(table): table for table in tables}
+    left = {table: list(known[table].grid(preset)) for table in known}
+    for field, wanted in filters.items():
+        having = [table for table in known if field in rows.case_fields(known[table])]
+        if not having:
+            raise ValueError(f"unknown parameter {field!r}; the cases have {', '.join(fields(tables))}")
+        if (words := _words(wanted)) is None:
+            continue
+        allowed = dict.fromkeys(str(v) for table in having for v in values(known[table], preset, field))
+        if unknown := [word for word in words if word not in allowed]:
+            raise ValueError(
+                f"{field}={', '.join(unknown)} is not in the {preset} preset; allowed: all, {', '.join(allowed)}"
+            )
+        for table in having:
+            left[table] = [case for case in left[table] if str(getattr(case, field)) in words]
+    if filters and not any(left.values()):
+        chosen = [f"{field}={wanted}" for field, wanted in filters.items() if _words(wanted) is not None]
+        raise ValueError(f"the {preset} preset has no case with {', '.join(chosen)}")
+    return left[rows.table_name(experiment)]
+
+
+def named(experiment: ModuleType, **given: Any) -> dict[str, list[Any]]:
+    """Field → values, each once, of the fields for which others than `"all"` are given.
+
+    ValueError for what the experiment's `CHOICES` do not allow.
+    """
+    found = {field: words for field, wanted in given.items() if (words := _words(wanted)) is not None}
+    return {
+        field: list(dict.fromkeys(_chosen(field, word, experiment.CHOICES[field]) for word in words))
+        for field, words in found.items()
+    }
+
+
+def _chosen(field: str, word: str, allowed: Any) -> Any:
+    if callable(allowed):
+        return allowed(word)
+    if not isinstance(allowed, range):
+        if word not in allowed:
+            raise ValueError(f"unknown {field} {word!r}; allowed: {', '.join(allowed)}")
+        return word
+    with suppress(ValueError):
+        if (number := numbers.whole(word)) in allowed:
+            return number
+    raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
+
+
+def cases_beyond(
+    tables: Sequence[ModuleType], experiment: ModuleType, preset: str, **given: Any
+) -> list[Any]:
+    """As `cases`, and beyond the grid what the experiment's `CHOICES` allow.
+
+    That is the product of the values of all fields, where one is not in the grid, or where every field has been given
+    values. A field that has not takes the grid's values there, and `repeat` is 0.
+    """
+    if not hasattr(experiment, "CHOICES"):
+        return cases(tables, experiment, preset, **given)
+    lists = {field: values(experiment, preset, field) for field in rows.case_fields(experiment)}
+    chosen = named(experiment, **given)
+    in_grid = all(set(chosen[field]) <= set(lists[field]) for field in chosen)
+    if in_grid and len(chosen) < len(lists):
+        return cases(tables, experiment, preset, **given | chosen)
+    lists |= {"repeat": [0]} | chosen
+    return [experiment.Case(*combination) for combination in itertools.product(*lists.values())]
