@@ -71,14 +71,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from cs336_systems.chapters.gpu_tests import measure as gpu_tests
     from cs336_systems.store import machine, rows
-    from cs336_systems.store.code import code_digest
+    from cs336_systems.store.provenance import digest
 
     provenance = {
         "status": "ok",
         "run": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-test",
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "env": machine.environment_digest(),
-        "code": code_digest(gpu_tests),
+        "code": digest(gpu_tests),
     }
     found = [
         {"file": file, "seconds": _SECONDS[file]}

@@ -11,7 +11,7 @@ from cs336_systems.chapters.shared import steps
 from cs336_systems.measure.clocks.phases import Series
 from cs336_systems.sizes import size
 from cs336_systems.store import rows
-from cs336_systems.store.code import code_digests
+from cs336_systems.store.provenance import digest
 
 SPEED = {"fp32": 40.0, "tf32": 250.0, "bf16": 500.0}  # TFLOP/s
 GAIN = {"off": 1.0, "default": 0.7, "reduce-overhead": 0.5, "max-autotune": 0.5}
@@ -49,7 +49,7 @@ def metrics(case, seed=0):
 
 def write(experiment, cases, root, machine="h100-x1", make=metrics):
     """Writes made-up rows of the cases into `<root>/<machine>/`; each group is a run."""
-    code = code_digests(experiment)
+    code = digest(experiment)
     for number, group in enumerate(rows.groups(experiment, cases)):
         provenance = {
             "run": f"run-{number}",
@@ -59,7 +59,7 @@ def write(experiment, cases, root, machine="h100-x1", make=metrics):
         }
         rows.write(
             experiment, machine,
-            [dataclasses.asdict(case) | provenance | {"code": code(case)} | make(case) for case in group], root,
+            [dataclasses.asdict(case) | provenance | {"code": code} | make(case) for case in group], root,
         )  # fmt: skip
 
 

@@ -66,7 +66,6 @@ def test_compiled_plain_attention_leaves_the_rest_eager():
     assert (config.model.attention, config.run.compile) == ("reference", "attention")
     whole = trials.configuration(dataclasses.replace(case, compile="blocks"), "out")
     assert whole.run.compile == "blocks"
-    assert trials.also_measures(case) == trials.also_measures(training.Case("reference", "none", False))
 
 
 # ------------------------------------------------------------------------------------------------ trials, on the CPU

@@ -137,13 +137,13 @@ def test_everything_imports_without_torch_and_triton():
         "    importlib.import_module(name)\n"
         "from cs336_systems import attention, chapters\n"
         "from cs336_systems.cli import doctor\n"
-        "from cs336_systems.store import code, machine\n"
+        "from cs336_systems.store import machine, provenance\n"
         "assert machine.machine_name().startswith('cpu-')\n"
         "assert all(reason for reason in attention.availability().values())\n"
         "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"
         "for table in chapters.tables():\n"
         "    experiment = chapters.load(table)\n"
-        "    assert all(map(code.code_digests(experiment), chapters.cases(experiment, 'full')))\n"
+        "    assert len(provenance.digest(experiment)) == 8 and chapters.cases(experiment, 'full')\n"
     )
 
 

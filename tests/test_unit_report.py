@@ -14,15 +14,15 @@ from cs336_systems.chapters.hardware.roofs import Roofs, roofs
 from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.values import published
 from cs336_systems.store import rows as store
-from cs336_systems.store.code import code_digest
 from cs336_systems.store.machine import machine_name
+from cs336_systems.store.provenance import digest
 
 EXPERIMENT = chapters.load("hardware")
 
 
 def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics=None):
     """Rows of the smoke preset: 0.5 TFLOP/s, 0.02 TB/s, 2 µs a launch."""
-    code = code_digest(EXPERIMENT) if code is None else code
+    code = digest(EXPERIMENT) if code is None else code
     numbers = {"tflops": 0.5, "tb_per_s": 0.02, "us_per_launch": 2.0, "ms_p50": 4.0}
     rows = [
         dataclasses.asdict(case)

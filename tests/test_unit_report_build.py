@@ -21,7 +21,7 @@ from cs336_systems.chapters.leaderboard import measure as leaderboard
 from cs336_systems.report import build, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
 from cs336_systems.store import rows as store
-from cs336_systems.store.code import code_digest
+from cs336_systems.store.provenance import digest
 
 ExtensionError = pytest.importorskip("sphinx.errors", reason="needs jupyter-book").ExtensionError
 
@@ -297,7 +297,7 @@ def test_what_the_gpu_tests_said(results_root):
     experiment = chapters.load("gpu_tests")
     now = {
         "status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e",
-        "code": code_digest(experiment),
+        "code": digest(experiment),
     }  # fmt: skip
     first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0}
     second = {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "seconds": 1.0, "code": "00000000"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from cs336_systems.store import code, files, measuring, rows
+from cs336_systems.store import files, measuring, provenance, rows
 from cs336_systems.store.process import ChildError
 from cs336_systems.store.status import Skip
 
@@ -355,7 +355,7 @@ def test_refresh(fake, root, monkeypatch):
     measure(fake, root)
     assert measure(fake, root, refresh="stale")[0] == 0
     assert measure(fake, root, refresh="all")[0] == 3
-    monkeypatch.setattr(measuring, "code_digests", lambda experiment: lambda case: "newcode0")
+    monkeypatch.setattr(provenance, "digest", lambda table: "newcode0")
     assert measure(fake, root)[0] == 0
     assert measure(fake, root, refresh="stale")[0] == 3
     of_environment(monkeypatch, "env00002")
@@ -678,7 +678,7 @@ def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
 
 
 def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
-    before = code.code_digest(fake)
+    before = provenance.digest(fake)
 
     def edits(cases):
         Path(fake.__file__).write_text(FAKE.replace("size / 3", "size / 4"))
@@ -686,7 +686,7 @@ def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
 
     monkeypatch.setattr(fake, "run_group", edits)
     measure(fake, root)
-    assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {code.code_digest(fake)}
+    assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {provenance.digest(fake)}
 
 
 def test_a_group_that_takes_long_says_so(fake, root, monkeypatch):

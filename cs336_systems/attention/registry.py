@@ -14,21 +14,17 @@ if TYPE_CHECKING:
 
     Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
-_HERE = "cs336_systems.attention"
-
 
 @dataclass(frozen=True)
 class Implementation:
     """An implementation of attention.
 
-    what: in a few words. call: (q, k, v, is_causal) → o; imports what it needs. sources: the modules, or
-    "module:definition", that compute it: what the rows of its times depend on. reason: why this machine cannot run
-    it; None where it can.
+    what: in a few words. call: (q, k, v, is_causal) → o; imports what it needs. reason: why this machine cannot run it;
+    None where it can.
     """
 
     what: str
     call: Call
-    sources: tuple[str, ...]
     reason: Callable[[], str | None] = torch_reason
 
 
@@ -76,26 +72,24 @@ def _sdpa(q, k, v, is_causal):
 IMPLEMENTATIONS = {
     "flash_triton": Implementation(
         "FlashAttention-2 in Triton, and for Hopper in Gluon: forward and backward kernels",
-        _flash_triton, (f"{_HERE}.flash_triton",), triton_reason,
+        _flash_triton, triton_reason,
     ),
     "flash_cuda": Implementation(
         "FlashAttention-2 in CUDA C++, for 16-bit tensors: forward and backward kernels",
-        _flash_cuda, (f"{_HERE}.flash_cuda",), cuda_reason,
+        _flash_cuda, cuda_reason,
     ),
     "flash_torch": Implementation(
-        "FlashAttention-2 tiled in PyTorch, forward and backward", _flash_torch, (f"{_HERE}.flash_torch",)
+        "FlashAttention-2 tiled in PyTorch, forward and backward", _flash_torch
     ),
     "flash_compiled_backward": Implementation(
         "FlashAttention-2 tiled in PyTorch, its backward pass under torch.compile",
-        _flash_compiled_backward, (f"{_HERE}.flash_torch",),
+        _flash_compiled_backward,
     ),
     "reference": Implementation(
-        "plain PyTorch with materialized scores: the specification", _reference,
-        (f"{_HERE}.inputs:autocast_inputs", f"{_HERE}.reference:reference_attention"),
+        "plain PyTorch with materialized scores: the specification", _reference
     ),
     "sdpa": Implementation(
-        "torch.nn.functional.scaled_dot_product_attention: the peer", _sdpa,
-        (f"{_HERE}.inputs:autocast_inputs", f"{_HERE}.inputs:check_inputs"),
+        "torch.nn.functional.scaled_dot_product_attention: the peer", _sdpa
     ),
 }  # fmt: skip
 

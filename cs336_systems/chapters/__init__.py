@@ -14,11 +14,9 @@ What a table's module offers (none of it needs torch before `run_group` is calle
     The columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
 `GROUP`
     The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
-`PER_CASE` (optional)
-    Modules of which the numbers of a case depend only on what `also_measures` names; on everything else that
-    `run_group` reaches they all do: changing it makes rows "measured with earlier code" (`store.code`).
-`also_measures(case) -> tuple[str, ...]` (optional)
-    What the numbers of a case depend on beside that: `"module"`, `"package.*"` or `"module:definition"`.
+`DEPENDS`
+    The files of the package, beside the table's own, that its numbers depend on: changing one makes rows "measured
+    with earlier code" (`store.provenance`). Not those that choose what is timed (`shared.depends`).
 `grid(preset) -> list[Case]`
     Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
 `CHOICES` (optional)

@@ -240,6 +240,29 @@ def merge(
         typer.echo(f"{machine}: {count} rows of {table}")
 
 
+@results.command("carry")
+def carry(
+    tables: Annotated[list[str], typer.Argument(help="Tables, as their CSV is named.")],
+    because: Annotated[
+        str, typer.Option(help="Why what is measured is the same: what was compared, and how.")
+    ],
+    commit: Annotated[str, typer.Option("--from", help="With whose files the rows were measured.")] = "HEAD",
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="field=value,value of the rows that are meant; repeatable."),
+    ] = None,
+) -> None:
+    """Files changed, what is measured did not: let rows count as measured with the files as they are."""
+    from cs336_systems import chapters
+    from cs336_systems.store import provenance
+
+    with _wrong_input():
+        modules = [chapters.load(name) for name in dict.fromkeys(tables)]
+        counts = provenance.carry(modules, commit, _pairs(param or []), because)
+    for table, count in counts:
+        typer.echo(f"{table}: {count} rows")
+
+
 # -------------------------------------------------------------------------------- training
 for command in (training.data, training.tokenize, training.train, training.speedrun, training.generate):
     app.command()(command)

@@ -17,9 +17,8 @@ import pandas as pd
 
 from cs336_systems.launch.group import team_size
 from cs336_systems.report.tables import escaped, show
-from cs336_systems.store import measuring, selection
+from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
-from cs336_systems.store.code import code_digests
 from cs336_systems.store.environment import check_environment
 from cs336_systems.store.files import StoreError, naming, read_json
 
@@ -197,7 +196,7 @@ class Chapter:
                 failed.append(str(error))
             finally:
                 table._frame = None
-                table.__dict__.pop("_code", None)
+                table.__dict__.pop("_current", None)
         if failed:
             raise measuring.MeasurementError("; ".join(failed))
         quoted = reference_machines(self.chapter, self.root)
@@ -259,13 +258,13 @@ class Chapter:
     def stale(self) -> pd.DataFrame:
         """The rows that were measured with other code than this checkout's."""
         frame = self.rows()
-        cases = frame[store.case_fields(self.experiment)].itertuples(index=False)
-        now = [self._code(self.experiment.Case(*case)) for case in cases]
-        return frame[(frame["status"] != NOT_MEASURED) & (frame["code"] != now)]
+        cases = frame[store.case_fields(self.experiment)].itertuples(index=False, name=None)
+        known = [self._current(case, code) for case, code in zip(cases, frame["code"], strict=True)]
+        return frame[(frame["status"] != NOT_MEASURED) & ~np.array(known, dtype=bool)]
 
     @functools.cached_property
-    def _code(self) -> Callable[[Any], str]:
-        return code_digests(self.experiment)
+    def _current(self) -> Callable[[Sequence[Any], str], bool]:
+        return provenance.current(self.experiment, self.root)
 
     def environments(self, machine: str) -> dict[str, dict[str, Any]]:
         """What `machine.json` says about the environments that the machine's rows name, its texts escaped."""

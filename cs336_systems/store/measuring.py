@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cs336_systems.store.code import code_digests
+from cs336_systems.store import provenance
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
 from cs336_systems.store.rows import (
@@ -56,17 +56,18 @@ def _due(
     group: list[Any],
     known: dict[tuple, dict],
     refresh: str,
-    code: Callable[[Any], str],
+    current: Callable[[tuple, str], bool],
 ) -> bool:
     for case in group:
-        row = known.get(case_key(experiment, case))
+        key = case_key(experiment, case)
+        row = known.get(key)
         if refresh == "all" or row is None or row["status"].startswith(("error", "oom:")):
             return True
         elsewhere = row["env"] != environment_digest()
         # what was skipped may have become possible: a GPU, triton, a compiler
         if elsewhere and (row["status"].startswith("skipped") or refresh == "stale"):
             return True
-        if refresh == "stale" and row["code"] != code(case):
+        if refresh == "stale" and not current(key, row["code"]):
             return True
     return False
 
@@ -96,14 +97,15 @@ def measure(
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
-    machine, table, code = machine_name(), table_name(experiment), code_digests(experiment)
+    machine, table = machine_name(), table_name(experiment)
+    current = provenance.current(experiment, root)
     for case in cases:
         case_key(experiment, case)  # raises for what no file can keep
     all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
 
     def find_due() -> list[list[Any]]:
         known = load(experiment, path)
-        due = [group for group in all_groups if _due(experiment, group, known, refresh, code)]
+        due = [group for group in all_groups if _due(experiment, group, known, refresh, current)]
         # what failed before comes last, so that it cannot keep the others from being measured
         return sorted(due, key=lambda group: _failed_before(experiment, group, known))
 
@@ -117,7 +119,7 @@ def measure(
                 about = "" if machine.startswith("cpu-") else _estimate(experiment, due)
                 todo = f"{len(due)} of {len(all_groups)} groups to measure{about}"
                 log(f"{table} on {machine}: {todo}")
-                _fill(experiment, machine, due, code, root, log, progress)
+                _fill(experiment, machine, due, root, log, progress)
                 return len(due)
     log(f"{table} on {machine}: all {len(all_groups)} groups are measured")
     return 0
@@ -127,13 +129,12 @@ def _fill(
     experiment: ModuleType,
     machine: str,
     due: list[list[Any]],
-    code: Callable[[Any], str],
     root: Path | None,
     log: Callable[[str], None],
     progress: Callable[[list[list[Any]]], Iterable[list[Any]]],
 ) -> None:
     table = table_name(experiment)
-    codes = {case: code(case) for group in due for case in group}  # of the sources as they are now
+    code = provenance.digest(experiment)  # of the files as they are now
     write_environment(machine, root)
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
@@ -144,9 +145,9 @@ def _fill(
         with _telling(lambda seconds, place=place: log(f"{place}: measuring for {seconds:.0f} s")):
             results, context_lost = _run(experiment, group)
         stamp = f"{datetime.now(UTC):{TIME}}"
-        provenance = {"run": run, "time_utc": stamp, "env": environment_digest()}
+        told = {"run": run, "time_utc": stamp, "env": environment_digest(), "code": code}
         rows = [
-            dataclasses.asdict(case) | {"status": "ok"} | metrics | provenance | {"code": codes[case]}
+            dataclasses.asdict(case) | {"status": "ok"} | metrics | told
             for case, metrics in zip(group, results, strict=True)
         ]
         write(experiment, machine, rows, root)

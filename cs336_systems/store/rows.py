@@ -7,7 +7,7 @@ One CSV a table and machine. A row is a case, its metrics, a status, and where i
               within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
-    code      digest of the definitions that the number depends on (`store.code`)
+    code      digest of the files that the number depends on (`store.provenance`)
 
 Whatever reads a file refuses one that is damaged, or of a version with other columns (StoreError).
 """

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import bus_factor
+from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.timing import Timing
 from cs336_systems.store import machine
 from cs336_systems.store.status import Skip, oom_is_a_row
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # and the device that each is measured on
 HOWS = ("all_reduce", "bucket")
 CHOICES = {"backend": tuple(BACKENDS), "device": tuple(BACKENDS.values()), "how": HOWS}
+DEPENDS = (
+    *depends.EVENTS, "accounting/collectives.py", "accounting/operations.py", "parallel/buckets.py",
+    "parallel/ddp.py",
+)  # fmt: skip
 GROUP = ("backend", "device", "world_size")
 METRICS = (
     "ms_p20",

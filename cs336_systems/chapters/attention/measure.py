@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.store.status import failure_is_a_row, oom_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-PER_CASE = peers.PER_CASE
+DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.PHASES, "chapters/shared/memory_cap.py")
 GROUP = ("cap_gib", "dtype", "head_dim", "seq_len")
 PARTS = ("forward", "backward")
 METRICS = (
@@ -84,11 +85,6 @@ def grid(preset: str) -> list[Case]:
         for seq_len in (SEQ_LENS[-2:] if cap_gib else SEQ_LENS)  # shorter ones fit everywhere
         for impl, repeat in _with_a_pair()
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The case's attention."""
-    return peers.sources(case.impl)
 
 
 def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:

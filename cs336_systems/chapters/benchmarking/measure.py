@@ -11,14 +11,13 @@ again with 0, 1 and 2 warm-up steps, each in a fresh process. AdamW; batch 4; at
 from __future__ import annotations
 
 from cs336_systems.accounting import MODES
-from cs336_systems.chapters.shared import attention_peers as peers
-from cs336_systems.chapters.shared import steps
+from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
 
+DEPENDS = depends.STEPS
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
-PER_CASE = peers.PER_CASE
 CHOICES = steps.CHOICES | {
     "context_length": range(1, 2**20 + 1), "batch": range(1, 2**16 + 1), "warmup": range(10**4 + 1),
     "steps": range(1, 10**4 + 1), "model": steps.model_class, "repeat": range(2),
@@ -26,11 +25,6 @@ CHOICES = steps.CHOICES | {
 CONTEXTS = (128, 256, 512, 1024)
 COLD_SIZES = HANDOUT_SIZES
 PRIMARY = 512  # the context length where the handout names none
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The case's attention."""
-    return peers.sources(case.attention)
 
 
 def grid(preset: str) -> list[Case]:

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
-from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.trace import nsys, overlap, profiler
 from cs336_systems.measure.trace.overlap import Overlap
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cs336_systems.chapters.shared.parallel_step import ParallelWorkload
     from cs336_systems.launch.group import Rank
 
-PER_CASE = peers.PER_CASE
+DEPENDS = (*depends.PARALLEL_STEP, *depends.NSYS, "accounting/memory.py", "measure/trace/overlap.py")
 GROUP = ("size", "batch", "dtype", "world_size", "kind")
 PHASES = ("forward", "backward", "synchronization", "optimizer")
 METRICS = (
@@ -106,11 +106,6 @@ def grid(preset: str) -> list[Case]:
     cases += [Case("xl", c, w, mb, world_size=n) for n in (4, 8) for c in CONTEXTS for w, mb in many]
     traced = (("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0), ("bucketed", 100.0), ("torch", 0.0))
     return [*cases, *(Case("xl", 512, w, mb, kind="trace") for w, mb in traced)]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """Plain attention."""
-    return peers.sources("reference")
 
 
 def estimate_s(group: list[Case]) -> float:

@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.store.status import failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-PER_CASE = peers.PER_CASE
+DEPENDS = (
+    *depends.ATTENTION, *depends.LADDER, *depends.EVENTS,
+    "accounting/attention_limits.py", "accounting/model.py", "accounting/operations.py",
+)  # fmt: skip
 GROUP = ("heads", "seq_len", "head_dim", "dtype")
 PARTS = ("forward", "backward", "end_to_end")
 METRICS = (
@@ -99,11 +103,6 @@ def grid(preset: str) -> list[Case]:
         for *shape, impls in shapes
         for impl, repeat in _twice(impls, "flash_triton")
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The case's attention."""
-    return peers.sources(case.impl)
 
 
 def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:

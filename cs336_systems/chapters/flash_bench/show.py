@@ -15,8 +15,7 @@ from cs336_systems import accounting
 from cs336_systems.chapters.flash_bench.measure import LANGUAGES_TOKENS, PARTS
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.report import figures, tables
-from cs336_systems.store.code import PACKAGE
-from cs336_systems.store.definitions import without_comments
+from cs336_systems.store.provenance import PACKAGE, without_comments
 
 OURS = "flash_triton"
 PASSES = dict(zip(PARTS, ("F", "B", "F+B"), strict=True))

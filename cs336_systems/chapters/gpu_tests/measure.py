@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cs336_systems.chapters.shared import depends
+
+DEPENDS = (
+    *depends.ATTENTION, "attention/__init__.py",
+    "attention/auto.py", "attention/checks/aot.py", "attention/checks/tune.py", "attention/usable.py",
+)  # fmt: skip
 GROUP = ("file",)
 METRICS = ("passed", "failed", "skipped", "seconds")
 
@@ -16,11 +22,6 @@ class Case:
     """The tests of one file."""
 
     file: str
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """All of attention."""
-    return ("cs336_systems.attention.*",)
 
 
 def grid(preset: str) -> list[Case]:

@@ -9,7 +9,7 @@ import pandas as pd
 from cs336_systems import chapters
 from cs336_systems.report.tables import escaped
 from cs336_systems.store import rows as store
-from cs336_systems.store.code import code_digest
+from cs336_systems.store.provenance import current
 
 
 def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
@@ -20,7 +20,10 @@ def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
     if frame.empty:
         return pd.DataFrame(columns=["machine", "passed", "failed", "skipped", "day", "earlier"])
     counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
-    earlier = int((frame["code"] != code_digest(experiment)).sum())
+    is_current = current(experiment, root)
+    earlier = sum(
+        not is_current((file,), code) for file, code in zip(frame["file"], frame["code"], strict=True)
+    )
     return pd.DataFrame(
         [{"machine": machine} | counts | {"day": escaped(max(frame["time_utc"])[:10]), "earlier": earlier}]
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import matmul_flops
+from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.timing import Timing, Watch, interleaved
 from cs336_systems.store.status import Skip, oom_is_a_row
 
@@ -39,6 +40,7 @@ METRICS = (
     "sm_mhz",
     "power_w",
 )
+DEPENDS = (*depends.EVENTS, "accounting/operations.py")
 GROUP = ("kind", "size")
 
 ERROR_ROWS = 64  # rows of a matmul that are compared with fp64

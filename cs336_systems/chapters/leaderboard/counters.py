@@ -7,12 +7,13 @@ import dataclasses
 from typing import Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import WORK
 from cs336_systems.measure.counters import ncu
 from cs336_systems.measure.trace.nsys import capture
 from cs336_systems.store.status import failure_is_a_row
 
-also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+DEPENDS = (*depends.TRITON, *depends.LADDER, "measure/counters/ncu.py", "measure/trace/nsys.py")
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (
     "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions", "kernels",

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import OURS, WORK
 from cs336_systems.store import process
 from cs336_systems.store.status import failure_is_a_row
 
-also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+DEPENDS = (*depends.TRITON, *depends.CUDA, *depends.LADDER)
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (
     "first_call_s", "second_call_ms", "next_process_s", "compiled", "compiled_later", "backend", "kernels",

@@ -9,12 +9,13 @@ from typing import Any
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
 from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, Candidate, errors, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import WORK
 from cs336_systems.ladder import steps
 from cs336_systems.store.status import Skip
 
-also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
 estimate_s = leaderboard_turns.estimate_s
+DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.LADDER, *depends.EVENTS, "chapters/leaderboard/turns.py")
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")
 

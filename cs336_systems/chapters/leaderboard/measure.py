@@ -28,9 +28,13 @@ from typing import Any
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
 from cs336_systems.chapters.leaderboard.turns import TURNS, Candidate, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import OURS, WORK
 
-also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+DEPENDS = (
+    *depends.PLAIN, *depends.TRITON, *depends.CUDA, *depends.LADDER, *depends.EVENTS,
+    "chapters/leaderboard/turns.py",
+)  # fmt: skip
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "rep_ms")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads", "peak_gib")
 OFFICIAL_MS, SHORT_MS = 10_000, 200

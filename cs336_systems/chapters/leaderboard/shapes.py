@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.store.status import Skip, failure_is_a_row
 
 if TYPE_CHECKING:
     import torch
 
-also_measures, PER_CASE = peers.also_measures, peers.PER_CASE
+DEPENDS = (*depends.TRITON, *depends.EVENTS, "accounting/operations.py")
 GROUP = ("part", "batch", "heads", "num_queries", "num_keys", "head_dim", "is_causal", "dtype")
 METRICS = ("ms_p20", "ms_p50", "ms_p80", "tflops", "backend", "apart")
 """apart: ‖x − y‖ / ‖y‖ of the pass's results x and those of the group's first implementation, y; the worst tensor."""

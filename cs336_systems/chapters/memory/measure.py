@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import accounting
-from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.memory.memory import read_snapshot, recording
 from cs336_systems.measure.memory.replay import Snapshot
 from cs336_systems.measure.memory.tensors import watching_tensors
@@ -54,8 +54,8 @@ METRICS = (  # bytes are whole, so that sums and differences are exact
     "asked_bytes",  # what was asked for when memory ran out
     "device_bytes",  # what the device has
 )
+DEPENDS = (*depends.STEP, *depends.MEMORY, "measure/memory/tensors.py", "measure/memory/timeline.py")
 GROUP = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")  # a process for each case
-PER_CASE = peers.PER_CASE
 
 LARGEST = "2.7B"
 CONTEXTS = (128, 256, 512)
@@ -93,11 +93,6 @@ def grid(preset: str) -> list[Case]:
         *_cases(LARGEST, CONTEXTS),
         *(Case(name, CONTEXTS[-1], "train_step") for name in smaller),
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """Plain attention."""
-    return peers.sources(ATTENTION)
 
 
 def _cases(name: str, contexts: Sequence[int]) -> list[Case]:

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
-from cs336_systems.chapters.shared import attention_peers as peers
-from cs336_systems.chapters.shared import steps
+from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store.status import failure_is_a_row
 
@@ -78,7 +77,7 @@ METRICS = (
     "not_finite",  # the share of rows whose mean, variance or output is infinite or not a number
     *steps.METRICS,
 )
-PER_CASE = peers.PER_CASE
+DEPENDS = depends.STEPS
 GROUP = ("kind", *steps.GROUP)
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(steps.Case))
 
@@ -149,11 +148,6 @@ def _steps(size: str, context_length: int, dtypes: Sequence[str], **fields: int)
         for mode, dtype, repeat in kinds
     ]
     return [Case(kind="step", **dataclasses.asdict(case)) for case in found]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The attention of the case's model."""
-    return peers.sources(case.attention or "reference")
 
 
 def estimate_s(group: Sequence[Case]) -> float:

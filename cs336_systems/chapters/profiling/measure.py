@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 from cs336_systems.store import rows as store
@@ -43,7 +43,10 @@ RANGES = {
     "softmax": "step/forward/attention softmax",
     "output": "step/forward/attention output",
 }
-PER_CASE = peers.PER_CASE
+DEPENDS = (
+    *depends.STEP, *depends.NSYS, "accounting/memory.py", "measure/clocks/phases.py",
+    "measure/trace/condensed.py",
+)  # fmt: skip
 GROUP = ("size", "context_length", "batch", "dtype", "tool")
 CLASS_COLUMNS = {kind: re.sub(r"\W+", "_", kind.lower()) + "_ms" for kind in kernels.CLASSES}
 METRICS = (
@@ -84,11 +87,6 @@ def grid(preset: str) -> list[Case]:
     return [
         Case(size, context, name, dtype, tool) for size, context, dtype, tool in shapes for name in RANGES
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """Plain attention: its parts are ranges."""
-    return peers.sources("reference")
 
 
 def estimate_s(group: list[Case]) -> float:

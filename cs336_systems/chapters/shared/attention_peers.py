@@ -26,31 +26,6 @@ WORK = tuple(steps.WORK.values())  # the leaderboard's heads, tokens, head dimen
 # steps of the ladder that make both passes, whatever kernels the package itself chooses for a GPU
 _PAIRS = {"plain_triton": ("f_production", "b_production")}
 
-_LADDER = ("cs336_systems.ladder.function", "cs336_systems.ladder.launch", "cs336_systems.ladder.steps")
-_FLASH = tuple(source for i in ("flash_triton", "flash_torch") for source in IMPLEMENTATIONS[i].sources)
-# what chooses between implementations of attention, and the chosen: a row depends on its own alone (`store.code`)
-PER_CASE = (
-    "cs336_systems.attention", "cs336_systems.attention.registry", "cs336_systems.attention.usable",
-    f"{__name__}:MAKERS", f"{__name__}:FOR_GPUS", *_FLASH, *_LADDER,
-)  # fmt: skip
-
-
-def sources(impl: str) -> tuple[str, ...]:
-    """What an implementation of attention (or a step of the ladder) is in this package: for `also_measures`."""
-    own = {"auto": "flash_triton"}.get(impl, impl)
-    if own in IMPLEMENTATIONS:
-        return IMPLEMENTATIONS[own].sources
-    if impl in _PAIRS or impl not in MAKERS:
-        return IMPLEMENTATIONS["flash_triton"].sources + _LADDER
-    maker = MAKERS[impl]
-    also = IMPLEMENTATIONS["reference"].sources if impl == "reference_compiled" else ()
-    return f"{__name__}:{getattr(maker, 'func', maker).__name__}", *also
-
-
-def also_measures(case: Any) -> tuple[str, ...]:
-    """A case's attention, or its step of the ladder."""
-    return sources(case.impl)
-
 
 # ------------------------------------------------------------------------------------------------ cases
 def with_pair(make: Callable[..., Any], impls: Any, *rest: Any, again: str = "flash_triton") -> list[Any]:

@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cs336_systems.chapters.shared import attention_peers as peers
-from cs336_systems.chapters.shared import steps
+from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store import machine
 
+DEPENDS = depends.STEPS
 __all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
 
-PER_CASE = peers.PER_CASE
 CHOICES = steps.CHOICES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
@@ -51,11 +50,6 @@ def grid(preset: str) -> list[Case]:
             # the A/A pair; 64 sequences need more than 80 GB with eager attention
             cases.append(_speed(size, batch, "reference", "default" if batch > 16 else "off", repeat=1))
     return cases
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The case's attention."""
-    return peers.sources(case.attention)
 
 
 def _sizes(size: str, context_length: int, dtype: str) -> list[Case]:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
-from cs336_systems.chapters.training import trials
 from cs336_systems.chapters.training.run import CAP_GIB
 from cs336_systems.measure.clocks import phases
 from cs336_systems.store import machine, process
@@ -23,7 +23,10 @@ from cs336_systems.training import forecast
 from cs336_systems.training.config import TrainingConfig, load
 from cs336_systems.training.speedrun import T4_GIB
 
-PER_CASE = trials.PER_CASE
+DEPENDS = (
+    *depends.TRAINING, *depends.FORECAST, *depends.TRITON, "chapters/shared/memory_cap.py",
+    "chapters/training/run.py", "measure/clocks/phases.py",
+)  # fmt: skip
 GROUP = ("cap_gib", "dtype", "steps")
 METRICS = (
     "step_ms_p50", "tokens_per_s", "predicted_gib", "peak_gib", "reserved_gib", "skipped_steps", "loss_scale",
@@ -54,11 +57,6 @@ def grid(preset: str) -> list[Case]:
     chosen = [(s, n, forecast.largest_batch(s, n, T4_GIB)) for s in SIZES for n in CONTEXTS]
     cases = [Case(s, n, times * most) for s, n, most in chosen for times in (1, 2)]
     return [*cases, Case(*chosen[0], repeat=1)]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The fastest attention, and the stories."""
-    return (*trials.peers.sources("auto"), "cs336_systems.training.stories")
 
 
 def estimate_s(group: Sequence[Case]) -> float:

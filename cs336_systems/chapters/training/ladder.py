@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.training import trials
 
-also_measures, PER_CASE = trials.also_measures, trials.PER_CASE
 METRICS = trials.METRICS
+DEPENDS = (
+    *depends.TRAINING, *depends.FORECAST, *depends.PLAIN, *depends.TRITON, *depends.RANKS,
+    "chapters/training/trials.py",
+)  # fmt: skip
 GROUP = ("size", "context_length", "sequences", "world_size", "steps")
 RUNGS = {  # rung → attention, dtype, compile, wrapper, sharded
     "fp32": ("reference", "fp32", "off", "none", False),

@@ -20,12 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.training import trials
 from cs336_systems.chapters.training.trials import ATTENTIONS, COMPILED_PLAIN
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, WRAPPERS
 
-also_measures, PER_CASE = trials.also_measures, trials.PER_CASE
 METRICS = trials.METRICS
+DEPENDS = (
+    *depends.TRAINING, *depends.FORECAST, *depends.ATTENTION,
+    *depends.RANKS, "chapters/training/trials.py",
+)  # fmt: skip
 GROUP = ("size", "context_length", "batch", "dtype", "compile", "world_size", "steps")
 ROUNDS = 2  # turns of each cell
 ALONE = "none"

@@ -17,13 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.chapters.training import trials
 from cs336_systems.store import machine, numbers, process
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, TrainingConfig, load
 
-PER_CASE = trials.PER_CASE
+DEPENDS = (
+    *depends.TRAINING, *depends.TRITON, "chapters/shared/memory_cap.py", "chapters/training/trials.py",
+    "training/generate.py",
+)  # fmt: skip
 GROUP = ("size", "context_length", "sequences", "dtype", "compile", "cap_gib", "minutes", "train_mb")
 METRICS = (
     "steps", "tokens", "seconds", "tokens_per_s", "mfu", "peak_gib", "skipped_steps", "vocab_size",
@@ -79,11 +83,6 @@ def grid(preset: str) -> list[Case]:
     if preset == "smoke":
         return [Case("tiny", 64, 16, "fp32", "off", minutes=0.05, train_mb=0.2)]
     return [Case(), Case("small", 512, 32, "fp16", "blocks", cap_gib=CAP_GIB, minutes=1.0, train_mb=60.0)]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The fastest attention, and the stories."""
-    return (*trials.peers.sources("auto"), "cs336_systems.training.stories")
 
 
 def estimate_s(group: Sequence[Case]) -> float:

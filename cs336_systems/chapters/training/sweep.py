@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks import timing
 from cs336_systems.store import numbers
@@ -25,7 +26,7 @@ from cs336_systems.store.status import failure_is_a_row, oom_is_a_row
 if TYPE_CHECKING:
     import torch
 
-PER_CASE = peers.PER_CASE
+DEPENDS = (*depends.PLAIN, *depends.TILED, *depends.TRITON, *depends.EVENTS, "chapters/shared/memory_cap.py")
 GROUP = ("num_queries", "num_keys", "head_dim", "heads", "batch", "dtype", "cap_gib")
 PARTS = ("forward", "both")
 METRICS = (
@@ -96,11 +97,6 @@ def grid(preset: str) -> list[Case]:
         *cases_of(TIERS),
         *(case for case in squares if (case.attention, case.num_keys) != ("flash_torch", max(LONG))),
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """The case's attention."""
-    return peers.sources(case.attention)
 
 
 def estimate_s(group: Sequence[Case]) -> float:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
-from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.store import machine
@@ -39,11 +38,6 @@ METRICS = (
 )  # fmt: skip
 """first_step_s: of the first step, which compiles; epoch_s: of one pass over EPOCH_MB of stories at this speed; losses:
 of every step, in nats a token; loss_last: the mean of the last LAST of them; backend: what ranks communicate by."""
-# what gets text and writes runs: of these only the text itself makes a difference to a trial
-_AROUND = tuple(
-    f"cs336_systems.training.{m}" for m in ("checkpoints", "documents", "log", "outputs", "resuming", "text")
-)
-PER_CASE = (*peers.PER_CASE, *_AROUND)
 COMPILED_PLAIN = "reference_compiled"  # plain attention under torch.compile, the rest of the model eager
 ATTENTIONS = (*IMPLEMENTATIONS, COMPILED_PLAIN)
 WARMUP = 3
@@ -55,12 +49,6 @@ LAST = 5
 _TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
 _SMALL = ("mini", "tiny")
 _TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 120.0, 300.0  # a rank may wait for another one that compiles
-
-
-def also_measures(case: Any) -> tuple[str, ...]:
-    """A case's attention, and the stories that it learns."""
-    name = "reference" if case.attention == COMPILED_PLAIN else case.attention
-    return (*peers.sources(name), "cs336_systems.training.stories")
 
 
 def configuration(case: Any, folder: str, device: str = "auto") -> TrainingConfig:

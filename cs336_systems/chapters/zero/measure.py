@@ -21,7 +21,7 @@ from typing import Any
 
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
-from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.chapters.shared import depends
 from cs336_systems.launch.group import backend_and_device
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks import ranks
@@ -60,7 +60,11 @@ METRICS = (
     "optimizer_launches", "communication_ms", "update_ms", "both_ms", "whole_ms",
     "sm_mhz", "power_w",
 )  # fmt: skip
-PER_CASE = peers.PER_CASE
+DEPENDS = (
+    *depends.PARALLEL_STEP, "accounting/zero.py", "chapters/zero/ranks.py",
+    "measure/counters/collectives.py", "measure/memory/replay.py", "measure/memory/tensors.py",
+    "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/profiler.py",
+)  # fmt: skip
 GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
 
 CONTEXTS = (128, 512)
@@ -123,11 +127,6 @@ def _times(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> l
         *(Case(variant, context, TIMED, **fields) for context in contexts for variant in variants),
         *(Case("sharded", context, TIMED, repeat=1, **fields) for context in contexts),
     ]
-
-
-def also_measures(case: Case) -> tuple[str, ...]:
-    """Plain attention."""
-    return peers.sources("reference")
 
 
 def estimate_s(group: Sequence[Case]) -> float:
