@@ -84,6 +84,17 @@ def test_a_text_of_ones_own_and_random_tokens(tmp_path):
     assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
 
 
+def test_weights_begin_with_the_tokens_that_they_know(tmp_path):
+    silent = {"generation__samples": 0}
+    pipeline.train(made(tmp_path / "a", **silent), lambda line: None)
+    begun = tmp_path / "a" / "checkpoints" / "step-00000006"
+    other = {"checkpoints__init_from": str(begun), "text__seed": 7, **silent}
+    with pytest.raises(ValueError, match=r"init_from=.*tokenizer\.path=.*tokenizer\.json takes it"):
+        pipeline.train(made(tmp_path / "b", **other), lambda line: None)
+    theirs = str(begun / "tokenizer.json")
+    pipeline.train(made(tmp_path / "c", tokenizer__path=theirs, **other), lambda line: None)
+
+
 def test_two_ranks_have_the_loss_of_one(tmp_path):
     alone = pipeline.train(made(tmp_path / "one", generation__samples=0), lambda line: None)
     said = []

@@ -152,7 +152,8 @@ def free_memory_bytes(device: str) -> int | None:
 
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
-    return min(filter(None.__ne__, [_free_on_machine(), *_free_in_containers()]), default=None)
+    free = [_free_on_machine(), *_free_in_containers()]
+    return min((x for x in free if x is not None), default=None)
 
 
 def _free_on_machine() -> int | None:

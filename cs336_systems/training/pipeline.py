@@ -95,6 +95,14 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.check_long_enough(len(ids), config.model.context_length, name)
+    begun = Path(config.checkpoints.init_from)
+    if config.checkpoints.init_from and begun.is_dir() and info.tokenizer:
+        theirs = checkpoints.tokenizer_of(begun)
+        if theirs and outputs.sha256(theirs) != info.files[info.tokenizer.name]:
+            raise ValueError(
+                f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's tokenizer; "
+                f"tokenizer.path={theirs} takes it"
+            )
     outputs.write(Path(config.out) / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     return start
 

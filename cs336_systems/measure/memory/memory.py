@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.measure.memory.replay import MARK_BYTES, MARK_PREFIX, Mark, Snapshot, replay
+from cs336_systems.store.files import opened
 from cs336_systems.store.status import Skip
 
 MAX_ENTRIES = 1_000_000  # events that the allocator's ring buffer holds, as in the handout
@@ -117,7 +118,7 @@ def _dump(snapshot: dict[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            pickle.dump(snapshot, file)
+            pickle.dump(snapshot, file, protocol=4)  # torch's own viewer reads no later one
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -136,7 +137,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _load(path: Path) -> Any:
-    with open(path, "rb") as file:
+    with opened(path) as file:
         first = file.read(2)
         if first[:1] != b"\x80" or first[1:] > bytes([pickle.HIGHEST_PROTOCOL]):
             raise ValueError(f"{path} is empty" if not first else f"{path} is not a pickle")

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from cs336_systems.measure.memory.replay import Allocation, Frames, Snapshot
+from cs336_systems.store.files import content
 
 FORMAT, VERSION = "cs336_systems memory timeline", 1
 CATEGORIES = (
@@ -161,7 +162,7 @@ class Timeline:
     def from_json(cls, path: str | Path) -> Timeline:
         """Reads what `to_json` has written; ValueError, which says why, for anything else."""
         try:
-            parts = json.loads(Path(path).read_text(encoding="utf-8"))
+            parts = json.loads(content(Path(path)))
         except ValueError as error:  # of decoding, too
             raise ValueError(f"{path} is no JSON file: {error}") from error
         if not isinstance(parts, dict) or parts.pop("format", None) != FORMAT:

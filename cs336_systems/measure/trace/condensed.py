@@ -18,6 +18,7 @@ import numpy as np
 
 from cs336_systems.measure.trace.events import Kernel, Trace, Usage, union_ns, usage_of
 from cs336_systems.measure.trace.kernels import CLASSES, class_of
+from cs336_systems.store.files import content
 
 FORMAT, VERSION = "cs336_systems trace of a step", 1
 MAX_KERNELS, MAX_RANGES = 10_000, 1_000
@@ -120,7 +121,7 @@ class Step:
     def from_json(cls, path: str | Path) -> Step:
         """Reads what `to_json` has written; ValueError, which says why, for anything else."""
         try:
-            parts = json.loads(Path(path).read_text(encoding="utf-8"))
+            parts = json.loads(content(Path(path)))
         except (ValueError, RecursionError) as error:  # of decoding, too
             raise ValueError(f"{path} is no JSON file: {error}") from error
         if not isinstance(parts, dict) or parts.pop("format", None) != FORMAT:

@@ -22,6 +22,7 @@ import numpy as np
 
 from cs336_systems.measure.trace.events import Trace, union_ns
 from cs336_systems.measure.trace.kernels import COMMUNICATION, class_of
+from cs336_systems.store.files import content
 
 FORMAT, VERSION = "cs336_systems overlap of a step", 1
 PIECES = 1500  # what a lane's gaps are measured by: shorter ones than this part of the step are closed
@@ -162,7 +163,7 @@ def to_json(steps: Sequence[Overlap], path: str | Path) -> None:
 def from_json(path: str | Path) -> list[Overlap]:
     """Reads what `to_json` has written; ValueError, which says why, for anything else."""
     try:
-        parts = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = json.loads(content(Path(path)))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
