@@ -42,9 +42,10 @@ test-versions: $(INSTALLED) ## compile the kernels with every triton that is ser
 chaos: $(INSTALLED) ## kill, fill, corrupt and mistype, and see what is left (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m chaos
 
-lint: $(INSTALLED) ## style of the code, notebooks without outputs, README's numbers
+lint: $(INSTALLED) ## style and types of the code, notebooks without outputs, README's numbers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/$(STRIP) book/*.ipynb
 	$(BIN)/python -m cs336_systems.chapters.index.readme --check
 

@@ -57,7 +57,7 @@ def test_a_wrong_value_is_refused_before_anything_starts(case, tmp_path, monkeyp
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value.replace("{place}", str(tmp_path)))
     monkeypatch.setattr(machine, "machine_name", lambda: "cpu-2")  # without a GPU, wherever this is tested
-    for start in ("store.measuring.measure", "notebooks.own_kernel", "report.build._jupyter_book"):
+    for start in ("store.measuring.measure", "cli.notebooks.own_kernel", "report.build._jupyter_book"):
         monkeypatch.setattr(f"cs336_systems.{start}", lambda *args, **options: pytest.fail("has started"))
     done = call(*(argument.replace("{place}", str(tmp_path)) for argument in case.arguments))
     assert done.exit_code == 2, done.output

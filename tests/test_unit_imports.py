@@ -151,7 +151,7 @@ def test_everything_imports_without_torch_and_triton():
 def test_the_rest_does_not_hang_on_the_other(blocked):
     """`doctor` tells what is missing when only one of the two is there."""
     run(
-        f"import sys\nsys.modules[{blocked!r}] = None\nfrom cs336_systems import doctor\n"
+        f"import sys\nsys.modules[{blocked!r}] = None\nfrom cs336_systems.cli import doctor\n"
         f"[check] = [c for c in doctor.checks() if c.name == {blocked!r}]\n"
         "assert not check.available and 'not installed' in check.detail, check\n"
     )

@@ -362,7 +362,9 @@ def test_a_recording_is_read_back(fake_cuda, tmp_path):
         with pytest.raises(ValueError, match="stage '1st'"):
             mark("1st")
     assert fake_cuda.history[-1] == {"enabled": None} and len(fake_cuda.history) == 2
-    assert [f.name for f in path.parent.iterdir()] == ["s.pickle"] and path.read_bytes()[1] == 4  # its protocol
+    assert [f.name for f in path.parent.iterdir()] == ["s.pickle"] and path.read_bytes()[
+        1
+    ] == 4  # its protocol
     snapshot = read_snapshot(path)
     assert [m.name for m in snapshot.marks] == ["model", "forward", "no-kind 7"]
     assert snapshot.marked_by == "frames" and snapshot.allocator["peak_requested_bytes"] == 77

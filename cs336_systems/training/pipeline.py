@@ -10,7 +10,6 @@ Importing this needs no torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -231,7 +230,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     """Keeps the result, draws the losses, writes the samples."""
     from cs336_systems.training.log import picture
 
-    out, asked = Path(config.out), dataclasses.asdict(config.generation)
+    out = Path(config.out)
     result = {**result, "digest": digest(config)}
     outputs.write(out / "result.json", json.dumps(result, indent=1) + "\n")
     if (out / "log.csv").is_file():
@@ -242,13 +241,22 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line = f"held out: {result['valid_loss']:.4f} nats a token"
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
-    samples, prompt, seed = (asked.pop(name) for name in ("samples", "prompt", "seed"))
-    if samples and config.text.source != "random":
+    how = config.generation
+    if how.samples and config.text.source != "random":
         model, tokenizer = trained(Path(result["checkpoint"]))
         result["samples"] = []
-        for number in range(samples):
-            pieces = spoken(model, tokenizer, prompt, seed=seed + number, **asked)
-            result["samples"].append(prompt + "".join(pieces))
+        for number in range(how.samples):
+            pieces = spoken(
+                model,
+                tokenizer,
+                how.prompt,
+                how.tokens,
+                how.temperature,
+                how.top_k,
+                how.top_p,
+                how.seed + number,
+            )
+            result["samples"].append(how.prompt + "".join(pieces))
             say(f"\n{result['samples'][-1]}")
         outputs.write(out / "samples.txt", "\n\n".join(result["samples"]) + "\n")
     return result
