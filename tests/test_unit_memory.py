@@ -135,7 +135,7 @@ def read(tmp_path):
 def test_a_training_step_has_the_known_peaks_and_categories(read):
     snapshot = read(training_step())
     assert snapshot.marked_by == "frames" and not snapshot.notes and not snapshot.cut_off
-    assert snapshot.base_bytes == 0 and 343 not in {a.size for a in snapshot.allocations}
+    assert 343 not in {a.size for a in snapshot.allocations}
     found = timeline(snapshot)
     assert [s.name for s in found.stages] == [
         "model", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2",
@@ -152,7 +152,6 @@ def test_a_training_step_has_the_known_peaks_and_categories(read):
     }  # fmt: skip
     assert peaks["forward 2"] == weights | {"optimizer state": 600, "activations": 214}
     assert found.peak.bytes == 1304 == snapshot.active().max()
-    assert found.stage_at(found.peak.event) == "backward 2"
     assert found.bytes.keys() == {"weights", "optimizer state", "gradients", "activations", "temporaries"}
     np.testing.assert_array_equal(found.total(), snapshot.active()[list(found.events)])
 
@@ -183,7 +182,7 @@ def test_memory_from_before_the_recording_is_a_base(read):
     gpu.free(freed)
     gpu.alloc(70)
     snapshot = read(gpu)
-    assert snapshot.base_bytes == 1300 and kept in gpu.active
+    assert snapshot.active()[0] == 1300 and kept in gpu.active
     assert snapshot.active().max() == 1350 and snapshot.active()[-1] == 1120
     found = timeline(snapshot)
     assert found.peak.by_category == {"before recording": 1300, "activations": 50}

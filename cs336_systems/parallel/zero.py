@@ -177,11 +177,6 @@ class ShardedOptimizer(Optimizer):
         return collections.ChainMap(*self._owners)[parameter]
 
     @property
-    def shard_bytes(self) -> tuple[int, ...]:
-        """Bytes of the trainable parameters of each rank, in the order of ranks."""
-        return tuple(sum(rounds) for rounds in self._loads[True])
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer state that this rank holds, step counters included."""
         values = (value for state in self.state.values() for value in state.values())

@@ -284,26 +284,17 @@ def tensor_limit(stack: Stack, chip: Chip, tensor_axes: int = 1, activation_byte
     return 2 / activation_bytes * tensor_axes * stack.d_ff / chip.alpha
 
 
-def best_fsdp(stack: Stack, tokens: float, layout: Layout) -> float:
-    """The X (not rounded) that makes communication shortest for B = `tokens` on the layout's N/Z devices.
-
-    With Y = N/(Z·X), gathers of weights take a·X and collectives of activations b/X: the larger of the two, and their
-    sum, are both least where they are equal, X² = (s_a·M_X / (s_w·M_Y))·B·N / (F·Z).
-    """
-    check_sizes(tokens=tokens)
-    ratio = layout.activation_bytes * layout.fsdp_axes / (layout.weight_bytes * layout.tensor_axes)
-    return math.sqrt(ratio * tokens * layout.fsdp * layout.tensor / stack.d_ff)
-
-
 def least_tokens_per_device(
     stack: Stack, chip: Chip, layout: Layout, overlap: str = "together"
 ) -> tuple[float, float]:
     """(B/N, Y): the fewest tokens per device that the best split into X and Y keeps compute-bound, and its Y.
 
-    Put `best_fsdp` into the times: T_compute / T_weights = sqrt(B/N · 4·M_X·M_Y·F / (s_w·s_a)) / α. Together, this
-    must be 1: B/N = (s_w·s_a/4)·α² / (M_X·M_Y·F), at Y = `tensor_limit`. In turn it must be 2, as two times of equal
-    length add up: four times as many tokens, at half the Y. Of the layout only axes, bytes and stages are read: Z
-    stages divide the tokens by Z.
+    With Y = N/(Z·X), gathers of weights take a·X and collectives of activations b/X: the larger of the two, and their
+    sum, are both least where they are equal, X² = (s_a·M_X / (s_w·M_Y))·B·N / (F·Z). Put into the times,
+    T_compute / T_weights = sqrt(B/N · 4·M_X·M_Y·F / (s_w·s_a)) / α. Together, this must be 1:
+    B/N = (s_w·s_a/4)·α² / (M_X·M_Y·F), at Y = `tensor_limit`. In turn it must be 2, as two times of equal length add
+    up: four times as many tokens, at half the Y. Of the layout only axes, bytes and stages are read: Z stages divide
+    the tokens by Z.
     """
     check_choice("overlap", overlap, OVERLAPS)
     least = (

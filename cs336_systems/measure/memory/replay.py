@@ -85,11 +85,6 @@ class Snapshot:
     allocator: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @property
-    def base_bytes(self) -> int:
-        """What was active before the first event."""
-        return sum(a.size for a in self.allocations if a.begin < 0)
-
     def active(self) -> np.ndarray:
         """Active bytes before the first event and after each: (num_events + 1,) of int64."""
         change = np.zeros(self.num_events + 2, np.int64)

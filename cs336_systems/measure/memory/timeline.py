@@ -148,10 +148,6 @@ class Timeline:
         """Active bytes at each point."""
         return np.sum([np.zeros(len(self.events), np.int64), *map(np.array, self.bytes.values())], axis=0)
 
-    def stage_at(self, event: int) -> str:
-        """The name of the stage to which the last of this many events belongs."""
-        return [stage.name for i, stage in enumerate(self.stages) if i == 0 or stage.begin < event][-1]
-
     def to_json(self, path: str | Path) -> None:
         """Writes the timeline, under 60 KB, with one line for each of its parts."""
         parts = {"format": FORMAT, "version": VERSION} | asdict(self)

@@ -198,20 +198,6 @@ class Trace:
         ]  # fmt: skip
         return found[own | ~np.isin(self._roots[found], strangers)]
 
-    @functools.cached_property
-    def kernel_paths(self) -> tuple[str, ...]:
-        """For each kernel the path of the innermost range that it belongs to; empty where there is none.
-
-        Where ranges of two threads are open, those of the other thread come first.
-        """
-        own, other = np.full(len(self.kernels), -1), np.full(len(self.kernels), -1)
-        for i, found in enumerate(self.ranges):  # by start: what comes later is further in
-            kernels = self.owned(i)
-            same = self._columns["thread"][kernels] == found.thread
-            own[kernels[same]] = i
-            other[kernels[~same]] = i
-        return tuple("/".join(self.paths[i] for i in pair if i >= 0) for pair in zip(other, own, strict=True))
-
 
 def _earliest_open(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which of these ranges, sorted by start, is the earliest one open: (n,) times, (n + 1,) places between them."""
@@ -233,16 +219,6 @@ class KernelUse:
     calls: int
     total_ms: float
     share: float
-
-    @property
-    def calls_each(self) -> float:
-        """Calls in one occurrence of the range."""
-        return self.calls / self.occurrences
-
-    @property
-    def ms_each(self) -> float:
-        """Milliseconds of the device in one occurrence of the range."""
-        return self.total_ms / self.occurrences
 
 
 def kernel_table(trace: Trace, range_name: str, *, by: str = "name") -> list[KernelUse]:
@@ -294,16 +270,6 @@ class Usage:
     busy_ms: float
     idle_ms: float
     product_ms: float
-
-    @property
-    def idle_share(self) -> float | None:
-        """Of the span; None if there is none."""
-        return self.idle_ms / self.span_ms if self.span_ms else None
-
-    @property
-    def product_share(self) -> float | None:
-        """Of the sum of kernel times; None if there are no kernels."""
-        return self.product_ms / self.kernel_ms if self.kernel_ms else None
 
 
 def usage(trace: Trace, range_name: str) -> list[Usage]:
