@@ -83,7 +83,7 @@ def test_labels_are_unique():
 # -------------------------------------------------------------------------------------------- three kinds of text
 UNITS = r"(?:ms|µs|tokens/s|TFLOP/s|GB/s|×|%)"
 TYPED = re.compile(rf"\d[\d,.]*[ \u00a0]?{UNITS}(?!\w)")
-SHOWS = {"say", "claim", "answer", "brief"}
+SHOWS = {"say", "claim", "answer"}
 
 
 def literals(tree):

@@ -24,26 +24,35 @@ def book(tmp_path, monkeypatch):
     (tmp_path / "book").mkdir()
     (tmp_path / "_toc.yml").write_text("chapters:\n  - file: one\n  - file: references\n")
     notebook(tmp_path / "book" / "index.ipynb", "x = 1")
-    monkeypatch.setattr(claims, "parts", lambda: ["a (a)", "a (b)"])
+    monkeypatch.setattr(claims, "parts", lambda chapter="": ["a (a)", "a (b)"])
+    monkeypatch.setattr(claims.prose, "made", [])
     return tmp_path
 
 
-START = "from cs336_systems.report.prose import Number, answer, brief, claim"
+START = "from cs336_systems.report.prose import Number, answer, claim"
 
 
 def test_sentences_that_fail_and_parts_without_an_answer_are_one_list(book):
     notebook(
         book / "book" / "one.ipynb", START, "n = Number(2.0)", "claim('Two is three.', n == 3)",
-        "answer('a (a)', f'It is {n:1}.', n > 1)", "claim('Unknown.', None)",
+        "answer('a (a)', f'It is {n:1}.', n > 1, brief='Yes.')", "claim('Unknown.', None)",
     )  # fmt: skip
     wrong, narrow = claims.check(book)
     assert wrong == ["one: “Two is three.”\n    2.000 == 3", "no answer to a (b)"] and narrow == []
 
 
-def test_an_answer_on_the_first_page_is_none(book):
-    notebook(book / "book" / "index.ipynb", START, "brief('a (b)', 'Here.')")
-    notebook(book / "book" / "one.ipynb", START, "answer('a (a)', 'There.')")
-    assert claims.check(book)[0] == ["no answer to a (b)"]
+def test_the_first_page_gathers_what_chapters_answer_in_brief(book, monkeypatch):
+    notebook(
+        book / "book" / "one.ipynb", START, "n = Number(2.0)", "_ = 1 / 0  # a figure",
+        "answer('a (a)', f'It is {n:1}.', n > 1, brief=f'{n:1}.'); ran = True",
+        "answer('a (b)', 'Three.', n == 3, brief='Three.')",
+        "answer('a (c)', 'Four.', brief=f'{Number(float(\"nan\"), \"not measured: four\")}')", "1 / 0  # nobody asks",
+    )  # fmt: skip
+    found = claims.briefs(book)
+    assert found["a (a)"] == "2." and found["a (b)"].startswith("Three. **[")
+    assert found["a (c)"] == "*Not measured: four.*"
+    monkeypatch.setattr(claims, "execute", lambda *a, **k: pytest.fail("executed twice"))
+    assert claims.briefs(book) == found
 
 
 def test_what_a_cell_raises_names_the_notebook_and_the_cell(book):

@@ -152,7 +152,7 @@ def test_every_and_span():
 def test_a_sentence_with_a_missing_number_is_not_shown(shown):
     say(f"It takes {row('big').ms} ms.")
     claim(f"It takes {row('nobody').ms} ms.", True)
-    answer("memory_profiling (a)", f"{row('never').ms / 2} ms")
+    answer("memory_profiling (a)", f"{row('never').ms / 2} ms", brief="Long.")
     say(f"It takes {math.nan:.2f} ms, a nanosecond.")
     assert shown[:2] == ["*Not measured: big: out of memory.*", "*Not measured: nobody.*"]
     assert shown[3] == "*Not measured.*"
@@ -190,6 +190,6 @@ def test_what_is_no_condition(shown, conditions):
 
 
 def test_an_answer_is_a_box_with_a_label(shown):
-    answer("nsys_profile (a)", f"**{row('ours').ms:3} ms**", row("ours").ok)
+    answer("nsys_profile (a)", f"**{row('ours').ms:3} ms**", row("ours").ok, brief="Yes.")
     assert ":name: answer-nsys-profile-a" in shown[0] and "**1.00 ms**" in shown[0]
     assert prose.made[0].part == "nsys_profile (a)"

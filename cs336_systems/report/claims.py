@@ -15,27 +15,36 @@ from unittest import mock
 
 from cs336_systems.report import prose
 from cs336_systems.report.chapter import BUILD_VARIABLE
-from cs336_systems.report.coverage import chapters_in_toc, parts
+from cs336_systems.report.coverage import chapters_in_toc, parts, project_root
 
 
-def execute(notebook: Path, shown_by: str = "", **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
+def execute(
+    notebook: Path, shown_by: str = "", until: str = "", **parameters: Any
+) -> tuple[list[prose.Sentence], list[Any]]:
     """Runs a notebook's code cells in this process, reading rows only; returns its sentences, and all that it
     displayed, or what its cells with the tag `shown_by` did.
 
-    `parameters` replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
+    `until`: ends with the last cell that holds this text or tag, and draws no figure on the way there. `parameters`
+    replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
     names the notebook and the cell.
     """
     displayed: list[Any] = []
     chosen: list[Any] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     before = len(prose.made)
+    cells = [
+        (cell, "".join(cell["source"])) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    ]
+    if until:
+        wanted = [until in source or until in cell["metadata"].get("tags", []) for cell, source in cells]
+        cells = cells[: len(wanted) - wanted[::-1].index(True)] if any(wanted) else []
     with _quiet(displayed):
-        for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"], 1):
-            if cell["cell_type"] != "code":
+        for number, (cell, source) in enumerate(cells, 1):
+            if cell["cell_type"] != "code" or (until and source.startswith("_ = ")):
                 continue
             tags, already = cell["metadata"].get("tags", []), len(displayed)
             try:
-                exec(compile("".join(cell["source"]), f"{notebook.name}[{number}]", "exec"), names)
+                exec(compile(source, f"{notebook.name}[{number}]", "exec"), names)
             except Exception as error:
                 error.add_note(f"in cell {number} of {notebook}")
                 raise
@@ -65,6 +74,20 @@ def _quiet(displayed: list[Any]) -> Iterator[None]:
             plt.close("all")
 
 
+def briefs(root: Path | None = None) -> dict[str, str]:
+    """Part of a problem → its answer in one line, from the chapters' notebooks.
+
+    They are executed here, as far as their last answer, unless this process has executed them already.
+    """
+    root = root or project_root()
+    for page in chapters_in_toc(root):
+        notebook = root / "book" / f"{page}.ipynb"
+        known = {sentence.part for sentence in prose.made}
+        if notebook.is_file() and not known.issuperset(parts(page)):
+            execute(notebook, until="answer(")
+    return {sentence.part: sentence.brief for sentence in prose.made if sentence.part}
+
+
 def check(root: Path) -> tuple[list[str], list[str]]:
     """What is wrong with the book's sentences, a line each; and the comparisons that hold by a little.
 
@@ -72,12 +95,12 @@ def check(root: Path) -> tuple[list[str], list[str]]:
     are not: the page says so.
     """
     wrong, narrow, answered = [], [], set()
-    for page in ["index", *chapters_in_toc(root)]:
+    for page in [*chapters_in_toc(root), "index"]:  # which gathers what they say
         notebook = root / "book" / f"{page}.ipynb"
         if not notebook.is_file():
             continue
         for sentence in execute(notebook)[0]:
-            answered.add(sentence.part if page != "index" else "")
+            answered.add(sentence.part)
             shown = f"{sentence.part}: {sentence.text}" if sentence.part else sentence.text
             if sentence.outcome is False:
                 against = "\n    ".join(sentence.against) or "a condition is False"

@@ -49,11 +49,13 @@ PROBLEMS = (
 )
 
 
-def parts() -> list[str]:
-    """What is to be answered, in the handout's order: `"nsys_profile (a)"`, or a problem's id where it has no parts."""
+def parts(chapter: str = "") -> list[str]:
+    """What is to be answered, by one chapter or all, in the handout's order: `"nsys_profile (a)"`, or a problem's id
+    where it has no parts."""
     return [
         part
         for problem in PROBLEMS
+        if chapter in ("", problem.chapter)
         for part in ([f"{problem.id} ({letter})" for letter in problem.parts] or [problem.id])
     ]
 

@@ -26,7 +26,7 @@ import pandas as pd
 from cs336_systems.report.values import MARK, Number, Row, Span, consulted, missing_of, one, published, span
 
 __all__ = [
-    "Number", "Row", "Span", "answer", "brief", "claim", "compare", "every", "one", "published", "say", "span",
+    "Number", "Row", "Span", "answer", "claim", "compare", "every", "one", "published", "say", "span",
 ]  # fmt: skip
 
 LEAST_NOISE = 0.03  # two measurements that differ by less are never distinguished
@@ -126,6 +126,7 @@ class Sentence:
     part: str  # of a problem, for an answer
     text: str
     outcome: bool | None
+    brief: str = ""  # of an answer, for the first page's table
     against: tuple[str, ...] = ()  # the comparisons that failed
     narrow: tuple[str, ...] = ()  # those that hold by a little
 
@@ -151,16 +152,14 @@ def claim(text: str, *conditions: bool | None) -> None:
     _show(_held("", text, conditions))
 
 
-def answer(part: str, text: str, *conditions: bool | None) -> None:
-    """Shows a claim in a box: the answer to `"nsys_profile (a)"`. One that rests on no rows needs no conditions."""
-    text = _held(part, text, conditions)
+def answer(part: str, text: str, *conditions: bool | None, brief: str) -> None:
+    """Shows a claim in a box: the answer to `"nsys_profile (a)"`. One that rests on no rows needs no conditions.
+
+    brief: the same in one line, which the first page gathers.
+    """
+    text = _held(part, text, conditions, brief)
     html = f'<div style="border-left:4px solid #3b82f6;padding:0.1em 1em">{_html(f"**{part}**")}{_html(text)}</div>'
     _show(text, f":::{{admonition}} {part}\n:class: tip\n:name: {anchor(part)}\n\n{text}\n:::\n", html)
-
-
-def brief(part: str, text: str, *conditions: bool | None) -> tuple[str, str]:
-    """An answer in one line for the first page's table: its part and its text, not shown yet."""
-    return part, _held(part, text, conditions)
 
 
 def anchor(part: str) -> str:
@@ -176,20 +175,24 @@ def _checked(conditions: Iterable[Any]) -> list[bool | None]:
     return found
 
 
-def _held(part: str, text: str, conditions: Iterable[Any]) -> str:
+def _held(part: str, text: str, conditions: Iterable[Any], brief: str = "") -> str:
     """Notes the sentence, and returns what is to be shown of it."""
     found = _checked(conditions)
     seen, consulted[:] = list(consulted), []
-    shown, missing = _readable(text)
+    missing = _readable(text)[1] or _readable(brief)[1]
     outcome = None if missing or None in found else all(found)
-    if outcome is None and not missing:
-        shown = "*Not measured.*"
-    if outcome is False:
-        shown += f" **[{NOT_BORNE_OUT}]**"
+    shown, short = (_shown(words, outcome) for words in (text, brief))
     against = tuple(dict.fromkeys(t for t, result, _ in seen if not result)) if outcome is False else ()
     narrow = tuple(dict.fromkeys(t for t, result, close in seen if result and close)) if outcome else ()
-    made.append(Sentence(part, " ".join(text.replace(MARK, "").split()), outcome, against, narrow))
+    made.append(Sentence(part, " ".join(text.replace(MARK, "").split()), outcome, short, against, narrow))
     return shown
+
+
+def _shown(text: str, outcome: bool | None) -> str:
+    shown, missing = _readable(text)
+    if outcome is None and not missing:
+        return "*Not measured.*"
+    return f"{shown} **[{NOT_BORNE_OUT}]**" if outcome is False else shown
 
 
 def _readable(text: str) -> tuple[str, bool]:
