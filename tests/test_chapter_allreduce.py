@@ -14,10 +14,9 @@ from cs336_systems import accounting, chapters
 from cs336_systems.chapters.allreduce import measure as allreduce
 from cs336_systems.chapters.allreduce import show as page
 from cs336_systems.chapters.allreduce.measure import MB, Case
-from cs336_systems.launch.group import TEAM_VARIABLE, process_group
-from cs336_systems.report.chapter import of_this_team
+from cs336_systems.launch.group import process_group
 from cs336_systems.report.tables import printed
-from cs336_systems.store import machine, measuring, rows
+from cs336_systems.store import machine, measuring, rows, selection
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -147,19 +146,18 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
 
 
 # ------------------------------------------------------------------------------------------------ under torchrun
-def test_a_team_measures_the_groups_of_its_size_only(monkeypatch):
+def test_a_team_measures_the_groups_of_its_size_only():
     cases = allreduce.grid("full")
-    assert of_this_team(allreduce, cases) == cases
-    monkeypatch.setenv(TEAM_VARIABLE, "4")
+    assert selection.of_team(allreduce, cases, None) == cases
     said = []
-    here = of_this_team(allreduce, cases, said.append)
+    here = selection.of_team(allreduce, cases, 4, said.append)
     assert {(c.backend, c.world_size) for c in here} == {("gloo", 4), ("nccl", 4)}
     assert said == [
         "allreduce: 5 of 7 groups are left out: they need another number of processes than the 4 that torchrun has "
         "started"
     ]
     other = chapters.load("hardware")
-    assert of_this_team(other, other.grid("full"), said.append) == other.grid("full")
+    assert selection.of_team(other, other.grid("full"), 4, said.append) == other.grid("full")
     assert len(said) == 1
 
 

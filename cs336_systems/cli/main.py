@@ -243,9 +243,7 @@ def merge(
 @results.command("carry")
 def carry(
     tables: Annotated[list[str], typer.Argument(help="Tables, as their CSV is named.")],
-    because: Annotated[
-        str, typer.Option(help="Why what is measured is the same: what was compared, and how.")
-    ],
+    because: Annotated[str, typer.Option(help="Why what is measured is the same.")],
     commit: Annotated[str, typer.Option("--from", help="With whose files the rows were measured.")] = "HEAD",
     param: Annotated[
         list[str] | None,

@@ -187,7 +187,7 @@ class Chapter:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
         failed = []
         for table in self.tables if self.measuring else []:
-            cases = of_this_team(table.experiment, table.cases(self.machines[0]))
+            cases = selection.of_team(table.experiment, table.cases(self.machines[0]), team_size())
             try:
                 measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
             except measuring.ContextLost:
@@ -323,26 +323,6 @@ class Chapter:
             "measured with earlier code": len(self.stale()),
         }
         return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
-
-
-def of_this_team(
-    experiment: ModuleType, cases: Sequence[Any], log: Callable[[str], None] = print
-) -> list[Any]:
-    """The cases that can be measured here: all, or under torchrun those for as many processes as it has started.
-
-    A group needs as many as the largest `world_size` of its cases; one without that field needs no others. What is
-    left out gets no rows, and `log` a line about it.
-    """
-    team, groups = team_size(), store.groups(experiment, cases)
-    if team is None:
-        return list(cases)
-    here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
-    if len(here) < len(groups):
-        log(
-            f"{store.table_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
-            f"they need another number of processes than the {team} that torchrun has started"
-        )
-    return [case for group in here for case in group]
 
 
 def _this_machine() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -117,3 +117,23 @@ def cases_beyond(
         return cases(tables, experiment, preset, **given | chosen)
     lists |= {"repeat": [0]} | chosen
     return [experiment.Case(*combination) for combination in itertools.product(*lists.values())]
+
+
+def of_team(
+    experiment: ModuleType, cases: Sequence[Any], team: int | None, log: Callable[[str], None] = print
+) -> list[Any]:
+    """The cases that a team of so many processes can measure, which torchrun has started; without one, all.
+
+    A group needs as many as the largest `world_size` of its cases; one without that field needs no others. What is
+    left out gets no rows, and `log` a line about it.
+    """
+    groups = rows.groups(experiment, cases)
+    if team is None:
+        return list(cases)
+    here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
+    if len(here) < len(groups):
+        log(
+            f"{rows.table_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
+            f"they need another number of processes than the {team} that torchrun has started"
+        )
+    return [case for group in here for case in group]

@@ -56,17 +56,11 @@ DEPENDS = (
 )  # fmt: skip
 GROUP = ("backend", "device", "world_size")
 METRICS = (
-    "ms_p20",
-    "ms_p50",
-    "ms_p80",
-    "host_ms",
+    "ms_p20", "ms_p50", "ms_p80", "host_ms",
     "algorithm_gb_per_s",  # bytes of the tensor over the median, 10^9 bytes/s
     "bus_gb_per_s",  # 2(n - 1)/n times that; empty for one process
-    "error",
-    "warmups",
-    "calls",
-    "library",
-)
+    "error", "warmups", "calls", "library",
+)  # fmt: skip
 
 MB = 2**20
 HANDOUT = (MB, 10 * MB, 100 * MB, 1024 * MB)
