@@ -11,7 +11,8 @@ A wgmma instruction may take its left operand, A, from four registers of each th
 take P and dS. It reads them after it was issued, so they must not be written before a wait: `HGMMA ..., gsb0` ends a
 group of products, `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n groups are left, nothing else waits for them.
 ptxas 12.8 and 12.9 (triton 3.6 to 3.8) reuse such registers too early in pipelined loops that convert A; 13.3 and 13.4
-do not. No kernel that the tests compile for Hopper has that fault, with any of triton 3.6 to 3.9.
+do not. Kernels for Hopper were searched with triton 3.6 to 3.9 (bf16, causal), portable ones with 3.7 and 3.8: none has
+that fault.
 
 `wrong_descriptors` and `overwritten_operands` follow every path through a kernel. The first finds registers without the
 copy, whatever stands in them; neither vouches for the rest of the code. Portable kernels are searched before they first
