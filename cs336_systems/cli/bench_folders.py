@@ -33,10 +33,8 @@ def matrix(
     from cs336_systems.store import numbers
     from cs336_systems.store.machine import gpu_names
 
-    with terminal.wrong_input():
-        from cs336_systems.chapters.training import (
-            show_matrix as report,  # matplotlib refuses a wrong MPLBACKEND
-        )
+    with terminal.wrong_input():  # matplotlib refuses a wrong MPLBACKEND
+        from cs336_systems.chapters.training import show_matrix as report
 
         experiment = chapters.load("training")
         if (asked := numbers.whole(ranks, "ranks=")) < 0:

@@ -3,8 +3,8 @@
 
 A notebook's first cell is
 
-    from cs336_systems import report
-    chapter = report.Chapter.from_parameters("hardware", globals())
+    from cs336_systems import chapters
+    chapter = chapters.opened("hardware", globals())
     chapter.measure()
 
 and everything after it reads `chapter.rows()`.

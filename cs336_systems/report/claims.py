@@ -77,15 +77,15 @@ def _quiet(displayed: list[Any]) -> Iterator[None]:
 def briefs(root: Path | None = None) -> dict[str, str]:
     """Part of a problem → its answer in one line, from the chapters' notebooks.
 
-    They are executed here, as far as their last answer, unless this process has executed them already.
+    They are executed here, as far as their last answer; their sentences are not this page's.
     """
     root = root or project_root()
-    for page in chapters_in_toc(root):
-        notebook = root / "book" / f"{page}.ipynb"
-        known = {sentence.part for sentence in prose.made}
-        if notebook.is_file() and not known.issuperset(parts(page)):
-            execute(notebook, until="answer(")
-    return {sentence.part: sentence.brief for sentence in prose.made if sentence.part}
+    before, found = len(prose.made), {}
+    for page in filter(parts, chapters_in_toc(root)):
+        sentences, _ = execute(root / "book" / f"{page}.ipynb", until="answer(")
+        found |= {sentence.part: sentence.brief for sentence in sentences if sentence.part}
+    del prose.made[before:]
+    return found
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:
@@ -95,7 +95,7 @@ def check(root: Path) -> tuple[list[str], list[str]]:
     are not: the page says so.
     """
     wrong, narrow, answered = [], [], set()
-    for page in [*chapters_in_toc(root), "index"]:  # which gathers what they say
+    for page in ["index", *chapters_in_toc(root)]:
         notebook = root / "book" / f"{page}.ipynb"
         if not notebook.is_file():
             continue
