@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import importlib.util
 import json
 import os
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from cs336_systems.store.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = os.environ.get("CS336_RESULTS", str(ROOT / "results"))
@@ -78,7 +84,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "run": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-test",
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "env": machine.environment_digest(),
-        "code": digest(gpu_tests),
+        "code": digest(gpu_tests.TABLE),
     }
     found = [
         {"file": file, "seconds": _SECONDS[file]}
@@ -86,7 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         | provenance
         for file, n in _OUTCOMES.items()
     ]
-    rows.write(gpu_tests, machine.machine_name(), found, Path(RESULTS))
+    rows.write(gpu_tests.TABLE, machine.machine_name(), found, Path(RESULTS))
     rows.write_environment(machine.machine_name(), Path(RESULTS))
 
 
@@ -132,6 +138,18 @@ def results_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     for variable in ("CS336_BOOK_BUILD", "CS336_MACHINE"):
         monkeypatch.delenv(variable, raising=False)
     return root
+
+
+@pytest.fixture
+def measured_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Table, Callable[..., Any]], None]:
+    """`measured_by(table, run_group)`: this function measures the table's groups."""
+
+    def replace(table: Table, run_group: Callable[..., Any]) -> None:
+        monkeypatch.setattr(
+            sys.modules[table.module], "TABLE", dataclasses.replace(table, run_group=run_group)
+        )
+
+    return replace
 
 
 @pytest.fixture

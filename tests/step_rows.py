@@ -8,7 +8,7 @@ import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.chapters.shared import steps
-from cs336_systems.measure.clocks.phases import Series
+from cs336_systems.measure.clocks.turns import Samples
 from cs336_systems.sizes import size
 from cs336_systems.store import rows
 from cs336_systems.store.provenance import digest
@@ -30,21 +30,23 @@ def metrics(case, seed=0):
     base *= {"reference": 1.3}.get(case.attention, 1.0)
     spent = {"forward": base, "backward": 2 * base, "optimizer": accounting.num_parameters(config) * 1.1e-8}
     count = {"forward": 1, "forward_backward": 2, "train_step": 3}[case.mode]
-    found, whole = {"matmul_precision": "highest" if case.dtype == "fp32" else "high"}, []
+    found = {"matmul_precision": "highest" if case.dtype == "fp32" else "high"}
+    turn = {}
     for phase in steps.PHASES[:count]:
         times = [spent[phase] * (1 + 0.01 * draw.random()) for _ in range(case.steps)]
         if case.warmup == 0:
             times[:2] = [times[0] * 20, times[1] * 1.5]
-        found |= Series([], times).metrics(phase)
-        whole.append(times)
-    step = Series([], [sum(times) for times in zip(*whole, strict=True)])
-    found |= step.metrics("step") | {"peak_gib": peak * 1.003, "first_step_ms": step.p50 * 3}
+        turn[phase] = times
+        found |= Samples([turn]).row(phase, steps.STATISTICS)
+    step = Samples([turn]).summed("step")
+    step_ms = step.p50("step")
+    found |= step.row("step", steps.STATISTICS) | {"peak_gib": peak * 1.003, "first_step_ms": step_ms * 3}
     if case.compile != "off":
         found |= {"graphs": 1, "compile_s": 2.0 * config.num_layers, "first_step_ms": 2e3 * config.num_layers}
     tokens = case.batch * case.context_length
     peak_tflops = accounting.peaks("NVIDIA H100 80GB HBM3").tflops[case.dtype]
-    found["mfu"] = accounting.mfu(config, case.batch, case.context_length, case.mode, step.p50, peak_tflops)
-    return found | {"tokens_per_s": tokens / step.p50 * 1e3, "sm_mhz": 1900.0, "power_w": 600.0}
+    found["mfu"] = accounting.mfu(config, case.batch, case.context_length, case.mode, step_ms, peak_tflops)
+    return found | {"tokens_per_s": tokens / step_ms * 1e3, "sm_mhz": 1900.0, "power_w": 600.0}
 
 
 def write(experiment, cases, root, machine="h100-x1", make=metrics):
@@ -65,7 +67,7 @@ def write(experiment, cases, root, machine="h100-x1", make=metrics):
 
 def frame(experiment, *given, **common):
     """Rows of one run of machine `x`: what all have in common, what each is given, and no other number."""
-    lacking = dict.fromkeys(experiment.METRICS, math.nan)
+    lacking = dict.fromkeys(experiment.metrics, math.nan)
     lacking |= {"machine": "x", "run": "r", "status": "ok", "repeat": 0}
     found = pd.DataFrame([lacking | common | row for row in given])
     first = [column for column in ("machine", *rows.case_fields(experiment)) if column in found]

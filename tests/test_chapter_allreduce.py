@@ -37,7 +37,7 @@ def test_full_grid_is_the_handouts_and_more():
         assert (case.backend, case.device) in (("gloo", "cpu"), ("nccl", "cuda"))
         if case.how == "bucket" or case.repeat:  # beside what it is compared with
             assert Case(case.backend, case.device, case.world_size, case.num_bytes) in cases
-    groups = rows.groups(allreduce, cases)
+    groups = rows.groups(allreduce.TABLE, cases)
     assert len(groups) == 7 and all(len({c.world_size for c in g}) == 1 for g in groups)
     for group in groups:  # a size's cases are next to each other, small ones first
         assert [c.num_bytes for c in group] == sorted(c.num_bytes for c in group)
@@ -48,9 +48,9 @@ def test_full_grid_is_the_handouts_and_more():
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once."""
     root = tmp_path_factory.mktemp("results")
-    measuring.measure(allreduce, allreduce.grid("smoke"), root=root, log=lambda line: None)
+    measuring.measure(allreduce.TABLE, allreduce.grid("smoke"), root=root, log=lambda line: None)
     [name] = [p.name for p in root.iterdir()]
-    return rows.read(allreduce, name, root)
+    return rows.read(allreduce.TABLE, name, root)
 
 
 @without_gpu
@@ -137,8 +137,8 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
 
     monkeypatch.setattr(module, "launch", launch)
     with pytest.raises(measuring.MeasurementError, match="7 cases of allreduce ended in an error"):
-        measuring.measure(allreduce, allreduce.grid("smoke"), log=lambda line: None)
-    found = rows.read(allreduce, machine.machine_name())
+        measuring.measure(allreduce.TABLE, allreduce.grid("smoke"), log=lambda line: None)
+    found = rows.read(allreduce.TABLE, machine.machine_name())
     assert set(found[found["world_size"] == 2]["status"]) == {
         "error: LaunchError: rank 1 of 2: signal SIGKILL"
     }
@@ -148,9 +148,9 @@ def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_r
 # ------------------------------------------------------------------------------------------------ under torchrun
 def test_a_team_measures_the_groups_of_its_size_only():
     cases = allreduce.grid("full")
-    assert selection.of_team(allreduce, cases, None) == cases
+    assert selection.of_team(allreduce.TABLE, cases, None) == cases
     said = []
-    here = selection.of_team(allreduce, cases, 4, said.append)
+    here = selection.of_team(allreduce.TABLE, cases, 4, said.append)
     assert {(c.backend, c.world_size) for c in here} == {("gloo", 4), ("nccl", 4)}
     assert said == [
         "allreduce: 5 of 7 groups are left out: they need another number of processes than the 4 that torchrun has "
@@ -177,7 +177,7 @@ def test_under_torchrun(results_root, project_root, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "allreduce: 1 of 2 groups are left out" in done.stdout
     assert "[rank 0] gloo 2 x 1 MB, bucket: " in done.stdout
-    found = rows.read(allreduce, machine.machine_name(), results_root)
+    found = rows.read(allreduce.TABLE, machine.machine_name(), results_root)
     assert set(found["world_size"]) == {2} and len(found) == 4 and set(found["status"]) == {"ok"}
 
 
@@ -210,7 +210,7 @@ def made_up(results_root):
     four = [c for c in allreduce.grid("full") if (c.backend, c.world_size) == ("nccl", 4)]
     for gpus, cases in ((2, allreduce.grid("full")), (4, four)):
         step_rows.write(
-            allreduce, cases, results_root, f"h200-x{gpus}", functools.partial(metrics, gpus=gpus)
+            allreduce.TABLE, cases, results_root, f"h200-x{gpus}", functools.partial(metrics, gpus=gpus)
         )
         rows.write_environment(
             f"h200-x{gpus}", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": gpus}}

@@ -3,11 +3,13 @@ rows there are."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import math
 import types
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -18,6 +20,7 @@ from cs336_systems.chapters.attention import measure as experiment
 from cs336_systems.chapters.attention import show as page
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.measure.clocks.turns import Candidate
 from cs336_systems.report.tables import printed
 from cs336_systems.store.status import Skip
 
@@ -67,7 +70,7 @@ def test_a_group_fills_its_columns(quick, dtype):
     assert flash["status"] == "skipped: needs a CUDA device"  # its interpreter is never timed
     for metrics in (plain, compiled, again):
         assert "status" not in metrics and "failed_in" not in metrics
-        assert set(metrics) <= set(experiment.METRICS)
+        assert set(metrics) <= set(experiment.TABLE.metrics)
         assert metrics["matmul_precision"] == "highest"
         assert metrics["workspace_gib"] is None  # memory is only known on a GPU
         for part in experiment.PARTS:
@@ -157,35 +160,26 @@ def test_a_case_that_fails_or_does_not_fit_leaves_the_others_measured(quick, mon
     assert "status" not in fine and fine["backward_ms_p50"] > 0
 
 
-def candidate(metrics, impl="reference"):
-    shape = (experiment.BATCH, 32, 16)
-    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-    found = experiment._Candidate(group(impls=(impl,))[0], metrics, inputs, torch.randn(shape))
-    found.apply = peers.build(impl, False, "cpu", 32).apply
-    return found
+@pytest.mark.parametrize("fails", [False, True])
+def test_between_steps_nothing_is_kept(monkeypatch, fails):
+    inputs = [torch.randn(experiment.BATCH, 32, 16, requires_grad=True) for _ in range(3)]
+    outputs, build = [], peers.build("reference", False, "cpu", 32).apply
 
+    def kept(q, k, v):
+        o = FailsIn.apply(q, k, v, "backward") if fails else build(q, k, v)
+        outputs.append(weakref.ref(o))
+        return o
 
-def test_between_steps_nothing_is_kept():
-    one = candidate({})
-    one.forward()
-    output = one.output
-    one.backward()
-    assert all(x.grad is not None for x in one.inputs)
-    with pytest.raises(RuntimeError, match="second time"):  # the graph is freed, and P with it
-        output.backward(one.grad_o)
-    one.forget()
-    assert one.output is None
-    assert all(x.grad is None for x in one.inputs)
-
-
-def test_a_failed_step_keeps_nothing_and_says_where(monkeypatch):
-    metrics = {}
-    one = candidate(metrics)
-    fails = peers.Attention(lambda q, k, v: FailsIn.apply(q, k, v, "backward"), "eager")
-    monkeypatch.setattr(peers, "build", lambda *rest: fails)
-    one.try_out()
-    assert metrics == {"failed_in": "backward", "status": "oom"}
-    assert one.output is None
+    monkeypatch.setattr(peers, "build", lambda *rest: peers.Attention(kept, "eager"))
+    one = Candidate(group(impls=("reference",))[0])
+    with contextlib.suppress(torch.OutOfMemoryError):
+        experiment._try_out(one, inputs, torch.randn(experiment.BATCH, 32, 16), "cpu")
+    gc.collect()
+    assert one.metrics == ({"failed_in": "backward"} if fails else {})
+    assert len(outputs) == (1 if fails else 2) and (
+        fails or not any(output() is not None for output in outputs)
+    )
+    assert all(x.grad is None for x in inputs)
 
 
 # --------------------------------------------------------------------------------- the cap
@@ -278,7 +272,7 @@ ROOFS = {"x": Roofs(tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 600.0}, tb_per_
 
 
 rows = functools.partial(
-    step_rows.frame, experiment, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0, impl="reference",
+    step_rows.frame, experiment.TABLE, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0, impl="reference",
     workspace_gib=0.0625,
 )  # fmt: skip
 

@@ -16,7 +16,8 @@ from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared import steps
 from cs336_systems.chapters.shared.steps import Case
 from cs336_systems.cli import main as cli
-from cs336_systems.measure.clocks.phases import each
+from cs336_systems.measure.clocks import turns
+from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report.prose import one
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
@@ -95,19 +96,18 @@ def test_out_of_memory_is_a_row_and_the_others_run(monkeypatch):
 
 
 def test_memory_that_runs_out_only_in_turns_sends_each_alone(monkeypatch):
-    calls = []
-    timed = steps.phases.time_phases
+    calls, timed = [], turns.take_turns
 
-    def crowded(candidates, **options):
+    def crowded(candidates, clock):
         calls.append(len(candidates))
-        if options.get("steps", 0) == 3 and len(candidates) > 1:
+        if len(candidates) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return timed(candidates, **options)
+        return timed(candidates, clock)
 
-    monkeypatch.setattr(steps.phases, "time_phases", crowded)
+    monkeypatch.setattr(turns, "take_turns", crowded)
     found = list(steps.run_group([case(), case(repeat=1)]))
     assert all("status" not in f and f["step_ms_p50"] > 0 for f in found)
-    assert calls == [1, 1, 2, 1, 1]
+    assert calls == [2, 1, 1]
 
 
 def test_few_warm_up_steps_mean_a_fresh_process(monkeypatch):
@@ -172,7 +172,7 @@ laptop = step_rows.metrics  # for tests/test_chapters.py
 @pytest.fixture
 def made_up(results_root):
     """The rows of a chapter that are made up, on `h100-x1`."""
-    step_rows.write(benchmarking, benchmarking.grid("full"), results_root)
+    step_rows.write(benchmarking.TABLE, benchmarking.grid("full"), results_root)
     return chapters.read("benchmarking", machine="h100-x1", preset="full").rows()
 
 
@@ -308,7 +308,7 @@ def test_wrong_values_are_named(arguments, words):
     assert result.exit_code == 2 and words in result.output
 
 
-def test_options_reach_the_measurement(monkeypatch, tmp_path):
+def test_options_reach_the_measurement(monkeypatch, measured_by, tmp_path):
     asked = {}
     # for the command line, which refuses a snapshot without a GPU
     monkeypatch.setattr(machine, "machine_name", lambda: "h100-x1")
@@ -318,7 +318,7 @@ def test_options_reach_the_measurement(monkeypatch, tmp_path):
         asked.update(options, cases=cases)
         return [{"step_ms_p50": 1.0} for _ in cases]
 
-    monkeypatch.setattr(benchmarking, "run_group", run_group)
+    measured_by(benchmarking.TABLE, run_group)
     file = tmp_path / "m.pickle"
     result = bench(
         "--size", "tiny", "--context-length", "16", "--mode", "forward", "--compile", "--nvtx", "--memory-snapshot",

@@ -49,10 +49,10 @@ def test_full_grid_is_what_the_problems_ask_for():
         assert Case("xl", 128, "bucketed", float(mb)) in cases
     for c in cases:  # beside its run without communication, told apart by its name
         assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
-    for group in rows.groups(ddp, cases):
+    for group in rows.groups(ddp.TABLE, cases):
         assert len({(c.context_length, c.name) for c in group}) == len(group)
     two = [c for c in cases if c.world_size <= 2]
-    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp, two)) < 400
+    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp.TABLE, two)) < 400
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -64,7 +64,7 @@ def test_a_group_on_two_ranks():
     ]  # fmt: skip
     found = list(ddp.run_group(group))
     for c, row in zip(group, found, strict=True):
-        assert set(row) <= set(ddp.METRICS) and "status" not in row
+        assert set(row) <= set(ddp.TABLE.metrics) and "status" not in row
         assert row["backend"] == "gloo" and row["matmul_precision"] == "highest"
         assert row["step_ms_p20"] <= row["step_ms_p50"] <= row["step_ms_p80"]
         tokens = c.batch * c.context_length * (1 if c.wrapper == "alone" else 2)
@@ -77,7 +77,7 @@ def test_a_recorded_group(results_root):
     group = [case(kind="trace"), case(kind="trace", wrapper="bucketed", bucket_mb=0.1)]
     found = list(ddp.run_group(group))
     for c, row in zip(group, found, strict=True):
-        assert set(row) <= set(ddp.METRICS) and "status" not in row
+        assert set(row) <= set(ddp.TABLE.metrics) and "status" not in row
         assert row["source"] == "torch-cpu" and row["tool_version"]
         assert 0 < row["communication_ms"] < row["traced_ms"] and 0 < row["compute_ms"] < row["traced_ms"]
         assert 0 <= row["backward_overlap_ms"] <= row["overlap_ms"] <= row["communication_ms"]
@@ -187,7 +187,7 @@ def test_on_two_gpus(results_root):
 def timed(wrapper, step, backward=100.0, wait=0.0, **more):
     """A row of a timed step, on two GPUs at context 1,024 unless `more` says otherwise."""
     fields = dataclasses.asdict(Case("xl", 1024, wrapper, kind="time"))
-    lacking = dict.fromkeys(ddp.METRICS, math.nan)
+    lacking = dict.fromkeys(ddp.TABLE.metrics, math.nan)
     found = {"step_ms_p20": step, "step_ms_p50": step, "step_ms_p80": step, "backward_ms_p50": backward,
              "synchronization_ms_p50": wait, "backend": "nccl", "status": "ok", "run": "r", "machine": "x",
              "time_utc": "2026-01-01T00:00:00Z", "env": "0" * 8, "code": "0" * 8}  # fmt: skip
@@ -256,7 +256,7 @@ def test_the_main_rows_are_of_the_fewest_gpus_and_the_longest_context():
 
 
 def test_pace_holds_a_step_against_itself_and_against_another_chapter():
-    alone = dict.fromkeys(zero.METRICS, math.nan) | {
+    alone = dict.fromkeys(zero.TABLE.metrics, math.nan) | {
         "variant": "alone", "moment": "timed", "repeat": 0, "machine": "x",
     }  # fmt: skip
     other = pd.DataFrame(
@@ -322,7 +322,7 @@ def test_figures(results_root):
     assert list(exposed) == [1.0, 10.0, 100.0] and model == pytest.approx([1.1, 1.1, 10.01])
     assert len(right.lines) == 2
 
-    rows.write(ddp, "x", [row | {"context_length": 512} for row in found], results_root)
+    rows.write(ddp.TABLE, "x", [row | {"context_length": 512} for row in found], results_root)
     chapter = chapters.read("ddp", machine="x", preset="full")
     assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
     for wrapper in ("naive", "overlapped"):

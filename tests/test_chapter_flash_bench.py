@@ -14,6 +14,7 @@ from cs336_systems.chapters.flash_bench import measure as flash_bench
 from cs336_systems.chapters.flash_bench import show as page
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared import attention_peers as peers
+from cs336_systems.measure.clocks.calls import Calls
 from cs336_systems.report.tables import printed
 
 torch = pytest.importorskip("torch")
@@ -45,16 +46,10 @@ def test_many_heads_are_measured_against_the_library_kernels():
 # --------------------------------------------------------------------------------- measuring, on a CPU
 @pytest.fixture(scope="module")
 def quick():
-    """`interleaved` with next to no repetitions: what is tested here are the rows, not their numbers."""
+    """Next to no repetitions: what is tested here are the rows, not their numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        from cs336_systems.measure.clocks import timing
-
-        slow = timing.interleaved
-        patch.setattr(
-            timing,
-            "interleaved",
-            lambda *a, **k: slow(*a, **(k | {"rounds": 1, "warmup_ms": 1, "rep_ms": 2})),
-        )
+        little = {"num_rounds": 1, "warmup_ms": 1, "rep_ms": 2}
+        patch.setattr(flash_bench, "Calls", lambda device, **told: Calls(device, **told | little))
         yield
 
 
@@ -68,7 +63,7 @@ def test_a_group_fills_its_columns_and_is_right(quick, dtype, bound):
     cases = [*group(dtype), flash_bench.Case(1, 128, 32, dtype, "reference", 1)]
     found = flash_bench.run_group(cases)
     assert len(found) == len(cases)
-    assert all(set(metrics) <= {*flash_bench.METRICS, "status"} for metrics in found)
+    assert all(set(metrics) <= {*flash_bench.TABLE.metrics, "status"} for metrics in found)
     assert found[0]["status"] == "skipped: needs a CUDA device"  # its interpreter is never timed
     for case, metrics in zip(cases[1:], found[1:], strict=True):
         assert "status" not in metrics
@@ -127,7 +122,7 @@ def test_precision_is_left_as_it_was(quick):
 
 
 # --------------------------------------------------------------------------------- frames
-LACKING = dict.fromkeys(flash_bench.METRICS, math.nan)
+LACKING = dict.fromkeys(flash_bench.TABLE.metrics, math.nan)
 SHAPE = {"machine": "x", "heads": 1, "seq_len": 1024, "head_dim": 64, "dtype": "bf16", "repeat": 0}
 
 

@@ -17,16 +17,16 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once."""
     root = tmp_path_factory.mktemp("results")
-    measuring.measure(hardware, hardware.grid("smoke"), root=root)
+    measuring.measure(hardware.TABLE, hardware.grid("smoke"), root=root)
     [machine] = [p.name for p in root.iterdir()]
-    return rows.read(hardware, machine, root)
+    return rows.read(hardware.TABLE, machine, root)
 
 
 def test_full_grid_has_every_dtype_and_kind():
     cases = hardware.grid("full")
-    assert {case.kind for case in cases} == set(hardware.KINDS)
+    assert {case.kind for case in cases} == set(hardware._PREPARE)
     assert {case.dtype for case in cases if case.kind == "matmul"} == set(hardware.DTYPES)
-    for kind in hardware.KINDS:
+    for kind in hardware._PREPARE:
         assert sum(case.kind == kind and case.repeat == 1 for case in cases) == 1  # one A/A pair each
 
 
@@ -74,7 +74,7 @@ def test_out_of_memory_leaves_the_others_of_the_group(monkeypatch):
             raise MemoryError
         return prepare(case, device, metrics)
 
-    monkeypatch.setattr(hardware, "_matmul", full)
+    monkeypatch.setitem(hardware._PREPARE, "matmul", full)
     first, second = hardware.run_group([hardware.Case("matmul", dtype, 32, 0) for dtype in ("bf16", "fp32")])
     assert first == {"status": "oom"} and second["tflops"] > 0 and "status" not in second
 
@@ -104,7 +104,7 @@ def test_on_a_gpu():
 # ----------------------------------------------------------------------------------------------- the page
 def test_frames_of_measured_rows(smoke, results_root):
     machine = "cpu-9"
-    rows.write(hardware, machine, smoke.assign(env="e").to_dict("records"), results_root)
+    rows.write(hardware.TABLE, machine, smoke.assign(env="e").to_dict("records"), results_root)
     (results_root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
     chapter = chapters.read("hardware")
     table = page.roof_table(chapter).set_index("roof")

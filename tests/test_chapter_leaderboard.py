@@ -32,7 +32,7 @@ def published(monkeypatch, project_root):
 
 def test_harness_is_sorted_and_holds_others_against_ours(published):
     found = page.harness(rows(
-        leaderboard, harness("fa4", 3.0), harness("flash_triton", 2.0), harness("flash_triton", 9.0, repeat=1),
+        leaderboard.TABLE, harness("fa4", 3.0), harness("flash_triton", 2.0), harness("flash_triton", 9.0, repeat=1),
         harness("flash_triton", 2.5, rep_ms=leaderboard.OFFICIAL_MS), harness("sdpa_cudnn", math.nan, status="oom"),
     ))  # fmt: skip
     assert list(found["implementation"][:2]) == ["ours", "FlashAttention-4"]
@@ -45,7 +45,7 @@ def test_harness_is_sorted_and_holds_others_against_ours(published):
 
 
 def test_published_entries_stand_beside_their_own_work_only(published):
-    assert len(page.harness(rows(leaderboard, harness("flash_triton", 2.0, seq_len=256)))) == 1
+    assert len(page.harness(rows(leaderboard.TABLE, harness("flash_triton", 2.0, seq_len=256)))) == 1
 
 
 def test_limits_are_those_of_the_units():
@@ -55,7 +55,8 @@ def test_limits_are_those_of_the_units():
     assert forward["exps"] == pytest.approx(pairs / 16 / clocks, rel=1e-2) == forward["products"]
     assert backward["products"] == pytest.approx(2.5 * forward["products"])
     kernels = rows(
-        leaderboard_kernels, {"impl": "flash_triton", "part": "forward", "grad_o": "matrix", "ms_p50": 1.5}
+        leaderboard_kernels.TABLE,
+        {"impl": "flash_triton", "part": "forward", "grad_o": "matrix", "ms_p50": 1.5},
     )
     found = page.limits_table(kernels, Roofs(tflops={"bf16": 500.0})).set_index("limit")
     assert found.loc["ours, measured", "forward, ms"] == 1.5 and math.isnan(
@@ -73,7 +74,8 @@ def test_limits_are_those_of_the_units():
 def test_a_steps_gain_is_over_its_base_and_of_one_run():
     step = {"part": "forward", "predicted_ms": 1.0}
     found = page.ladder(rows(
-        leaderboard_ladder, step | {"impl": "f_all_tiles", "ms_p50": 4.0}, step | {"impl": "f_skip", "ms_p50": 2.0},
+        leaderboard_ladder.TABLE,
+        step | {"impl": "f_all_tiles", "ms_p50": 4.0}, step | {"impl": "f_skip", "ms_p50": 2.0},
         step | {"impl": "f_split", "ms_p50": 1.0, "run": "another"},
     ), "forward").set_index("#")  # fmt: skip
     assert found.loc[2, "gain"] == 2.0 and found.loc[2, "from"] == 1
@@ -88,7 +90,8 @@ def test_a_steps_gain_is_over_its_base_and_of_one_run():
 def test_kernels_stand_by_shape():
     given = {"impl": "flash_triton", "grad_o": "matrix"}
     found = page.kernels_table(rows(
-        leaderboard_kernels, given | {"part": "backward", "ms_p50": 2.0}, given | {"part": "forward", "ms_p50": 1.0},
+        leaderboard_kernels.TABLE,
+        given | {"part": "backward", "ms_p50": 2.0}, given | {"part": "forward", "ms_p50": 1.0},
         given | {"part": "backward", "ms_p50": 9.0, "grad_o": "number"}, given | {"part": "forward", "dtype": "fp32"},
     ), ("flash_triton", "fa4"))  # fmt: skip
     assert found[["pass", "dtype", "d", "mask"]].values.tolist() == [
@@ -100,7 +103,8 @@ def test_kernels_stand_by_shape():
 def test_counters_are_of_the_implementations_shown():
     given = {"part": "forward", "instructions": 1e8}
     found = page.counters_table(rows(
-        leaderboard_counters, given | {"impl": "flash_triton", "part": "backward"}, given | {"impl": "flash_triton"},
+        leaderboard_counters.TABLE,
+        given | {"impl": "flash_triton", "part": "backward"}, given | {"impl": "flash_triton"},
         given | {"impl": "plain_triton", "head_dim": 128}, given | {"impl": "sdpa_flash"},
         given | {"impl": "flash_triton", "repeat": 1},
     ))  # fmt: skip
@@ -119,7 +123,7 @@ def test_shapes_are_held_against_their_best_peer():
     given = [
         s | {"impl": impl, "ms_p50": ms} for s, times in shapes for impl, ms in zip(impls, times, strict=True)
     ]
-    found = rows(leaderboard_shapes, *given, at | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1})
+    found = rows(leaderboard_shapes.TABLE, *given, at | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1})
     met = page.shapes_summary(found).set_index(["pass", "shapes"])
     assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 1.5, 1.5]
     assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(1.5 * 0.5))

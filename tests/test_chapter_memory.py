@@ -44,7 +44,7 @@ def test_full_covers_the_grid_of_the_handout():
         assert memory.Case("2.7B", context, mode, dtype) in cases
     assert {c.size for c in cases if c.mode == "train_step"} == set(SIZES) - {"tiny"}
     assert sum(memory.estimate_s([case]) for case in cases) < 900
-    assert len(store.groups(memory, cases)) == len(cases)  # a process for each case
+    assert len(store.groups(memory.TABLE, cases)) == len(cases)  # a process for each case
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
@@ -98,8 +98,8 @@ def smoke(tmp_path_factory):
     root = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CS336_RESULTS", str(root))
-        measuring.measure(memory, memory.grid("smoke"))
-    return store.read(memory, machine_name(), root), root
+        measuring.measure(memory.TABLE, memory.grid("smoke"))
+    return store.read(memory.TABLE, machine_name(), root), root
 
 
 @without_gpu
@@ -107,7 +107,7 @@ def test_smoke_agrees_with_the_closed_form(smoke):
     frame, _ = smoke
     assert set(frame["status"]) == {"ok"} and set(frame["source"]) == {"tensors"}
     for row in frame.to_dict("records"):
-        case = memory.Case(**{f: row[f] for f in store.case_fields(memory)})
+        case = memory.Case(**{f: row[f] for f in store.case_fields(memory.TABLE)})
         expected = accounting.peak_bytes(
             size(case.size), case.batch, case.context_length, case.mode, case.dtype, "reference", "cpu",
             case.optimizer,
@@ -124,7 +124,7 @@ def test_smoke_agrees_with_the_closed_form(smoke):
 def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
     frame, root = smoke
     for row in frame[frame["repeat"] == 0].to_dict("records"):
-        case = memory.Case(**{f: row[f] for f in store.case_fields(memory)})
+        case = memory.Case(**{f: row[f] for f in store.case_fields(memory.TABLE)})
         path = memory.timeline_path(case, machine_name(), root)
         found = Timeline.from_json(path)
         assert path.stat().st_size < 60_000 and not found.notes
@@ -137,7 +137,7 @@ def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
         stage = memory.peak_stage(found)
         assert (stage.name, stage.peak.bytes) == (row["peak_stage"], row["requested_bytes"])
     again = frame[frame["repeat"] == 1].iloc[0]
-    alike = [f for f in store.case_fields(memory) if f != "repeat"]
+    alike = [f for f in store.case_fields(memory.TABLE) if f != "repeat"]
     [first] = frame[(frame[alike] == again[alike]).all(axis=1) & (frame["repeat"] == 0)].to_dict("records")
     assert first["peak_bytes"] == again["peak_bytes"] and first["allocations"] == again["allocations"]
 
@@ -208,7 +208,7 @@ def test_a_history_becomes_a_row_and_a_timeline(fake_gpu, monkeypatch, tmp_path)
     case = dataclasses.asdict(memory.Case("2.7B", 128, "train_step"))
     raw, file = tmp_path / "raw" / "s.pickle", tmp_path / "deep" / "t.json"
     metrics = memory.alone(case, str(raw), str(file))
-    assert set(metrics) == set(memory.METRICS)
+    assert set(metrics) == set(memory.TABLE.metrics)
     assert metrics["source"] == "allocator" and metrics["device_bytes"] == 80 * GIB
     # known from the unit test of the same history
     assert metrics["requested_bytes"] == 1304 and metrics["peak_stage"] == "backward 2"

@@ -82,7 +82,9 @@ def test_full_grid_is_the_handouts():
     assert {(c.context_length, c.batch, c.warmup, c.steps) for c in found} == {(512, 4, 5, 10)}
     sums = {(c.dtype, c.what) for c in cases if c.kind == "accumulation"}
     assert sums >= set(page.HANDOUT_SUMS) and len(page.HANDOUT_SUMS) == 4
-    assert len(rows.groups(mixed_precision, cases)) == 3 + 5  # a size's dtypes take turns in one process
+    assert (
+        len(rows.groups(mixed_precision.TABLE, cases)) == 3 + 5
+    )  # a size's dtypes take turns in one process
     assert len(set(cases)) == len(cases)
     assert all(c.repeat == 0 or dataclasses.replace(c, repeat=0) in cases for c in cases)
 
@@ -104,7 +106,7 @@ def test_smoke_is_measured_and_read_back(results_root, one_thread, project_root,
     fewer = lambda *a, **k: [dataclasses.replace(c, context_length=16, steps=2) for c in every(*a, **k)]
     monkeypatch.setattr(mixed_precision, "_steps", fewer)
     monkeypatch.setattr(mixed_precision, "observe", seen)
-    assert measuring.measure(mixed_precision, mixed_precision.grid("smoke"), root=results_root) == 4
+    assert measuring.measure(mixed_precision.TABLE, mixed_precision.grid("smoke"), root=results_root) == 4
     chapter = chapters.read("mixed_precision", machine="this", preset="smoke")
     assert set(chapter.rows()["status"]) == {"ok"}
     assert page.mispredicted(chapter.rows(kind="accumulation")) == 0
@@ -236,7 +238,7 @@ def test_on_a_gpu():
 
 # ------------------------------------------------------------------------------------------------ frames
 frame = functools.partial(
-    step_rows.frame, mixed_precision, **{f.name: f.default for f in dataclasses.fields(Case)}
+    step_rows.frame, mixed_precision.TABLE, **{f.name: f.default for f in dataclasses.fields(Case)}
 )
 
 
@@ -314,7 +316,7 @@ def test_a_bf16_that_gains_nothing_does_not_bear_the_answer_out(project_root, tm
     (tmp_path / "reference.json").write_text('{"mixed_precision": ["h100-x1"], "profiling": ["h100-x1"]}')
     cases = [case for case in mixed_precision.grid("full") if case.kind == "step"]
     as_fp32 = lambda case: step_rows.metrics(dataclasses.replace(case.step, dtype="fp32"))
-    step_rows.write(mixed_precision, cases, tmp_path, make=as_fp32)
+    step_rows.write(mixed_precision.TABLE, cases, tmp_path, make=as_fp32)
     profiling = chapters.load("profiling")
     kernels = {"kernels": 10, "matrix_product_ms": 2.0, "copy_cast_ms": 1.0, "kernel_ms": 4.0}
     step_rows.write(profiling, profiling.grid("full"), tmp_path, make=lambda case: kernels)

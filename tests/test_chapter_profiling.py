@@ -112,7 +112,7 @@ def test_full_grid_is_the_handouts():
     sizes, lengths = ("small", "medium", "large", "xl", "2.7B"), (128, 256, 512, 1024)
     shapes = {(c.size, c.context_length) for c in cases if c.dtype == "fp32"}
     assert shapes == set(itertools.product(sizes, lengths))
-    for group in rows.groups(profiling, cases):
+    for group in rows.groups(profiling.TABLE, cases):
         assert [c.range for c in group] == list(profiling.RANGES)
 
 
@@ -143,7 +143,7 @@ def test_a_trace_becomes_rows_for_one_step(under_nsys, results_root):
     _, kind, calls, ms = json.loads(forward["longest"])[0]
     assert (kind, calls) == ("matrix product", 6) and ms == pytest.approx(0.6)
     for metrics in found.values():
-        assert set(metrics) <= set(profiling.METRICS)
+        assert set(metrics) <= set(profiling.TABLE.metrics)
     assert profiling.step_path("small", 512, "fp32", "h100-x1", results_root).is_file()
 
 
@@ -199,13 +199,13 @@ def smoke(tmp_path_factory):
     (root / "reference.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CS336_RESULTS", str(root))
-        measuring.measure(profiling, profiling.grid("smoke"), root=root)
+        measuring.measure(profiling.TABLE, profiling.grid("smoke"), root=root)
     return root
 
 
 @without_gpu
 def test_operators_of_a_cpu(smoke):
-    frame = rows.read(profiling, machine_name(), smoke).set_index("range")
+    frame = rows.read(profiling.TABLE, machine_name(), smoke).set_index("range")
     assert set(frame["status"]) == {"ok"} and set(frame["source"]) == {"torch-cpu"}
     assert frame.loc["optimizer", "optimizer_ms"] > 0 and frame.loc["forward", "matrix_product_ms"] > 0
     assert frame.loc["softmax", "softmax_ms"] > 0 and frame.loc["scores", "matrix_product_ms"] > 0
@@ -224,7 +224,7 @@ COPY = "copy"
 
 
 def row(name, longest=(), **more):
-    lacking = dict.fromkeys(profiling.METRICS, math.nan)
+    lacking = dict.fromkeys(profiling.TABLE.metrics, math.nan)
     zeros = dict.fromkeys(("kernels", *CLASS_COLUMNS.values()), 0.0)
     return lacking | SHAPE | zeros | {"range": name, "status": "ok", "longest": json.dumps(longest)} | more
 

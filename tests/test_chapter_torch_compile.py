@@ -70,7 +70,7 @@ def test_on_a_gpu():
 
 # ---------------------------------------------------------------------------------------------- the frames
 attention = functools.partial(
-    step_rows.frame, attention_experiment, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0
+    step_rows.frame, attention_experiment.TABLE, head_dim=16, seq_len=16384, dtype="fp32", cap_gib=0
 )
 
 
@@ -111,7 +111,7 @@ def test_only_what_lies_within_its_runs_noise_stands_in_parentheses():
 
 
 steps = functools.partial(
-    step_rows.frame, torch_compile, context_length=512, mode="train_step", dtype="bf16", attention="reference",
+    step_rows.frame, torch_compile.TABLE, context_length=512, mode="train_step", dtype="bf16", attention="reference",
     compile="off", batch=4,
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ TINY = {"size": "tiny", "bucket_mb": 0.25}
 # --------------------------------------------------------------------------------------------- grids
 @pytest.mark.parametrize("preset", selection.PRESETS)
 def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns_is_timed(preset):
-    for group in rows.groups(zero, zero.grid(preset)):
+    for group in rows.groups(zero.TABLE, zero.grid(preset)):
         assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
         assert len({zero.key_of(c) for c in group}) == len(group)
 
@@ -50,7 +50,7 @@ def test_full_has_every_variant_and_fits_the_time():
             assert Case(variant, context, zero.TIMED) in cases
     assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl"}
     two = [c for c in cases if c.world_size <= 2]
-    assert sum(map(zero.estimate_s, rows.groups(zero, two))) < 330
+    assert sum(map(zero.estimate_s, rows.groups(zero.TABLE, two))) < 330
 
 
 # --------------------------------------------------------------------------------------------- measured
@@ -58,8 +58,8 @@ def test_full_has_every_variant_and_fits_the_time():
 def smoke(tmp_path_factory):
     """The rows of the smoke preset, measured once; and their root."""
     root = tmp_path_factory.mktemp("results")
-    measuring.measure(zero, zero.grid("smoke"), root=root)
-    return rows.read(zero, machine_name(), root).to_dict("records"), root
+    measuring.measure(zero.TABLE, zero.grid("smoke"), root=root)
+    return rows.read(zero.TABLE, machine_name(), root).to_dict("records"), root
 
 
 def case_of(row):
@@ -191,7 +191,7 @@ SHEET = Roofs(sheet=Peaks(4.8, 900, {}))
 
 
 frame = functools.partial(
-    step_rows.frame, zero, **dataclasses.asdict(Case("", 512, zero.TIMED))
+    step_rows.frame, zero.TABLE, **dataclasses.asdict(Case("", 512, zero.TIMED))
 )  # XL on two GPUs
 
 

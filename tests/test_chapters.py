@@ -56,10 +56,10 @@ def test_grids(table, preset):
     assert len(set(cases)) == len(cases) > 0
     for case in cases:
         assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
-        given = {f: v for f, v in dataclasses.asdict(case).items() if f in getattr(experiment, "CHOICES", ())}
+        given = {f: v for f, v in dataclasses.asdict(case).items() if f in experiment.choices}
         assert selection.named(experiment, **given) == {field: [value] for field, value in given.items()}
     for group in rows.groups(experiment, cases):
-        assert not hasattr(experiment, "estimate_s") or 0 <= experiment.estimate_s(group) < 900
+        assert not experiment.estimate_s or 0 <= experiment.estimate_s(group) < 900
         if table not in UNPAIRED:
             [again] = [case for case in group if case.repeat == 1]
             assert dataclasses.replace(again, repeat=0) in group

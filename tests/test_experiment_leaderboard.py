@@ -4,8 +4,7 @@ error leaves."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
+import sys
 
 import pytest
 
@@ -20,6 +19,7 @@ from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.ladder import steps
+from cs336_systems.measure.clocks.turns import Candidate
 from cs336_systems.measure.counters import ncu
 from cs336_systems.report import build
 from cs336_systems.store import measuring, process, selection
@@ -28,7 +28,7 @@ from cs336_systems.store import rows as store
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 TABLES = [chapters.load(name) for name in chapters.tables("leaderboard")]
-TIMED = (leaderboard, leaderboard_kernels, leaderboard_ladder)
+TIMED = (leaderboard.TABLE, leaderboard_kernels.TABLE, leaderboard_ladder.TABLE)
 SMALL = {"heads": 2, "seq_len": 128, "head_dim": 32, "is_causal": True, "dtype": "bf16", "part": "forward",
          "leaves": "stacked", "rep_ms": 2, "grad_o": "matrix"}  # fmt: skip
 
@@ -46,13 +46,13 @@ def small(table, *impls, **change):
 
 def measured(table, *impls, **change):
     found = table.run_group(small(table, *impls, **change))
-    assert all(set(metrics) <= {*table.METRICS, "status"} for metrics in found)
+    assert all(set(metrics) <= {*table.metrics, "status"} for metrics in found)
     return found
 
 
 # ------------------------------------------------------------------------------------------------ grids
 @pytest.mark.parametrize("preset", selection.PRESETS)
-@pytest.mark.parametrize("table", TABLES, ids=store.table_name)
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, preset):
     cases = table.grid(preset)
     assert len(set(cases)) == len(cases) > 0
@@ -70,7 +70,7 @@ def test_the_budget(preset, budget_s):
 
 def test_the_work_is_the_leaderboards():
     cases = leaderboard.grid("full")
-    shape = store.case_fields(leaderboard)[1:6]
+    shape = store.case_fields(leaderboard.TABLE)[1:6]
     assert {tuple(getattr(c, f) for f in shape) for c in cases} == {(16, 16384, 64, True, "bf16")}
     official = [c for c in cases if c.rep_ms == 10_000]
     assert {c.impl for c in official} == set(leaderboard.OURS)
@@ -92,34 +92,24 @@ def test_the_work_is_the_leaderboards():
     )  # whose last query would see what?
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_cases_follow_ever_others(count):
-    rounds = [leaderboard_turns.order(count, turn) for turn in range(count)]
-    assert all(sorted(one) == list(range(count)) for one in rounds)
-    assert all(sorted(place) == list(range(count)) for place in zip(*rounds, strict=True))
-    follows = Counter(pair for one in rounds for pair in itertools.pairwise(one))
-    assert len(follows) >= (count * (count - 1) if count % 2 == 0 else count * (count - 1) / 2)
-    assert all(times <= 1 + count % 2 for times in follows.values())
-
-
 def test_filters_choose_among_all_tables():
     def chosen(table, **filters):
         return chapters.cases(table, "full", **filters)
 
-    assert {c.impl for c in chosen(leaderboard, impl="fa4,f_hopper")} == {"fa4"}
-    assert [c.impl for c in chosen(leaderboard_ladder, impl="fa4,f_hopper")] == ["f_hopper"]
-    assert chosen(leaderboard_kernels, leaves="separate") == leaderboard_kernels.grid("full")
+    assert {c.impl for c in chosen(leaderboard.TABLE, impl="fa4,f_hopper")} == {"fa4"}
+    assert [c.impl for c in chosen(leaderboard_ladder.TABLE, impl="fa4,f_hopper")] == ["f_hopper"]
+    assert chosen(leaderboard_kernels.TABLE, leaves="separate") == leaderboard_kernels.grid("full")
     with pytest.raises(ValueError, match=r"impl=warp is not in the full preset; .*flash_triton.*f_hopper"):
-        chosen(leaderboard_counters, impl="warp")
+        chosen(leaderboard_counters.TABLE, impl="warp")
     with pytest.raises(ValueError, match=r"unknown parameter 'kind'; the cases have impl.*leaves.*part"):
-        chosen(leaderboard, kind="ladder")
+        chosen(leaderboard.TABLE, kind="ladder")
 
 
 @pytest.fixture
-def measures_nothing(monkeypatch):
+def measures_nothing(measured_by):
     for table in TABLES:
-        found = {"status": "error: bad luck"} if table is leaderboard_kernels else {"kernels": "a"}
-        monkeypatch.setattr(table, "run_group", lambda cases, found=found: [found for _ in cases])
+        found = {"status": "error: bad luck"} if table is leaderboard_kernels.TABLE else {"kernels": "a"}
+        measured_by(table, lambda cases, found=found: [found for _ in cases])
 
 
 def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
@@ -159,7 +149,7 @@ def test_shapes_on_the_same_tensors(part, monkeypatch):
     *found, ours = leaderboard_shapes.run_group([leaderboard_shapes.Case(impl, *given) for impl in impls])
     flops = {"forward": 2, "backward": 5}[part] * 2 * 6 * 17 * 40 * 16
     for metrics in found:
-        assert set(metrics) == set(leaderboard_shapes.METRICS)
+        assert set(metrics) == set(leaderboard_shapes.TABLE.metrics)
         assert metrics["tflops"] == pytest.approx(flops / metrics["ms_p50"] / 1e9)
         assert metrics["apart"] < 1e-5
     assert ours == {"status": "skipped: needs a CUDA device"}
@@ -182,7 +172,7 @@ def test_a_peer_may_refuse_a_shape_and_ours_may_not(monkeypatch):
 @without_gpu
 @pytest.mark.parametrize("part", ["forward", "backward", "end_to_end"])
 def test_rows_of_times_hold_their_columns(part):
-    table = leaderboard if part == "end_to_end" else leaderboard_kernels
+    table = leaderboard.TABLE if part == "end_to_end" else leaderboard_kernels.TABLE
     found = measured(table, "reference", "flash_torch", "sdpa_flash", "flash_triton", part=part)
     assert [m["status"] for m in found if "status" in m] == ["skipped: needs a CUDA device"]
     flops = {"forward": 2, "backward": 5, "end_to_end": 7}[part] * 2 * 128**2 * 32
@@ -201,7 +191,7 @@ def test_rows_of_times_hold_their_columns(part):
 @pytest.mark.parametrize("leaves", ["stacked", "separate"])
 def test_the_harness_is_the_handouts(leaves):
     """A sum's gradient, checked against fp64; gradients pile up in one leaf, or are dropped from three."""
-    [case] = small(leaderboard, "reference", leaves=leaves)
+    [case] = small(leaderboard.TABLE, "reference", leaves=leaves)
     data = peers.data_of(case, "cpu", "number")
 
     def exact():
@@ -209,22 +199,22 @@ def test_the_harness_is_the_handouts(leaves):
 
         return list(exact_attention(*data[:3], torch.ones_like(data[0]), True))
 
-    candidate = leaderboard_turns.Candidate(case, "cpu")
-    leaderboard.prepare(candidate, data, exact)
+    candidate = Candidate(case)
+    call, grads = leaderboard.prepare(candidate, data, exact)
     assert candidate.metrics["error_grads"] < 1e-2
-    assert len(candidate.grads) == (3 if leaves == "separate" else 0)
-    for x, y in zip(candidate.grads, exact()[1:], strict=False):
+    assert len(grads) == (3 if leaves == "separate" else 0)
+    for x, y in zip(grads, exact()[1:], strict=False):
         x.grad = None
-        candidate.call()
+        call()
         assert (x.grad.double() - y).norm() < 2e-2 * y.norm()
 
 
 @without_gpu
 def test_what_a_cpu_cannot_run_says_what_it_needs():
     gpu_only = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "flex_compiled", "fa4")
-    for metrics in measured(leaderboard_kernels, *gpu_only):
+    for metrics in measured(leaderboard_kernels.TABLE, *gpu_only):
         assert metrics["status"].startswith("skipped: needs a CUDA device")
-    for metrics in measured(leaderboard_ladder, "f_all_tiles", "f_production", "f_hopper"):
+    for metrics in measured(leaderboard_ladder.TABLE, "f_all_tiles", "f_production", "f_hopper"):
         assert metrics == {"status": "skipped: needs a CUDA device"}
 
 
@@ -238,7 +228,7 @@ def test_one_failure_leaves_the_others_measured(monkeypatch, capsys):
         return build(impl, *rest)
 
     monkeypatch.setattr(peers, "build", broken_reference)
-    broken, fine = measured(leaderboard_kernels, "reference", "flash_torch")
+    broken, fine = measured(leaderboard_kernels.TABLE, "reference", "flash_torch")
     assert broken["status"] == "error: RuntimeError: broken"
     assert "status" not in fine and fine["ms_p50"] > 0
     assert "Traceback" in capsys.readouterr().err
@@ -256,7 +246,9 @@ def test_first_calls_in_processes_of_their_own(monkeypatch):
         return leaderboard_first_calls.first_call(**arguments)
 
     monkeypatch.setattr(process, "call", call)
-    skipped, failed, fine = measured(leaderboard_first_calls, "flash_triton", "reference", "flash_torch")
+    skipped, failed, fine = measured(
+        leaderboard_first_calls.TABLE, "flash_triton", "reference", "flash_torch"
+    )
     assert skipped == {"status": "skipped: needs a CUDA device"}
     assert failed == {"status": "error: ChildError: killed"}
     assert fine["first_call_s"] > 0 and fine["second_call_ms"] > 0 and "status" not in fine
@@ -268,7 +260,7 @@ def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
     """The program says which case has no call; the kernels after the marks belong to the others."""
     monkeypatch.setattr(ncu, "find", lambda: None)
     if not torch.cuda.is_available():
-        [metrics] = measured(leaderboard_counters, "flash_torch")
+        [metrics] = measured(leaderboard_counters.TABLE, "flash_torch")
         assert metrics == {"status": "skipped: needs Nsight Compute: no `ncu` in PATH"}
     kernel = dict.fromkeys(ncu.COUNTERS, 1.0) | {"ns": 10.0, "cycles": 100.0}
     twice = [kernel | {"kernel": "a(int)"}, kernel | {"kernel": "b", "ns": 30.0, "tensor_pct": 5.0}]
@@ -279,7 +271,7 @@ def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
         return ["skipped: needs FlashAttention-4", ""], [twice]
 
     monkeypatch.setattr(ncu, "counted", counted)
-    fa4, ours = measured(leaderboard_counters, "fa4", "flash_triton")
+    fa4, ours = measured(leaderboard_counters.TABLE, "fa4", "flash_triton")
     assert fa4 == {"status": "skipped: needs FlashAttention-4"}
     assert ours["kernels"] == "a b" and ours["instructions"] == 2 and ours["tensor_pct"] == 4
     assert ours["conflict_pct"] == 1
@@ -288,14 +280,16 @@ def test_counters_of_what_cannot_run_are_left_out(monkeypatch):
 # ------------------------------------------------------------------------------------------------ on a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", ["forward", "backward", "end_to_end"])
-@pytest.mark.parametrize("table", TIMED, ids=store.table_name)
+@pytest.mark.parametrize("table", TIMED, ids=lambda table: table.name)
 def test_groups_on_a_gpu(table, part, monkeypatch):
     """Everything that a GPU adds: compiled functions, graphs, clocks, kernels by name, registers."""
-    monkeypatch.setattr(table, "TURNS", 2)
-    if {leaderboard: part != "end_to_end", leaderboard_ladder: part == "end_to_end"}.get(table, False):
+    monkeypatch.setattr(sys.modules[table.module], "TURNS", 2)
+    if {"leaderboard": part != "end_to_end", "leaderboard_ladder": part == "end_to_end"}.get(
+        table.name, False
+    ):
         pytest.skip("there is no such group")
     impls = ["flash_triton", "plain_triton", "sdpa_flash", "sdpa_cudnn", "fa4"]
-    if table is leaderboard_ladder:
+    if table is leaderboard_ladder.TABLE:
         impls = [step.name for step in steps.of_part(part)]
     found = measured(table, *impls, part=part, seq_len=1024, head_dim=64, rep_ms=5)
     for impl, metrics in zip(impls, found, strict=True):
@@ -303,12 +297,12 @@ def test_groups_on_a_gpu(table, part, monkeypatch):
             continue
         assert "status" not in metrics, (impl, metrics["status"])
         assert metrics["ms_p50"] > 0 and metrics["turns_ms"].count(";") == 1
-        assert metrics["timed"] == ("events" if table is leaderboard else "graph")
+        assert metrics["timed"] == ("events" if table is leaderboard.TABLE else "graph")
         errors = [metrics[name] for name in ("error", "error_out", "error_grads") if name in metrics]
         assert errors and all(0 < error < 2e-2 for error in errors)
-        if table is leaderboard_ladder:
+        if table is leaderboard_ladder.TABLE:
             assert 0 < metrics["registers"] <= 255 and metrics["shared_kib"] > 0
-        if table is leaderboard_ladder or impl in leaderboard.OURS:
+        if table is leaderboard_ladder.TABLE or impl in leaderboard.OURS:
             assert "_kernel" in metrics["kernels"]
 
 
@@ -316,7 +310,7 @@ def test_groups_on_a_gpu(table, part, monkeypatch):
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_counters_on_a_gpu(part):
     impls = ("flash_triton", "sdpa_cudnn", "fa4")
-    ours, peer, fa4 = measured(leaderboard_counters, *impls, part=part, seq_len=2048, head_dim=64)
+    ours, peer, fa4 = measured(leaderboard_counters.TABLE, *impls, part=part, seq_len=2048, head_dim=64)
     if ours.get("status", "").startswith("skipped: needs "):
         pytest.skip(ours["status"])
     assert "status" not in ours and "status" not in peer
@@ -330,7 +324,7 @@ def test_counters_on_a_gpu(part):
 @pytest.mark.gpu
 def test_first_calls_on_a_gpu():
     """As many kernels are compiled as are launched, by both kinds of ours."""
-    for metrics in measured(leaderboard_first_calls, *leaderboard.OURS, seq_len=1024):
+    for metrics in measured(leaderboard_first_calls.TABLE, *leaderboard.OURS, seq_len=1024):
         assert "status" not in metrics
         assert metrics["compiled"] == len(metrics["kernels"].split()) and metrics["compiled_later"] >= 0
         assert 1e3 * metrics["first_call_s"] > metrics["second_call_ms"]

@@ -19,12 +19,12 @@ runner = pytest.importorskip("typer.testing").CliRunner()
 
 
 @pytest.fixture
-def made_up(monkeypatch):
+def made_up(measured_by):
     """Nothing is measured: the numbers are made up."""
     seen = []
     for table in (training, training_sweep, training_run):
         run = lambda cases: (seen.extend(cases), [training_rows.metrics(case) for case in cases])[1]
-        monkeypatch.setattr(table, "run_group", run)
+        measured_by(table.TABLE, run)
     return seen
 
 
@@ -73,10 +73,8 @@ def test_a_sweep_is_a_folder(made_up, tmp_path):
     assert sorted(set(shapes)) == [(32, 8), (48, 24), (96, 48)] and len(shapes) == 9
 
 
-def test_a_picture_without_numbers_is_left_out(made_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        training, "run_group", lambda cases: [{"status": "skipped: needs a dream"} for _ in cases]
-    )
+def test_a_picture_without_numbers_is_left_out(made_up, tmp_path, measured_by):
+    measured_by(training.TABLE, lambda cases: [{"status": "skipped: needs a dream"} for _ in cases])
     call(
         "matrix", "--ranks", 2, "--size", "tiny", "--attention", "sdpa", "--steps", 5, "--out", tmp_path / "m"
     )
@@ -91,10 +89,12 @@ def test_a_run_of_any_length_is_a_row(made_up, tmp_path):
 
 def test_all_and_auto_are_what_they_say():
     best = {"wrapper": "none", "dtype": lambda: "fp32"}
-    chosen = bench_folders._chosen(training, {"wrapper": "auto", "dtype": "auto", "sharded": "all"}, best)
+    chosen = bench_folders._chosen(
+        training.TABLE, {"wrapper": "auto", "dtype": "auto", "sharded": "all"}, best
+    )
     assert chosen == {"wrapper": ["none"], "dtype": ["fp32"], "sharded": [False, True]}
-    chosen = bench_folders._chosen(training, {"wrapper": "all", "steps": "3,4"}, best)
+    chosen = bench_folders._chosen(training.TABLE, {"wrapper": "all", "steps": "3,4"}, best)
     assert chosen == {"wrapper": list(training.WRAPPERS), "steps": [3, 4]}
     with pytest.raises(ValueError, match=r"steps=all; allowed: whole numbers from 2"):
-        bench_folders._chosen(training, {"steps": "all"}, best)
-    assert chapters.load("training_sweep") is training_sweep
+        bench_folders._chosen(training.TABLE, {"steps": "all"}, best)
+    assert chapters.load("training_sweep") is training_sweep.TABLE

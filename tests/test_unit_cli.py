@@ -139,11 +139,11 @@ def test_bench_as_json(root, tmp_path):
     assert not root.exists()
 
 
-def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, monkeypatch):
+def test_bench_ends_with_1_where_a_case_failed_and_still_shows_the_rows(root, measured_by):
     def broken(cases):
         raise KeyError("broken")
 
-    monkeypatch.setattr(chapters.load("hardware"), "run_group", broken)
+    measured_by(chapters.load("hardware"), broken)
     done = call(*ONE)
     assert done.exit_code == 1
     assert "error: KeyError" in done.stdout and "1 cases of hardware ended in an error" in done.stderr
@@ -172,7 +172,7 @@ def test_cases_beyond_the_grid():
 
 def test_head_dimensions_are_those_of_attention():
     inputs = pytest.importorskip("cs336_systems.attention.inputs")
-    head_dims = chapters.load("flash_bench").CHOICES["head_dim"]
+    head_dims = chapters.load("flash_bench").choices["head_dim"]
     assert (head_dims[0], head_dims[-1]) == (inputs.MIN_HEAD_DIM, inputs.MAX_HEAD_DIM)
 
 

@@ -14,7 +14,8 @@ from cs336_systems.chapters.shared.parallel_step import (
     ranks_agree,
 )
 from cs336_systems.launch.start import launch
-from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks.ranks import RankSteps
+from cs336_systems.measure.clocks.turns import take_turns
 from cs336_systems.parallel.ddp import average
 from cs336_systems.sizes import ModelConfig
 
@@ -74,8 +75,8 @@ def step_by_every_wrapper_and_optimizer(rank):
         for wrapper in WRAPPERS:
             for optimizer in OPTIMIZERS if dtype == "bf16" else OPTIMIZERS[:1]:
                 with enter(work, wrapper, dtype=dtype, optimizer=optimizer) as step:
-                    times = ranks.time_steps(step.phases, rank=rank, warmup=2, steps=3)
-                medians = {phase: ranks.median(times, phase) for phase in times}
+                    samples = take_turns({"": step.phases}, RankSteps(rank, warmup=2, steps=3))[""]
+                medians = {phase: samples.p50(phase) for phase in samples.turns[0]}
                 found[f"{wrapper} {optimizer} {dtype}"] = [medians, torch.cuda.memory_allocated()]
     return found
 

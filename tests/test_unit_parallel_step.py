@@ -18,7 +18,7 @@ from cs336_systems.chapters.shared.parallel_step import (
     ranks_agree,
 )
 from cs336_systems.launch.group import Rank
-from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks import ranks, turns
 from cs336_systems.sizes import ModelConfig
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50)
@@ -71,7 +71,8 @@ def take_turns():
         for wrapper in WRAPPERS:
             with enter(work, wrapper) as step:
                 alive = weakref.ref(step.container)
-                times = ranks.time_steps(step.phases, rank=work.rank, warmup=1, steps=2)
+                clock = ranks.RankSteps(work.rank, warmup=1, steps=2)
+                times = turns.take_turns({"": step.phases}, clock)[""].turns[0]
                 assert list(times) == [*PHASES, "step"] and all(len(ms) == 2 for ms in times.values())
                 assert all(p.grad is None for p in work.parameters)
                 buckets = step.num_buckets
@@ -154,23 +155,9 @@ def test_the_slowest_rank_counts_with_all_its_phases():
     second = [{"a": 2.0, "b": 3.0, "step": 5.0}, {"a": 2.0, "b": 2.0, "step": 4.0}]
     times = ranks.slowest([first, second])
     assert times == {"a": [1.0, 2.0], "b": [5.0, 2.0], "step": [6.0, 4.0]}
-    assert ranks.median(ranks.pooled([times, times])) == 5.0
-    assert ranks.metrics(times)["b_ms_p50"] == 3.5
-    assert set(ranks.metrics(times)) == {c for phase in times for c in ranks.columns(phase)}
 
 
-def test_turns_share_the_steps():
-    turns = list(ranks.in_turns(["a", "b", "c"], steps=5, rounds=2))
-    assert [(turn, name) for turn, name, _ in turns] == [
-        (0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"),
-    ]  # fmt: skip
-    assert {name: sum(n for _, other, n in turns if other == name) for name in "abc"} == dict.fromkeys(
-        "abc", 5
-    )
-    assert list(ranks.in_turns(["a"], 5, 2)) == [(0, "a", 5)]
-    assert len(list(ranks.in_turns(["a", "b"], 1, 9))) == 2
-    for bad in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            list(ranks.in_turns(["a"], *bad))
-    with pytest.raises(ValueError, match="warmup=-1"):
-        ranks.time_steps({}, rank=None, warmup=-1, steps=1)
+def test_wrong_counts_of_steps_are_named():
+    for wrong in ({"warmup": -1}, {"steps": 0}, {"num_rounds": 0}):
+        with pytest.raises(ValueError, match="at least 0, 1 and 1 are needed"):
+            ranks.RankSteps(None, **{"warmup": 0, "steps": 1} | wrong)

@@ -1,10 +1,10 @@
 """What a row depends on: the files of its table, as syntax, and what is carried over from what they were."""
 
 import ast
+import dataclasses
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from test_unit_imports import PACKAGE, imported
@@ -15,6 +15,7 @@ from cs336_systems.store.files import StoreError
 
 TABLE = """
 from dataclasses import dataclass
+from cs336_systems.store.table import Table
 DEPENDS = ("part.py",)
 GROUP = ("size",)
 METRICS = ("ms",)
@@ -23,6 +24,8 @@ METRICS = ("ms",)
 class Case:
     size: int
     impl: str = "a"
+
+TABLE = Table(__name__, Case, METRICS, GROUP, lambda preset: [], lambda cases: [], DEPENDS)
 """
 PART = "def part(x):\n    return x + 1\n"
 
@@ -37,7 +40,7 @@ def table(tmp_path, monkeypatch):
     (folder / "part.py").write_text(PART)
     monkeypatch.setattr(provenance, "PACKAGE", folder)
     monkeypatch.syspath_prepend(folder)
-    yield __import__("fake")
+    yield __import__("fake").TABLE
     del sys.modules["fake"]
 
 
@@ -81,9 +84,9 @@ def test_strings_that_some_pythons_split_are_alike():
     assert provenance.syntax(whole) == provenance.syntax(split) != provenance.syntax(ast.JoinedStr([]))
 
 
-def test_cuda_counts_without_comments(table, monkeypatch):
+def test_cuda_counts_without_comments(table):
     kernel = provenance.PACKAGE / "kernel.cu"
-    monkeypatch.setattr(table, "DEPENDS", ("kernel.cu",))
+    table = dataclasses.replace(table, depends=("kernel.cu",))
     kernel.write_text("int x = 1;  // one\n/* two\n */ int y;\n")
     before = provenance.digest(table)
     kernel.write_text("int x = 1; int y;")
@@ -133,17 +136,17 @@ def reached(file):
 def test_what_a_measurement_reaches_is_listed(name):
     """By its own table, or it is told here why not."""
     table = chapters.load(name)
-    own = Path(table.__file__)
-    listed = {own.relative_to(PACKAGE).as_posix(), *table.DEPENDS}
-    of_all = {file for other in chapters.tables() for file in chapters.load(other).DEPENDS}
+    own = table.source
+    listed = {own.relative_to(PACKAGE).as_posix(), *table.depends}
+    of_all = {file for other in chapters.tables() for file in chapters.load(other).depends}
     assert reached(own) - listed - CHOOSES - BESIDE <= of_all, name
     assert not CHOOSES & listed and not [file for file in listed if file.startswith(AROUND)]
-    assert len(set(table.DEPENDS)) > 0 and all((PACKAGE / file).is_file() for file in table.DEPENDS)
+    assert len(set(table.depends)) > 0 and all((PACKAGE / file).is_file() for file in table.depends)
 
 
 @pytest.mark.parametrize("name", sorted(CHOOSES))
 def test_what_can_be_chosen_is_listed(name):
-    of_all = {file for table in chapters.tables() for file in chapters.load(table).DEPENDS}
+    of_all = {file for table in chapters.tables() for file in chapters.load(table).depends}
     assert reached(PACKAGE / name) - of_all - CHOOSES - BESIDE == set()
 
 
@@ -155,7 +158,7 @@ def checkout(table, tmp_path, monkeypatch):
     real = PACKAGE / "store"
     shutil.copytree(real, provenance.PACKAGE / "store", ignore=shutil.ignore_patterns("__pycache__"))
     (provenance.PACKAGE / "chapters.py").write_text(
-        "import importlib\ndef load(name): return importlib.import_module(f'cs336_systems.{name}')\n"
+        "import importlib\ndef load(name): return importlib.import_module(f'cs336_systems.{name}').TABLE\n"
     )
     (provenance.PACKAGE / "__init__.py").write_text("")
     for words in (

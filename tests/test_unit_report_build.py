@@ -255,8 +255,8 @@ def write_headline(root, faster=1.0):
             "status": "ok" if case.wrapper != "alone" else "oom"
         }
 
-    step_rows.write(leaderboard, leaderboard.grid("full"), root, "x", attention)
-    step_rows.write(ddp, ddp.grid("full"), root, "x", step)
+    step_rows.write(leaderboard.TABLE, leaderboard.grid("full"), root, "x", attention)
+    step_rows.write(ddp.TABLE, ddp.grid("full"), root, "x", step)
     (root / "reference.json").write_text(json.dumps({"leaderboard": ["x"], "ddp": ["x"]}))
 
 

@@ -1,5 +1,6 @@
 """Rows: written whole, resumed after a kill, refused where damaged, merged all or none, never just missing."""
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from cs336_systems.store.status import Skip
 FAKE = """
 from dataclasses import dataclass
 from cs336_systems.store.status import Skip, oom_is_a_row
+from cs336_systems.store.table import Table
 
 METRICS = ("ms_p50", "source")
 GROUP = ("size",)
@@ -46,6 +48,11 @@ def run_group(cases):
                 raise RAISES[case.size, case.impl]
             metrics["ms_p50"] = case.size / 3
         yield metrics
+
+class Fake(Table):
+    CALLS, RAISES = CALLS, RAISES
+
+TABLE = Fake(__name__, Case, METRICS, GROUP, grid, run_group)
 """
 
 
@@ -54,7 +61,7 @@ def load_experiment(path):
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and type hints look their module up
     spec.loader.exec_module(module)
-    return module
+    return module.TABLE
 
 
 @pytest.fixture
@@ -475,8 +482,8 @@ def test_an_interrupt_is_no_row(fake, root):
     assert set(rows.read(fake, "cpu-test", root)["size"]) == {1}
 
 
-def test_a_metric_without_a_column_is_a_mistake(fake, root, monkeypatch):
-    monkeypatch.setattr(fake, "run_group", lambda cases: [{"tflops": 1.0} for _ in cases])
+def test_a_metric_without_a_column_is_a_mistake(fake, root):
+    fake = dataclasses.replace(fake, run_group=lambda cases: [{"tflops": 1.0} for _ in cases])
     with pytest.raises(AssertionError, match="tflops, which METRICS does not name"):
         measure(fake, root)
 
@@ -499,8 +506,8 @@ def test_killed_in_the_middle_the_next_run_goes_on(script, tmp_path):
     """Killed in its second group, a run leaves the first one's rows; another one, which has waited, measures the
     others."""
     code = """
-        import sys, time
-        import fake_chapter
+        import dataclasses, sys, time
+        from fake_chapter import TABLE as fake_chapter
         from cs336_systems.store import measuring
         quick = fake_chapter.run_group
         def slow(cases):
@@ -508,8 +515,8 @@ def test_killed_in_the_middle_the_next_run_goes_on(script, tmp_path):
                 print("in group 2", flush=True)
                 time.sleep(60)
             return quick(cases)
-        fake_chapter.run_group = slow
-        measuring.measure(fake_chapter, fake_chapter.grid("full"))
+        table = dataclasses.replace(fake_chapter, run_group=slow)
+        measuring.measure(table, fake_chapter.grid("full"))
     """
     with script(code, "slow") as process:
         lines = []
@@ -532,7 +539,7 @@ def test_two_writers_lose_nothing(script, tmp_path):
     """Several processes write rows of one chapter at the same time."""
     code = """
         import sys
-        import fake_chapter
+        from fake_chapter import TABLE as fake_chapter
         from cs336_systems.store import rows
         base = {"impl": "a", "causal": True, "rate": 0.1, "status": "ok", "run": "r", "env": "e", "code": "c"}
         for i in range(10):
@@ -677,15 +684,14 @@ def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
         rows.merge([fake], tmp_path / "other", root)
 
 
-def test_codes_are_of_the_sources_at_the_start(fake, root, monkeypatch):
+def test_codes_are_of_the_sources_at_the_start(fake, root):
     before = provenance.digest(fake)
 
     def edits(cases):
-        Path(fake.__file__).write_text(FAKE.replace("size / 3", "size / 4"))
+        fake.source.write_text(FAKE.replace("size / 3", "size / 4"))
         return [{"ms_p50": 1.0} for _ in cases]
 
-    monkeypatch.setattr(fake, "run_group", edits)
-    measure(fake, root)
+    measure(dataclasses.replace(fake, run_group=edits), root)
     assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {provenance.digest(fake)}
 
 
@@ -694,7 +700,6 @@ def test_a_group_that_takes_long_says_so(fake, root, monkeypatch):
     told, lines = threading.Event(), []
     monkeypatch.setattr(measuring, "_QUIET_S", 0.01)
     monkeypatch.setattr(measuring, "machine_name", lambda: "cpu-x1")
-    fake.estimate_s = lambda group: 6.0
     run_group = fake.run_group
 
     def slow(cases):
@@ -706,6 +711,6 @@ def test_a_group_that_takes_long_says_so(fake, root, monkeypatch):
         if "measuring for" in line:
             told.set()
 
-    monkeypatch.setattr(fake, "run_group", slow)
+    fake = dataclasses.replace(fake, run_group=slow, estimate_s=lambda group: 6.0)
     measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=log)
     assert lines[0].endswith("1 groups to measure") and any("size=1: measuring for" in line for line in lines)

@@ -12,7 +12,6 @@ import step_rows
 from cs336_systems import chapters
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.training import fits as training_fits
-from cs336_systems.store import rows
 
 TABLES = chapters.TABLES["training"]
 H200 = Roofs(tflops={"fp32": 53.0, "tf32": 356.0, "bf16": 712.0, "fp16": 672.0}, tb_per_s=4.3)
@@ -45,7 +44,7 @@ def trial(case, ms, gib, sequences):
 
 def metrics(case):
     """A plausible result of a case of any of the chapter's tables."""
-    name = rows.table_name(sys.modules[type(case).__module__])
+    name = sys.modules[type(case).__module__].TABLE.name
     if name == "training_ladder":
         return trial(case, *LADDER[case.rung], case.sequences)
     if name == "training":

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from cs336_systems.attention.inputs import check_inputs
 
 
-class _Range:
-    """An NVTX range on a GPU, for Nsight Systems; nothing elsewhere (and nothing inside torch.compile's graph)."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self.on = device.type == "cuda" and not torch.compiler.is_compiling()
-
-    def __enter__(self) -> None:
-        if self.on:
-            torch.cuda.nvtx.range_push(self.name)
-
-    def __exit__(self, *exc: object) -> None:
-        if self.on:
-            torch.cuda.nvtx.range_pop()
+def _range(name: str, device: torch.device) -> AbstractContextManager[object]:
+    """A range for torch's profiler where it records, else, on a GPU, an NVTX range for Nsight Systems; nothing
+    elsewhere, and nothing inside torch.compile's graph."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
@@ -42,13 +37,13 @@ def reference_attention(
     check_inputs(
         q, k, v, dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16), head_dims=(1, 2**31)
     )
-    with _Range("attention scores", q.device):
+    with _range("attention scores", q.device):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if is_causal:
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), float("-inf"))
-    with _Range("attention softmax", q.device):
+    with _range("attention softmax", q.device):
         probabilities = torch.softmax(scores, dim=-1)
-    with _Range("attention output", q.device):
+    with _range("attention output", q.device):
         return probabilities.to(v.dtype) @ v
 
 

@@ -6,25 +6,8 @@
 and more modules where it has more tables, which `TABLES` names, or parts that run on ranks. What chapters share stands
 in `shared`. `index` is the book's first page; `parallelism` and `speedrun` measure nothing of their own.
 
-What a table's module offers (none of it needs torch before `run_group` is called):
-
-`Case`
-    A frozen dataclass of plain values (str, int, float, bool): one row of the table's CSV.
-`METRICS`
-    The columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
-`GROUP`
-    The fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
-`DEPENDS`
-    The files of the package, beside the table's own, that its numbers depend on: changing one makes rows "measured
-    with earlier code" (`store.provenance`). Not those that choose what is timed (`shared.depends`).
-`grid(preset) -> list[Case]`
-    Every case of `"full"` (the handout's grid) or `"smoke"` (two CPU cores, at most 20 s).
-`CHOICES` (optional)
-    Field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of a text
-    (ValueError where it is none). Those of all fields make cases beyond the grid (`cases_beyond`).
-`run_group(cases) -> Iterable[dict]`
-    Measures the cases of one group in one process, interleaved; one dict of metrics for each, in order. A
-    dict may carry `status` (see `store.status`).
+Each of these modules ends with its `TABLE` (`store.table.Table`). A table that is timed writes down how one case is
+prepared, its phases and the columns that only it has; turns, clocks and statistics are `measure.clocks`'.
 
 A chapter of several processes has a field `world_size` in `Case`, and measures by `launch.start.launch`. That call
 starts processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
@@ -38,10 +21,10 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.store import rows, selection
+from cs336_systems.store import selection
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     from cs336_systems.report.chapter import Chapter
@@ -70,27 +53,28 @@ def chapter_of(table: str) -> str:
     return next((chapter for chapter, names in TABLES.items() if table in names), table)
 
 
-def load(table: str) -> ModuleType:
-    """The module of a table; ValueError with the known names for any other."""
+def load(table: str) -> Table:
+    """A table by its name; ValueError with the known names for any other."""
     if table not in tables() + RECORDS:
         raise ValueError(f"unknown chapter or table {table!r}; the measured ones are {', '.join(tables())}")
     chapter = chapter_of(table)
-    return importlib.import_module(
-        f"{__name__}.{chapter}.{table.removeprefix(chapter).strip('_') or 'measure'}"
-    )
+    module = f"{__name__}.{chapter}.{table.removeprefix(chapter).strip('_') or 'measure'}"
+    return importlib.import_module(module).TABLE
 
 
-def tables_of(chapter: str) -> list[ModuleType]:
-    """The modules of a chapter's tables; ValueError for a name that is none of `CHAPTERS`."""
+def tables_of(chapter: str) -> list[Table]:
+    """A chapter's tables; ValueError for a name that is none of `CHAPTERS`."""
     if chapter not in CHAPTERS:
         raise ValueError(f"unknown chapter {chapter!r}; allowed: {', '.join(CHAPTERS)}")
     return [load(table) for table in tables(chapter)]
 
 
-def of_chapter(experiment: ModuleType) -> list[ModuleType]:
+def of_chapter(experiment: Table) -> list[Table]:
     """The tables of an experiment's chapter, itself among them."""
-    name = rows.table_name(experiment)
-    return [experiment if table == name else load(table) for table in tables(chapter_of(name))]
+    return [
+        experiment if table == experiment.name else load(table)
+        for table in tables(chapter_of(experiment.name))
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ for notebooks
@@ -109,11 +93,11 @@ def opened(name: str, namespace: Mapping[str, Any]) -> Chapter:
 
 
 # ------------------------------------------------------------------------------------------------ which cases
-def cases(experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
+def cases(experiment: Table, preset: str, **filters: Any) -> list[Any]:
     """The cases of a table, by `selection.cases`, whose filters may be fields of its chapter's other tables."""
     return selection.cases(of_chapter(experiment), experiment, preset, **filters)
 
 
-def cases_beyond(experiment: ModuleType, preset: str, **given: Any) -> list[Any]:
-    """The same by `selection.cases_beyond`: beyond the grid what `CHOICES` allow."""
+def cases_beyond(experiment: Table, preset: str, **given: Any) -> list[Any]:
+    """The same by `selection.cases_beyond`: beyond the grid what its `choices` allow."""
     return selection.cases_beyond(of_chapter(experiment), experiment, preset, **given)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import sys
 import tempfile
-import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from cs336_systems.cli import terminal
 from cs336_systems.store import machine, measuring, rows
+from cs336_systems.store.table import Table
 
 
 def check_writable(option: str, file: Path) -> None:
@@ -32,14 +32,13 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def measure(
-    experiment: ModuleType, cases: Sequence[Any], refresh: str, root: Path | None, options: dict[str, Any]
+    experiment: Table, cases: Sequence[Any], refresh: str, root: Path | None, options: dict[str, Any]
 ) -> tuple[pd.DataFrame, measuring.MeasurementError | None]:
     """The rows of some cases, measured where they are due, and what went wrong with some of them.
 
     root: the results folder; None keeps no rows. options: arguments of the experiment's `run_group` beside the cases.
     """
-    wired = {"run_group": functools.partial(experiment.run_group, **options)}
-    measured = types.SimpleNamespace(**{**vars(experiment), **wired}) if options else experiment
+    measured = dataclasses.replace(experiment, run_group=functools.partial(experiment.run_group, **options))
     failure = None
     with tempfile.TemporaryDirectory() as scratch:
         try:

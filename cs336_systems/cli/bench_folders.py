@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from cs336_systems.cli import terminal
+from cs336_systems.store.table import Table
 
 Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
 Auto = Annotated[str, typer.Option(help="One value, or auto: what this machine is best at.")]
@@ -29,14 +29,13 @@ def matrix(
     out: Out = "runs/matrix", refresh: Refresh = "missing", save: Save = True,
 ) -> None:  # fmt: skip
     """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
-    from cs336_systems import chapters
+    from cs336_systems.chapters.training import measure as training
     from cs336_systems.store import numbers
     from cs336_systems.store.machine import gpu_names
 
     with terminal.wrong_input():  # matplotlib refuses a wrong MPLBACKEND
         from cs336_systems.chapters.training import show_matrix as report
 
-        experiment = chapters.load("training")
         if (asked := numbers.whole(ranks, "ranks=")) < 0:
             raise ValueError(f"ranks={asked}; allowed: 0 or more")
         world_size = asked or len(gpu_names()) or 2
@@ -45,20 +44,20 @@ def matrix(
             "context_length": context_length, "batch": batch, "compile": compile, "steps": steps,
         }  # fmt: skip
         best = {"size": "small" if gpu_names() else "tiny", "dtype": _best_dtype}
-        best |= {"wrapper": "all" if world_size > 1 else experiment.ALONE}
-        chosen = _chosen(experiment, given | {"world_size": str(world_size)}, best)
+        best |= {"wrapper": "all" if world_size > 1 else training.ALONE}
+        chosen = _chosen(training.TABLE, given | {"world_size": str(world_size)}, best)
         cases = [
             case
             for fields in _products(
                 chosen, "size", "context_length", "batch", "dtype", "compile", "world_size", "steps"
             )
-            for case in experiment.cells(chosen["attention"], chosen["wrapper"], chosen["sharded"], **fields)
+            for case in training.cells(chosen["attention"], chosen["wrapper"], chosen["sharded"], **fields)
         ]
         if not cases:
             raise ValueError(
-                f"--sharded {sharded}: wrapper {experiment.ALONE} has no ranks to spread the state over"
+                f"--sharded {sharded}: wrapper {training.ALONE} has no ranks to spread the state over"
             )
-    _measure(experiment, cases, out, refresh, save, report.folder)
+    _measure(training.TABLE, cases, out, refresh, save, report.folder)
 
 
 def sweep(
@@ -71,21 +70,20 @@ def sweep(
     out: Out = "runs/sweep", refresh: Refresh = "missing", save: Save = True,
 ) -> None:  # fmt: skip
     """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
-    from cs336_systems import chapters
+    from cs336_systems.chapters.training import sweep as training_sweep
 
     with terminal.wrong_input():
         from cs336_systems.chapters.training import show_sweep as report
 
-        experiment = chapters.load("training_sweep")
-        shapes = list(dict.fromkeys(experiment.tier(text) for text in tiers.split(",")))
+        shapes = list(dict.fromkeys(training_sweep.tier(text) for text in tiers.split(",")))
         given = {"attention": attention, "dtype": dtype, "head_dim": head_dim, "heads": heads, "batch": batch}
-        chosen = _chosen(experiment, given | {"cap_gib": cap_gib}, {"dtype": _best_dtype})
+        chosen = _chosen(training_sweep.TABLE, given | {"cap_gib": cap_gib}, {"dtype": _best_dtype})
         cases = [
             case
             for fields in _products(chosen, "dtype", "head_dim", "heads", "batch", "cap_gib")
-            for case in experiment.cases_of(shapes, chosen["attention"], **fields)
+            for case in training_sweep.cases_of(shapes, chosen["attention"], **fields)
         ]
-    _measure(experiment, cases, out, refresh, save, report.folder)
+    _measure(training_sweep.TABLE, cases, out, refresh, save, report.folder)
 
 
 def _best_dtype() -> str:
@@ -96,7 +94,7 @@ def _best_dtype() -> str:
     return modes.dtype_of("auto", "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _chosen(experiment: ModuleType, given: dict[str, str], best: dict[str, Any]) -> dict[str, list[Any]]:
+def _chosen(experiment: Table, given: dict[str, str], best: dict[str, Any]) -> dict[str, list[Any]]:
     """Field → values; "auto" is the best one, "all" every word that is allowed. ValueError as `selection.named`."""
     from cs336_systems.store import selection
 
@@ -105,7 +103,7 @@ def _chosen(experiment: ModuleType, given: dict[str, str], best: dict[str, Any])
         if text.strip() == "auto" and field in best:
             text = best[field]() if callable(best[field]) else best[field]
         if text.strip() == "all":
-            allowed = experiment.CHOICES[field]
+            allowed = experiment.choices[field]
             if not callable(allowed) and isinstance(allowed, range):
                 raise ValueError(f"{field}=all; allowed: whole numbers from {allowed[0]} to {allowed[-1]}")
             text = "no,yes" if callable(allowed) else ",".join(allowed)
@@ -122,7 +120,7 @@ def _products(chosen: dict[str, list[Any]], *fields: str) -> list[dict[str, Any]
 
 
 def _measure(
-    experiment: ModuleType, cases: Sequence[Any], out: str, refresh: str, save: bool,
+    experiment: Table, cases: Sequence[Any], out: str, refresh: str, save: bool,
     folder: Callable[[Any, Path], list[Path]],
 ) -> None:  # fmt: skip
     """Measures the cases and writes the folder; exit code 1 where some of them ended in an error."""

@@ -378,7 +378,7 @@ def _bench(
                 raise ValueError(f"--memory-snapshot {snapshot}: it records a CUDA device, and there is none")
             room.check_writable("--memory-snapshot", snapshot)
             options["snapshot"] = snapshot
-    if hasattr(experiment, "forecast"):
+    if experiment.forecast:
         for line in experiment.forecast(cases):
             _say(line)
     if options:  # what is asked for beside the rows needs a run, whatever rows there are

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.environment import check_environment
 from cs336_systems.store.files import StoreError, naming, read_json
+from cs336_systems.store.table import Table
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
 MACHINE_VARIABLE = "CS336_MACHINE"  # the machines that the book quotes instead of the reference machines
@@ -115,7 +115,7 @@ class Chapter:
 
     def __init__(
         self,
-        tables: Sequence[ModuleType],
+        tables: Sequence[Table],
         place: int = 0,
         *,
         measure: Any = "auto",
@@ -126,7 +126,7 @@ class Chapter:
         **filters: Any,
     ) -> None:
         check_environment()
-        self.name, self.chapter = store.table_name(tables[place]), store.table_name(tables[0])
+        self.name, self.chapter = tables[place].name, tables[0].name
         self.experiment, self._together = tables[place], tables
         self.root = root or store.results_root()
         self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
@@ -145,7 +145,7 @@ class Chapter:
 
     @classmethod
     @in_one_line()
-    def from_parameters(cls, tables: Sequence[ModuleType], namespace: Mapping[str, Any]) -> Chapter:
+    def from_parameters(cls, tables: Sequence[Table], namespace: Mapping[str, Any]) -> Chapter:
         """The chapter with the parameters that a notebook's globals hold."""
         return cls(tables, **given_parameters(namespace, _parameters(tables)))
 
@@ -310,7 +310,7 @@ class Chapter:
     def problems(self) -> list[str]:
         """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
         frame = self.rows()
-        metrics = frame[list(self.experiment.METRICS)].replace("", None)
+        metrics = frame[list(self.experiment.metrics)].replace("", None)
         signed = [
             m for m in metrics.select_dtypes("number") if "error" not in m
         ]  # a difference may have a sign
@@ -332,13 +332,13 @@ def _this_machine() -> str:
 
 
 # ---------------------------------------------------------------------------------- parameters
-def check(tables: Sequence[ModuleType], given: Mapping[str, Any], root: Path) -> None:
+def check(tables: Sequence[Table], given: Mapping[str, Any], root: Path) -> None:
     """ValueError for what the notebook of a chapter would refuse as its parameters."""
     _refuse_unknown(given, _parameters(tables))
     Chapter(tables, root=root, **given)
 
 
-def _parameters(tables: Sequence[ModuleType]) -> list[str]:
+def _parameters(tables: Sequence[Table]) -> list[str]:
     return [*_COMMON, *selection.fields(tables)]
 
 

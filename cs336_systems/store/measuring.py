@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cs336_systems.store import provenance
@@ -28,11 +27,11 @@ from cs336_systems.store.rows import (
     csv_path,
     groups,
     load,
-    table_name,
     write,
     write_environment,
 )
 from cs336_systems.store.status import error_status, loses_context
+from cs336_systems.store.table import Table
 
 _QUIET_S = 20.0  # without a line
 REFRESH = ("missing", "stale", "all")
@@ -46,13 +45,13 @@ class ContextLost(MeasurementError):
     """As that, and nothing more can be measured in this process."""
 
 
-def _failed_before(experiment: ModuleType, group: list[Any], known: dict[tuple, dict]) -> bool:
+def _failed_before(experiment: Table, group: list[Any], known: dict[tuple, dict]) -> bool:
     rows = [known.get(case_key(experiment, case)) for case in group]
     return any(row is not None and row["status"].startswith("error") for row in rows)
 
 
 def _due(
-    experiment: ModuleType,
+    experiment: Table,
     group: list[Any],
     known: dict[tuple, dict],
     refresh: str,
@@ -73,7 +72,7 @@ def _due(
 
 
 def measure(
-    experiment: ModuleType,
+    experiment: Table,
     cases: Sequence[Any],
     *,
     refresh: str = "missing",
@@ -97,7 +96,7 @@ def measure(
     log = log or functools.partial(print, flush=True)  # a run that is cut off shall have told how far it came
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
-    machine, table = machine_name(), table_name(experiment)
+    machine, table = machine_name(), experiment.name
     current = provenance.current(experiment, root)
     for case in cases:
         case_key(experiment, case)  # raises for what no file can keep
@@ -126,21 +125,21 @@ def measure(
 
 
 def _fill(
-    experiment: ModuleType,
+    experiment: Table,
     machine: str,
     due: list[list[Any]],
     root: Path | None,
     log: Callable[[str], None],
     progress: Callable[[list[list[Any]]], Iterable[list[Any]]],
 ) -> None:
-    table = table_name(experiment)
+    table = experiment.name
     code = provenance.digest(experiment)  # of the files as they are now
     write_environment(machine, root)
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
-        what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.GROUP)
+        what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.group)
         place = f"  [{number}/{len(due)}] {what}"
         with _telling(lambda seconds, place=place: log(f"{place}: measuring for {seconds:.0f} s")):
             results, context_lost = _run(experiment, group)
@@ -166,8 +165,8 @@ def _fill(
         )
 
 
-def _estimate(experiment: ModuleType, due: list[list[Any]]) -> str:
-    estimate = getattr(experiment, "estimate_s", None)
+def _estimate(experiment: Table, due: list[list[Any]]) -> str:
+    estimate = experiment.estimate_s
     return f", about {sum(estimate(group) for group in due):.0f} s" if estimate else ""
 
 
@@ -189,7 +188,7 @@ def _telling(tell: Callable[[float], None]) -> Iterator[None]:
         thread.join()
 
 
-def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:
+def _run(experiment: Table, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:
     """The metrics of a group's cases, and whether the CUDA context was lost.
 
     What was yielded before an exception stands, the cases after it are errors. The exception itself is not
@@ -206,7 +205,7 @@ def _run(experiment: ModuleType, group: list[Any]) -> tuple[list[dict[str, Any]]
         context_lost = loses_context(error)
     assert len(results) == len(group), f"run_group gave {len(results)} results for {len(group)} cases"
     for metrics in results:
-        unknown = set(metrics) - {*experiment.METRICS, "status"}
+        unknown = set(metrics) - {*experiment.metrics, "status"}
         assert not unknown, f"run_group gave {', '.join(sorted(unknown))}, which METRICS does not name"
     lacked_memory = [metrics for metrics in results if metrics.get("status") == "oom"]
     if lacked_memory and (held := memory_of_others_gib()):

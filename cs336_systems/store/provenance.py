@@ -26,11 +26,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from cs336_systems.store import rows as store
 from cs336_systems.store.files import StoreError, changing, read_table, refuse_control, replace
+from cs336_systems.store.table import Table
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # of CUDA C++
@@ -45,12 +45,12 @@ _THERE = (
 
 
 # ------------------------------------------------------------------------------------------------ digests
-def digest(table: ModuleType) -> str:
+def digest(table: Table) -> str:
     """Eight hexadecimal digits of the files that a table's numbers depend on; ValueError for one that is not there."""
     parts = []
-    for file in (Path(table.__file__), *(PACKAGE / name for name in getattr(table, "DEPENDS", ()))):
+    for file in (table.source, *(PACKAGE / name for name in table.depends)):
         if not file.is_file():
-            raise ValueError(f"DEPENDS of {store.table_name(table)}: there is no {file}")
+            raise ValueError(f"DEPENDS of {table.name}: there is no {file}")
         stamp = file.stat()
         parts.append(_of_file(file, stamp.st_mtime_ns, stamp.st_size))
     return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
@@ -129,16 +129,16 @@ def _reached(code: str, case: Mapping[str, str], lines: Sequence[Line]) -> set[s
     return reached
 
 
-def current(table: ModuleType, root: Path | None = None) -> Callable[[Sequence[Any], str], bool]:
+def current(table: Table, root: Path | None = None) -> Callable[[Sequence[Any], str], bool]:
     """Of a row's case (values in the order of its fields) and its `code`: whether that code is, or is carried over to,
     the code as it is."""
-    now, fields, name = digest(table), store.case_fields(table), store.table_name(table)
+    now, fields, name = digest(table), store.case_fields(table), table.name
     lines = [line for line in carried(root) if line.table == name]
     return lambda case, code: now in _reached(code, dict(zip(fields, map(str, case), strict=True)), lines)
 
 
 def carry(
-    tables: Sequence[ModuleType],
+    tables: Sequence[Table],
     commit: str,
     where: Mapping[str, str],
     because: str,
@@ -158,7 +158,7 @@ def carry(
     chosen = " ".join(f"{field}={values}" for field, values in where.items())
     lines, counts = [], []
     for table in tables:
-        name = store.table_name(table)
+        name = table.name
         line = Line(name, chosen, before[name], digest(table), today, because)
         if line.before == line.after:
             raise ValueError(
@@ -176,7 +176,7 @@ def carry(
     return counts
 
 
-def _leading_to(line: Line, table: ModuleType, where: Mapping[str, str], root: Path) -> int:
+def _leading_to(line: Line, table: Table, where: Mapping[str, str], root: Path) -> int:
     """How many rows that the line selects have, or are carried over to, its `before`."""
     fields = store.case_fields(table)
     if unknown := [field for field in where if field not in fields]:
@@ -195,9 +195,9 @@ def _leading_to(line: Line, table: ModuleType, where: Mapping[str, str], root: P
     return sum(line.selects(case) and line.before in _reached(code, case, older) for case, code in cases)
 
 
-def digests_at(commit: str, tables: Sequence[ModuleType]) -> dict[str, str]:
+def digests_at(commit: str, tables: Sequence[Table]) -> dict[str, str]:
     """Table → its digest at a commit of the checkout around this package, by the code of that commit."""
-    names = [store.table_name(table) for table in tables]
+    names = [table.name for table in tables]
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "-C", str(PACKAGE.parent), "archive", commit, PACKAGE.name], capture_output=True

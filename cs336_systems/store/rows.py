@@ -28,7 +28,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -45,6 +44,7 @@ from cs336_systems.store.files import (
 )
 from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
+from cs336_systems.store.table import Table
 
 _MACHINE = re.compile(r"(\w[\w.+-]*)?")  # empty: none
 # what `machine.environment` holds besides numbers
@@ -83,21 +83,14 @@ def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
     return (root or results_root()) / machine / f"{table}.csv"
 
 
-def table_name(experiment: ModuleType) -> str:
-    """The table that a module measures: `chapters.training.measure` that of the folder's name, training, and
-    `chapters.training.run` training_run."""
-    *_, folder, name = ("", *experiment.__name__.split("."))
-    return folder if name == "measure" else "_".join(filter(None, [folder, name]))
-
-
-def case_fields(experiment: ModuleType) -> list[str]:
+def case_fields(experiment: Table) -> list[str]:
     """The names of the fields of the experiment's `Case`, which are the key of a row."""
     return [field.name for field in dataclasses.fields(experiment.Case)]
 
 
-def columns(experiment: ModuleType) -> list[str]:
+def columns(experiment: Table) -> list[str]:
     """The fixed columns of a table's CSV."""
-    return [*case_fields(experiment), *experiment.METRICS, *PROVENANCE]
+    return [*case_fields(experiment), *experiment.metrics, *PROVENANCE]
 
 
 # -------------------------------------------------------------------------------------------------- reading
@@ -106,7 +99,7 @@ def _types(case_class: type) -> dict[str, type]:
     return typing.get_type_hints(case_class)
 
 
-def case_key(experiment: ModuleType, row: Any) -> tuple[Any, ...]:
+def case_key(experiment: Table, row: Any) -> tuple[Any, ...]:
     """The typed case of a row (a dict of CSV strings, or a Case), as a sortable tuple; ValueError for values that are
     not of their field's type, or that a file cannot give back."""
     types = _types(experiment.Case)
@@ -138,7 +131,7 @@ def _text(value: Any) -> str:
     return visible(str(value))  # what `merge` takes
 
 
-def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tuple[Any, ...], dict[str, str]]:
+def load(experiment: Table, path: Path, numbers: bool = False) -> dict[tuple[Any, ...], dict[str, str]]:
     """The rows of a CSV by their cases, as strings; none where there is no file.
 
     StoreError names the file, and the line and column where there is one, if it is no table, has columns that this
@@ -168,7 +161,7 @@ def load(experiment: ModuleType, path: Path, numbers: bool = False) -> dict[tupl
         if key in rows:
             raise StoreError(f"{path}, line {line}: the same case as in an earlier line")
         rows[key] = row
-    for metric in experiment.METRICS if numbers else ():
+    for metric in experiment.metrics if numbers else ():
         _refuse_words(path, metric, [(line, row[metric]) for line, row in found if row.get(metric)])
     return rows
 
@@ -193,15 +186,15 @@ def _is_number(cell: str, lists: bool) -> bool:
     return (lists and len(values) > 1) or (len(values) == 1 and math.isfinite(values[0]))
 
 
-def read(experiment: ModuleType, machine: str, root: Path | None = None) -> pd.DataFrame:
+def read(experiment: Table, machine: str, root: Path | None = None) -> pd.DataFrame:
     """All rows of a table on a machine: case fields in their types, metrics as numbers where they are."""
-    rows = load(experiment, csv_path(table_name(experiment), machine, root), numbers=True)
+    rows = load(experiment, csv_path(experiment.name, machine, root), numbers=True)
     frame = pd.DataFrame(list(rows.values()), columns=columns(experiment))
     types = _types(experiment.Case)
     for place, field in enumerate(case_fields(experiment)):
         dtype = types[field] if types[field] in (int, float, bool) else object
         frame[field] = pd.Series([key[place] for key in rows], dtype=dtype, index=frame.index)
-    for metric in experiment.METRICS:
+    for metric in experiment.metrics:
         numbers = pd.to_numeric(frame[metric], errors="coerce")
         if numbers.notna().sum() == (frame[metric].fillna("") != "").sum():
             frame[metric] = numbers.astype(float)
@@ -223,7 +216,7 @@ def environments(machine: str, root: Path | None = None) -> dict[str, dict[str, 
 
 
 # -------------------------------------------------------------------------------------------------- writing
-def _csv(experiment: ModuleType, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> str:
+def _csv(experiment: Table, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> str:
     header = columns(experiment)
     table = [[_text(rows[key].get(column)) for column in header] for key in sorted(rows)]
     out = io.StringIO()
@@ -232,7 +225,7 @@ def _csv(experiment: ModuleType, rows: Mapping[tuple[Any, ...], Mapping[str, Any
 
 
 def write(
-    experiment: ModuleType, machine: str, rows: Iterable[Mapping[str, Any]], root: Path | None = None
+    experiment: Table, machine: str, rows: Iterable[Mapping[str, Any]], root: Path | None = None
 ) -> Path:
     """Takes rows that were just measured into the table's CSV, sorted by case, swapped in whole.
 
@@ -240,7 +233,7 @@ def write(
     run does not take a measured one's: what this machine lacks, another run of it had. (Such a row stays of earlier
     code, so that `refresh="stale"` measures its group each time.)
     """
-    path = csv_path(table_name(experiment), machine, root)
+    path = csv_path(experiment.name, machine, root)
     with changing(path.parent):
         known = load(experiment, path)
         for row in rows:
@@ -273,9 +266,7 @@ def _spelled_out(known: Mapping[str, dict[str, Any]]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- merging
-def merge(
-    experiments: Iterable[ModuleType], source: Path, root: Path | None = None
-) -> list[tuple[str, str, int]]:
+def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) -> list[tuple[str, str, int]]:
     """Takes in the rows of another results folder; returns (machine, table, number of rows) of each CSV.
 
     The newer row of a case wins, but one that could not be run does not take a measured one's place. What lies beside a
@@ -288,7 +279,7 @@ def merge(
     root = root or results_root()
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; expected one that holds <machine>/<table>.csv")
-    by_name = {table_name(experiment): experiment for experiment in experiments}
+    by_name = {experiment.name: experiment for experiment in experiments}
     found, beside = {}, {}
     for path in sorted(source.glob("*/*.csv")):
         if path.stem not in by_name:
@@ -322,13 +313,13 @@ def merge(
     return [(path.parent.name, path.stem, len(rows)) for path, rows in found.items()]
 
 
-def _load_with_times(experiment: ModuleType, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
+def _load_with_times(experiment: Table, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
     """`load`, for rows of another folder: when each was measured is compared, and times are held to be possible."""
     rows = load(experiment, path, numbers=True)
     for key, row in rows.items():
         refuse_control(f"{path}, {' '.join(map(str, key))}", list(row.values()))
         wrong = {} if _is_time(row["time_utc"]) else {"time_utc": "as in 2026-01-31T23:59:59Z"}
-        for metric in filter(_DURATION.search, experiment.METRICS if row["status"] == "ok" else ()):
+        for metric in filter(_DURATION.search, experiment.metrics if row["status"] == "ok" else ()):
             # a part of a step, as `overlap_ms`, may take no time; what was timed does
             timed = _TIMED.search(metric)
             parts = (row.get(metric) or "").replace(";", " ").split()
@@ -351,9 +342,9 @@ def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:
     return not _stays(here, row) and (_stays(row, here) or row["time_utc"] >= here["time_utc"])
 
 
-def groups(experiment: ModuleType, cases: Sequence[Any]) -> list[list[Any]]:
+def groups(experiment: Table, cases: Sequence[Any]) -> list[list[Any]]:
     """The cases put together by the fields that the experiment names in `GROUP`, in their order."""
     out: dict[tuple[Any, ...], list[Any]] = {}
     for case in cases:
-        out.setdefault(tuple(getattr(case, field) for field in experiment.GROUP), []).append(case)
+        out.setdefault(tuple(getattr(case, field) for field in experiment.group), []).append(case)
     return list(out.values())

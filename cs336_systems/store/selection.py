@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 from cs336_systems.store import numbers, rows
+from cs336_systems.store.table import Table
 
 PRESETS = ("full", "smoke")
 
 
-def fields(tables: Iterable[ModuleType]) -> list[str]:
+def fields(tables: Iterable[Table]) -> list[str]:
     """The fields of the cases of a chapter's tables: what its notebook can choose by."""
     return list(dict.fromkeys(field for table in tables for field in rows.case_fields(table)))
 
@@ -34,7 +34,7 @@ def resolve_preset(preset: str, machine: str) -> str:
     return preset
 
 
-def values(experiment: ModuleType, preset: str, field: str) -> list[Any]:
+def values(experiment: Table, preset: str, field: str) -> list[Any]:
     """The values that a field of `Case` takes in a preset's grid, in the grid's order."""
     return list(dict.fromkeys(getattr(case, field) for case in experiment.grid(preset)))
 
@@ -47,14 +47,14 @@ def _words(wanted: Any) -> list[str] | None:
     return None if words == ["all"] else words
 
 
-def cases(tables: Sequence[ModuleType], experiment: ModuleType, preset: str, **filters: Any) -> list[Any]:
+def cases(tables: Sequence[Table], experiment: Table, preset: str, **filters: Any) -> list[Any]:
     """The cases of a preset whose fields have the given values; `tables` are those of the experiment's chapter.
 
     A filter is `"all"`, one value, several separated by commas, or a sequence. It chooses among all tables of the
     chapter: those without the field keep their cases, those without the value have none. ValueError, with what is
     allowed, for a name that is a field of no table and a value that no grid has; and where no table has a case left.
     """
-    known = {rows.table_name(table): table for table in tables}
+    known = {table.name: table for table in tables}
     left = {table: list(known[table].grid(preset)) for table in known}
     for field, wanted in filters.items():
         having = [table for table in known if field in rows.case_fields(known[table])]
@@ -72,17 +72,17 @@ def cases(tables: Sequence[ModuleType], experiment: ModuleType, preset: str, **f
     if filters and not any(left.values()):
         chosen = [f"{field}={wanted}" for field, wanted in filters.items() if _words(wanted) is not None]
         raise ValueError(f"the {preset} preset has no case with {', '.join(chosen)}")
-    return left[rows.table_name(experiment)]
+    return left[experiment.name]
 
 
-def named(experiment: ModuleType, **given: Any) -> dict[str, list[Any]]:
+def named(experiment: Table, **given: Any) -> dict[str, list[Any]]:
     """Field → values, each once, of the fields for which others than `"all"` are given.
 
     ValueError for what the experiment's `CHOICES` do not allow.
     """
     found = {field: words for field, wanted in given.items() if (words := _words(wanted)) is not None}
     return {
-        field: list(dict.fromkeys(_chosen(field, word, experiment.CHOICES[field]) for word in words))
+        field: list(dict.fromkeys(_chosen(field, word, experiment.choices[field]) for word in words))
         for field, words in found.items()
     }
 
@@ -100,15 +100,13 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
     raise ValueError(f"{field}={word}; allowed: all, whole numbers from {allowed[0]} to {allowed[-1]}")
 
 
-def cases_beyond(
-    tables: Sequence[ModuleType], experiment: ModuleType, preset: str, **given: Any
-) -> list[Any]:
+def cases_beyond(tables: Sequence[Table], experiment: Table, preset: str, **given: Any) -> list[Any]:
     """As `cases`, and beyond the grid what the experiment's `CHOICES` allow.
 
     That is the product of the values of all fields, where one is not in the grid, or where every field has been given
     values. A field that has not takes the grid's values there, and `repeat` is 0.
     """
-    if not hasattr(experiment, "CHOICES"):
+    if not experiment.choices:
         return cases(tables, experiment, preset, **given)
     lists = {field: values(experiment, preset, field) for field in rows.case_fields(experiment)}
     chosen = named(experiment, **given)
@@ -120,7 +118,7 @@ def cases_beyond(
 
 
 def of_team(
-    experiment: ModuleType, cases: Sequence[Any], team: int | None, log: Callable[[str], None] = print
+    experiment: Table, cases: Sequence[Any], team: int | None, log: Callable[[str], None] = print
 ) -> list[Any]:
     """The cases that a team of so many processes can measure, which torchrun has started; without one, all.
 
@@ -133,7 +131,7 @@ def of_team(
     here = [g for g in groups if max(getattr(case, "world_size", team) for case in g) == team]
     if len(here) < len(groups):
         log(
-            f"{rows.table_name(experiment)}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
+            f"{experiment.name}: {len(groups) - len(here)} of {len(groups)} groups are left out: "
             f"they need another number of processes than the {team} that torchrun has started"
         )
     return [case for group in here for case in group]

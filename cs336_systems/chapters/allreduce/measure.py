@@ -32,15 +32,17 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import bus_factor
 from cs336_systems.chapters.shared import depends
-from cs336_systems.measure.clocks.timing import Timing
+from cs336_systems.measure.clocks.turns import Phases, Samples, Times, columns, take_turns
+from cs336_systems.measure.device import Watch, give_back
 from cs336_systems.store import machine
 from cs336_systems.store.status import Skip, oom_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +53,12 @@ BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # and the device that each is measur
 HOWS = ("all_reduce", "bucket")
 CHOICES = {"backend": tuple(BACKENDS), "device": tuple(BACKENDS.values()), "how": HOWS}
 DEPENDS = (
-    *depends.EVENTS, "accounting/collectives.py", "accounting/operations.py", "parallel/buckets.py",
+    *depends.CALL_CLOCK, "accounting/collectives.py", "accounting/operations.py", "parallel/buckets.py",
     "parallel/ddp.py",
 )  # fmt: skip
 GROUP = ("backend", "device", "world_size")
 METRICS = (
-    "ms_p20", "ms_p50", "ms_p80", "host_ms",
+    *columns(), "host_ms",
     "algorithm_gb_per_s",  # bytes of the tensor over the median, 10^9 bytes/s
     "bus_gb_per_s",  # 2(n - 1)/n times that; empty for one process
     "error", "warmups", "calls", "library",
@@ -169,7 +171,7 @@ def refuse(case: Case) -> None:
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-    """The metrics of the cases of one set of processes; see the package's docstring for the contract.
+    """The metrics of the cases of one set of processes.
 
     ValueError as `check`; `launch.start.LaunchError` where a process fails.
     """
@@ -213,34 +215,21 @@ def _line(case: Case, metrics: dict[str, Any]) -> str:
 
 def _measure_size(rank: Rank, cases: list[Case]) -> list[dict[str, Any]]:
     """The cases of one size in turns; when this returns, their memory is free again."""
-    import torch
-
     trial: dict[str, Any] = {}
     with oom_is_a_row(trial):
-        operations = {i: _Operation(rank, case) for i, case in enumerate(cases)}
+        operations = {case: _Operation(rank, case) for case in cases}
     if _largest(rank, float("status" in trial)) > 0:  # on any rank: all give up, or they deadlock
         return [{"status": "oom"} for _ in cases]
-    results = [operation.warm_up() for operation in operations.values()]
-    spans: dict[int, list[float]] = {i: [] for i in operations}
-    walls: dict[int, list[float]] = {i: [] for i in operations}
-    for turn in range(ROUNDS):
-        for place in range(len(cases)):
-            i = (place + turn) % len(cases)
-            rounds, calls = operations[i].turns
-            if turn < rounds:
-                mine, wall = operations[i].turn(calls)
-                spans[i] += mine
-                walls[i].append(wall)
-    for i, (case, metrics) in enumerate(zip(cases, results, strict=True)):
-        slowest = _slowest(rank, spans[i])
-        timing = Timing(tuple(slowest))
-        rate = case.num_bytes / timing.p50 / 1e6
-        metrics |= timing.metrics() | {
-            "host_ms": Timing(tuple(_slowest(rank, walls[i]))).p50,
+    results = {case: operation.warm_up() for case, operation in operations.items()}
+    phases = {case: {"call": operation.call} for case, operation in operations.items()}
+    for case, samples in take_turns(phases, Queued(rank, operations)).items():
+        metrics, rate = results[case], case.num_bytes / samples.p50("call") / 1e6
+        metrics |= samples.row("call", prefix="") | {
+            "host_ms": samples.p50("host"),
             "algorithm_gb_per_s": rate,
             "bus_gb_per_s": rate * bus_factor(case.world_size) or None,
             "warmups": WARMUPS,
-            "calls": len(slowest),
+            "calls": len(samples.ms("call")),
             "library": _library(case.backend),
         }
         tolerance = case.world_size * 2.0**-22
@@ -248,10 +237,29 @@ def _measure_size(rank: Rank, cases: list[Case]) -> list[dict[str, Any]]:
             metrics["status"] = (
                 f"error: {case.how} is off by {metrics['error']:.2g}; allowed: {tolerance:.2g}"
             )
-    del operations
-    if rank.device != "cpu":
-        torch.cuda.empty_cache()
-    return results
+    del operations, phases
+    give_back(rank.device)
+    return [results[case] for case in cases]
+
+
+class Queued:
+    """The clock (`turns.Clock`) of operations of all ranks, whose turns begin when the host has queued their calls.
+    `call`: ms of each call, `host`: of one on the host; of the slowest rank."""
+
+    def __init__(self, rank: Rank, operations: Mapping[Case, _Operation]) -> None:
+        self._rank, self._of = rank, {operation.call: operation for operation in operations.values()}
+
+    def rounds(self, num_candidates: int) -> int:
+        """As `turns.Clock`."""
+        return ROUNDS
+
+    def turn(self, phases: Phases, turn: int, rounds: int, so_far: Samples) -> tuple[Times, Watch] | None:
+        """As `turns.Clock`; clock and power are not read."""
+        operation = self._of[phases["call"]]
+        if turn >= operation.turns[0]:
+            return None
+        spans, wall = operation.turn(operation.turns[1])
+        return {"call": _slowest(self._rank, spans), "host": _slowest(self._rank, [wall])}, Watch(None)
 
 
 class _Operation:
@@ -269,7 +277,7 @@ class _Operation:
         numel = case.num_bytes // 4
         if case.how == "all_reduce":
             self._tensor = torch.empty(numel, device=rank.device)
-            self._call: Callable[[], Any] = lambda: dist.all_reduce(self._tensor)
+            self.call: Callable[[], Any] = lambda: dist.all_reduce(self._tensor)
         else:
             pieces = [torch.empty(numel // _PIECES, device=rank.device) for _ in range(_PIECES)]
             parameters = [torch.nn.Parameter(piece) for piece in pieces]
@@ -277,13 +285,13 @@ class _Operation:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             self._tensor = Bucket(parameters).gathered()
             assert self._tensor.nbytes == case.num_bytes, "pieces leave no gaps"
-            self._call = lambda: average(self._tensor, dist.group.WORLD)
+            self.call = lambda: average(self._tensor, dist.group.WORLD)
         self.turns = (ROUNDS, CALLS)  # and calls in each; `warm_up` says
 
     def warm_up(self) -> dict[str, Any]:
         """WARMUPS calls, of which the first is checked; sets `turns`."""
         self._begin()
-        self._call()
+        self.call()
         metrics = {"error": _largest(self._rank, self._deviation())}
         _, wall = self.turn(WARMUPS - 1, leave_out=False)
         estimate = _largest(self._rank, wall)
@@ -302,7 +310,7 @@ class _Operation:
         if self._rank.device == "cpu":
             marks = [time.perf_counter()]
             for _ in range(calls):
-                self._call()
+                self.call()
                 marks.append(time.perf_counter())
             spans = [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
             return spans, (marks[-1] - marks[0]) * 1e3 / calls
@@ -310,7 +318,7 @@ class _Operation:
 
         start = time.perf_counter()
         for _ in range(calls):
-            self._call()
+            self.call()
         torch.cuda.synchronize()
         wall = (time.perf_counter() - start) * 1e3 / calls
         if not leave_out:
@@ -319,7 +327,7 @@ class _Operation:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
         torch.cuda._sleep(4_000_000)  # clock cycles: two milliseconds
         for event in events:
-            self._call()
+            self.call()
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], wall
@@ -394,3 +402,8 @@ def _library(backend: str) -> str:
     import torch
 
     return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

@@ -13,9 +13,8 @@ accurate to fp32 (matmul precision "highest").
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,16 +22,21 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
-from cs336_systems.store.status import failure_is_a_row, oom_is_a_row
+from cs336_systems.measure.clocks.steps import Steps
+from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
+from cs336_systems.measure.device import comparable, default_device, give_back, synchronizer, torch_dtype
+from cs336_systems.store.status import oom_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.PHASES, "chapters/shared/memory_cap.py")
+DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.STEP_CLOCK, "chapters/shared/memory_cap.py")
 GROUP = ("cap_gib", "dtype", "head_dim", "seq_len")
 PARTS = ("forward", "backward")
+STATISTICS = ("mean", "std", "p50")
 METRICS = (
-    *(f"{part}_ms_{what}" for part in PARTS for what in ("mean", "std", "p50")),
+    *(column for part in PARTS for column in columns(part, STATISTICS)),
     "workspace_gib",  # allocated before the inputs were made: cuBLAS's workspaces
     "before_backward_gib",  # allocated between the passes, workspaces and inputs included
     "peak_gib",  # the most allocated in one step; of a case that fails, until it does
@@ -108,17 +112,45 @@ def estimate_s(group: list[Case]) -> float:
     return seconds
 
 
-# ------------------------------------------------------------------------------------------------ the settings
-@contextmanager
-def _accurate_matmuls() -> Iterator[str]:
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one shape, dtype and cap in turns."""
+    if cases[0].dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
+    device = default_device()
+    shared: dict[str, Any] = {}  # what keeps the whole group from being measured
+    with oom_is_a_row(shared), comparable() as precision, capped(cases[0].cap_gib, device):
+        return [metrics | {"matmul_precision": precision} for metrics in _measured(cases, device)]
+    return [dict(shared) for _ in cases]
+
+
+def _measured(cases: list[Case], device: str) -> list[dict[str, Any]]:
     import torch
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield torch.get_float32_matmul_precision()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    workspace_gib = _workspace_gib() if device != "cpu" else None
+    shape, dtype = (BATCH, cases[0].seq_len, cases[0].head_dim), torch_dtype(cases[0].dtype)
+    generator = torch.Generator(device).manual_seed(cases[0].seq_len + cases[0].head_dim)
+    q, k, v, grad_o = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def prepare(candidate: Candidate) -> None:
+        candidate.metrics["workspace_gib"] = workspace_gib
+        try:
+            _try_out(candidate, inputs, grad_o, device)
+        finally:
+            for x in inputs:
+                x.grad = None
+            if device != "cpu":
+                torch.cuda.empty_cache()
+
+    candidates = prepared(cases, prepare, device)
+    compiled = any(c.ok and c.case.impl == "reference_compiled" for c in candidates)
+    clock = Steps(device, warmup=WARMUP, steps=STEPS, num_rounds=ROUNDS)
+    with _no_recompiling() if compiled else nullcontext():
+        for candidate in time_together(candidates, clock, lambda: give_back(device)):
+            for part in PARTS:
+                candidate.metrics |= candidate.samples.row(part, STATISTICS)
+    return [candidate.metrics for candidate in candidates]
 
 
 def _no_recompiling() -> AbstractContextManager[Any]:
@@ -128,136 +160,77 @@ def _no_recompiling() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("fail_on_recompile")
 
 
-# --------------------------------------------------------------------------------------------- candidates
-class _Candidate:
-    """One case while it is measured. Between two of its steps it holds nothing but the inputs, which all share."""
+def _try_out(candidate: Candidate, inputs: list[torch.Tensor], grad_o: torch.Tensor, device: str) -> None:
+    """Two steps: one compiles, of the other the memory is read."""
+    from torch._dynamo.utils import counters
 
-    def __init__(
-        self, case: Case, metrics: dict[str, Any], inputs: list[torch.Tensor], grad_o: torch.Tensor
-    ) -> None:
-        self.case, self.metrics, self.inputs, self.grad_o = case, metrics, inputs, grad_o
-        self.device = grad_o.device.type
-        self.output: torch.Tensor | None = None
+    case, metrics = candidate.case, candidate.metrics
+    compiled = case.impl == "reference_compiled"
+    apply = peers.build(case.impl, False, device, case.seq_len).apply
+    output: list[torch.Tensor] = []
 
-    def forward(self) -> None:
-        self.output = self.apply(*self.inputs)
+    def forward() -> None:
+        output[:] = [apply(*inputs)]
 
-    def backward(self) -> None:
-        assert self.output is not None
-        self.output.backward(self.grad_o)
+    def backward() -> None:
+        output[0].backward(grad_o)
 
-    def forget(self) -> None:
+    def forget() -> None:
         """Drops the output and the gradients; the backward pass has freed the graph, if it was reached."""
-        self.output = None
-        for x in self.inputs:
+        output.clear()
+        for x in inputs:
             x.grad = None
 
-    def try_out(self) -> None:
-        """Two steps: one compiles, of the other the memory is read. Whatever fails becomes the row's status."""
-        from torch._dynamo.utils import counters
-
-        compiled = self.case.impl == "reference_compiled"
-        with failure_is_a_row(self.metrics):
-            seq_len = self.case.seq_len
-            self.apply = peers.build(self.case.impl, False, self.device, seq_len).apply
-            counters.clear()
-            start = time.perf_counter()
-            self._one_step()
-            if compiled:
-                self.metrics["compile_s"] = time.perf_counter() - start
-                hits = (
-                    counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-                )
-                self.metrics |= {"cache_hits": hits, "graphs": counters["stats"]["unique_graphs"]}
-            with _no_recompiling():
-                self._one_step()
-        self.forget()
-        if self.case.impl == "flash_triton" and "status" not in self.metrics:
-            from cs336_systems.attention.flash_triton import kernels_for
-
-            self.metrics |= {f"{part}_kernels": name for part, name in kernels_for(*self.inputs).items()}
-        if "status" in self.metrics:
-            gc.collect()  # frames of the exception may still hold tensors
-        if self.device != "cpu":
+    @contextmanager
+    def turn() -> Iterator[dict[str, Callable[[], None]]]:
+        """It finds the memory as the trial did: nothing kept, and no cached blocks of another's sizes."""
+        if device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
+        # the third phase is not reported: it keeps the freeing of outputs and gradients out of the others' times
+        yield {"forward": forward, "backward": backward, "forget": forget}
 
-    def _one_step(self) -> None:
-        """A forward and a backward pass; notes the memory between them, the most there was, and where it failed."""
-        import torch
+    candidate.phases = turn
+    counters.clear()
+    start = time.perf_counter()
+    _one_step(forward, backward, metrics, device)
+    forget()
+    if compiled:
+        metrics["compile_s"] = time.perf_counter() - start
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        metrics |= {"cache_hits": hits, "graphs": counters["stats"]["unique_graphs"]}
+    with _no_recompiling():
+        _one_step(forward, backward, metrics, device)
+    forget()
+    if case.impl == "flash_triton":
+        from cs336_systems.attention.flash_triton import kernels_for
 
-        from cs336_systems.measure.clocks.phases import synchronizer
+        metrics |= {f"{part}_kernels": name for part, name in kernels_for(*inputs).items()}
 
-        wait, on_gpu = synchronizer(self.device), self.device != "cpu"
-        self.forget()
+
+def _one_step(
+    forward: Callable[[], None], backward: Callable[[], None], metrics: dict[str, Any], device: str
+) -> None:
+    """A forward and a backward pass; notes the memory between them, the most there was, and where it failed."""
+    import torch
+
+    wait, on_gpu = synchronizer(device), device != "cpu"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        metrics["failed_in"] = "forward"
+        forward()
+        wait()
+        metrics["failed_in"] = "backward"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            self.metrics["failed_in"] = "forward"
-            self.forward()
-            wait()
-            self.metrics["failed_in"] = "backward"
-            if on_gpu:
-                self.metrics["before_backward_gib"] = torch.cuda.memory_allocated() / _GIB
-            self.backward()
-            wait()
-            del self.metrics["failed_in"]
-        finally:
-            if on_gpu:
-                self.metrics["peak_gib"] = torch.cuda.max_memory_allocated() / _GIB
-
-
-# ---------------------------------------------------------------------------------------------- measuring a group
-def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one shape, dtype and cap in turns; see the package's docstring for the contract."""
-    import torch
-
-    if cases[0].dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[dict[str, Any]] = [{} for _ in cases]
-    shared: dict[str, Any] = {}  # what keeps the whole group from being measured
-    with oom_is_a_row(shared), capped(cases[0].cap_gib, device), _accurate_matmuls() as precision:
-        torch._dynamo.reset()  # past eight shapes of one function, Dynamo would fall back to eager without a word
-        _measure(cases, rows, device)
-        for row in rows:
-            row["matmul_precision"] = precision
-    return [row if "status" in row else row | shared for row in rows]
-
-
-def _measure(cases: list[Case], rows: list[dict[str, Any]], device: str) -> None:
-    import torch
-
-    from cs336_systems.measure.clocks.phases import time_phases
-
-    workspace_gib = _workspace_gib() if device != "cpu" else None
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cases[0].dtype]
-    shape = (BATCH, cases[0].seq_len, cases[0].head_dim)
-    generator = torch.Generator(device).manual_seed(cases[0].seq_len + cases[0].head_dim)
-    q, k, v, grad_o = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    candidates = [_Candidate(case, row, inputs, grad_o) for case, row in zip(cases, rows, strict=True)]
-    for candidate in candidates:
-        candidate.metrics["workspace_gib"] = workspace_gib
-        candidate.try_out()
-    ready = {f"{c.case.impl}/{c.case.repeat}": c for c in candidates if "status" not in c.metrics}
-    if not ready:
-        return
-    # The third phase is not reported: it keeps the freeing of outputs and gradients out of the times of the others.
-    phases = {
-        name: {"forward": c.forward, "backward": c.backward, "forget": c.forget} for name, c in ready.items()
-    }
-    # Each turn finds the memory as the try-out did: nothing kept, and no cached blocks of another's sizes.
-    before = (lambda name: torch.cuda.empty_cache()) if device != "cpu" else None
-    compiled = any(c.case.impl == "reference_compiled" for c in ready.values())
-    with _no_recompiling() if compiled else nullcontext():
-        times = time_phases(phases, device=device, warmup=WARMUP, steps=STEPS, rounds=ROUNDS, before=before)
-    for name, candidate in ready.items():
-        for part in PARTS:
-            series = times[name][part]
-            found = {"mean": series.mean, "std": series.std, "p50": series.p50}
-            candidate.metrics |= {f"{part}_ms_{what}": ms for what, ms in found.items()}
+            metrics["before_backward_gib"] = torch.cuda.memory_allocated() / _GIB
+        backward()
+        wait()
+        del metrics["failed_in"]
+    finally:
+        if on_gpu:
+            metrics["peak_gib"] = torch.cuda.max_memory_allocated() / _GIB
 
 
 def _workspace_gib() -> float:
@@ -269,3 +242,6 @@ def _workspace_gib() -> float:
     torch.cuda.synchronize()
     del x
     return torch.cuda.memory_allocated() / _GIB
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

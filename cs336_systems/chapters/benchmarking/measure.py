@@ -14,10 +14,9 @@ from cs336_systems.accounting import MODES
 from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
+from cs336_systems.store.table import Table
 
 DEPENDS = depends.STEPS
-__all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
-
 CHOICES = steps.CHOICES | {
     "context_length": range(1, 2**20 + 1), "batch": range(1, 2**16 + 1), "warmup": range(10**4 + 1),
     "steps": range(1, 10**4 + 1), "model": steps.model_class, "repeat": range(2),
@@ -63,3 +62,9 @@ def _shape(
 
 def _cold(size: str, context_length: int, warmups: tuple[int, ...]) -> list[Case]:
     return [Case(size, context_length, "forward_backward", warmup=warmup) for warmup in warmups]
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s,
+    forecast=forecast,
+)  # fmt: skip

@@ -15,7 +15,7 @@ from cs336_systems import accounting
 from cs336_systems.chapters.benchmarking.measure import PRIMARY
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared.steps import WARM
-from cs336_systems.measure.clocks.phases import each
+from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures
 from cs336_systems.report.prose import Number, Row
 from cs336_systems.report.tables import pivot

@@ -14,7 +14,9 @@ step of each is kept, condensed, in `results/<machine>/ddp/`; whole reports in `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -26,12 +28,15 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems import accounting
 from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks.ranks import RankSteps
+from cs336_systems.measure.clocks.turns import Phases, columns, take_turns
 from cs336_systems.measure.trace import nsys, overlap, profiler
 from cs336_systems.measure.trace.overlap import Overlap
 from cs336_systems.sizes import size
 from cs336_systems.store import machine, process
 from cs336_systems.store import rows as store
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     from cs336_systems.chapters.shared.parallel_step import ParallelWorkload
@@ -41,7 +46,7 @@ DEPENDS = (*depends.PARALLEL_STEP, *depends.NSYS, "accounting/memory.py", "measu
 GROUP = ("size", "batch", "dtype", "world_size", "kind")
 PHASES = ("forward", "backward", "synchronization", "optimizer")
 METRICS = (
-    *(column for phase in (*PHASES, "step") for column in ranks.columns(phase)),
+    *(column for phase in (*PHASES, "step") for column in columns(phase)),
     "tokens_per_s", "peak_gib", "collectives", "backend", "matmul_precision", "sm_mhz", "power_w",
     "traced_ms", "communication_ms", "compute_ms", "overlap_ms", "backward_overlap_ms", "messages", "source",
     "tool_version",
@@ -137,7 +142,7 @@ def overlap_path(case: Case, machine_name: str, root: Path | None = None) -> Pat
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases of one number of ranks together; see the package's docstring for the contract.
+    """Measures the cases of one number of ranks together.
 
     Where memory runs out with all of them in one run, each is measured in a run of its own.
     """
@@ -194,17 +199,24 @@ def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
 def time_on_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each rank does: the cases, context by context, in turns; their metrics, the same on all ranks."""
     group = [Case(**case) for case in cases]
-    found: dict[Case, dict[str, Any]] = {}
+    found: dict[Case, dict[str, Any]] = {case: {"backend": rank.backend} for case in group}
     work = _workload(rank, group)
+    clock = RankSteps(rank, warmup=0, steps=steps_of(group[0]), num_rounds=ROUNDS)
     for context in dict.fromkeys(case.context_length for case in group):
         work.choose_batch(group[0].batch, context)
-        by_name = {case.name: case for case in group if case.context_length == context}
-        turns: dict[str, list[_Turn]] = {name: [] for name in by_name}
-        for _, name, steps in ranks.in_turns(list(by_name), steps_of(group[0]), ROUNDS):
-            turns[name].append(_turn(work, by_name[name], steps))
-            print(f"context {context}, {name}: {ranks.median(turns[name][-1].times):.1f} ms", flush=True)
-        found |= {case: _metrics(case, turns[name], rank) for name, case in by_name.items()}
-    return [found[case] for case in group]
+        turns = {
+            case: functools.partial(_turn, work, case, found[case])
+            for case in group
+            if case.context_length == context
+        }
+        for case, samples in take_turns(turns, clock).items():
+            step_ms = samples.p50("step")
+            tokens = case.batch * case.context_length * (1 if case.wrapper == ALONE else case.world_size)
+            for phase in (*PHASES, "step"):
+                found[case] |= samples.row(phase)
+            found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
+            print(f"context {context}, {case.name}: {step_ms:.1f} ms", flush=True)
+    return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 
 def _workload(rank: Rank, group: list[Case]) -> ParallelWorkload:
@@ -214,20 +226,10 @@ def _workload(rank: Rank, group: list[Case]) -> ParallelWorkload:
     return ParallelWorkload(size(group[0].size), group[0].batch, longest, rank)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    times: ranks.Times
-    collectives: int | None
-    peak_gib: float | None
-    precision: str
-    clocks: dict[str, float | None]
-
-
-def _turn(work: ParallelWorkload, case: Case, steps: int) -> _Turn:
-    """One turn of a case: wrapped, warmed up, timed, unwrapped."""
+@contextlib.contextmanager
+def _turn(work: ParallelWorkload, case: Case, metrics: dict[str, Any]) -> Iterator[Phases]:
+    """One turn of a case: wrapped, warmed up, timed, unwrapped; what it holds goes into the metrics."""
     import torch
-
-    from cs336_systems.measure.clocks.timing import Watch
 
     rank = work.rank
     wrapper = "none" if case.wrapper == ALONE else case.wrapper
@@ -242,31 +244,15 @@ def _turn(work: ParallelWorkload, case: Case, steps: int) -> _Turn:
         if rank.device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with Watch(interval_s=0.1) as watch:
-            times = ranks.time_steps(phases, rank=rank, warmup=0, steps=steps)
-        peak = None
+        yield phases
         if rank.device != "cpu":
             peak = max(ranks.gathered(torch.cuda.max_memory_allocated(), rank)) / 2**30
-        collectives = step.num_buckets
-    return _Turn(times, collectives, peak, step.matmul_precision, watch.metrics())
+            metrics["peak_gib"] = max(peak, metrics.get("peak_gib", 0))
+        metrics |= {"collectives": step.num_buckets, "matmul_precision": step.matmul_precision}
 
 
 def _wait() -> None:
     """What the other ranks do while one works alone."""
-
-
-def _metrics(case: Case, turns: list[_Turn], rank: Rank) -> dict[str, Any]:
-    times = ranks.pooled([turn.times for turn in turns])
-    tokens = case.batch * case.context_length * (1 if case.wrapper == ALONE else case.world_size)
-    last = turns[-1]
-    return ranks.metrics(times) | {
-        "tokens_per_s": tokens / ranks.median(times) * 1e3,
-        "peak_gib": None if last.peak_gib is None else max(turn.peak_gib for turn in turns),
-        "collectives": last.collectives,
-        "backend": rank.backend,
-        "matmul_precision": last.precision,
-        **last.clocks,
-    }
 
 
 # -------------------------------------------------------------------------------------------------- tracing
@@ -378,6 +364,10 @@ def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
                 work.step(case.wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step,
             ):
                 work.choose_batch(case.batch, case.context_length)
-                ranks.time_steps(
-                    step.phases, rank=work.rank, warmup=WARMUP, steps=TRACED_STEPS, ranges=profiler.span
+                clock = RankSteps(
+                    work.rank, warmup=WARMUP, steps=TRACED_STEPS, ranges=profiler.span, watched=False
                 )
+                take_turns({case: step.phases}, clock)
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -13,27 +13,36 @@ host more than the GPU. `tf32` means fp32 tensors whose matmuls may use TF32: ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
+from cs336_systems.measure.clocks.calls import Calls, captured, host_us
+from cs336_systems.measure.clocks.turns import (
+    Candidate,
+    columns,
+    prepared,
+    take_turns,
+    time_together,
+)
+from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib
 from cs336_systems.store.status import failure_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
 
 DEPENDS = (
-    *depends.ATTENTION, *depends.LADDER, *depends.EVENTS,
+    *depends.ATTENTION, *depends.LADDER, *depends.CALL_CLOCK,
     "accounting/attention_limits.py", "accounting/model.py", "accounting/operations.py",
 )  # fmt: skip
 GROUP = ("heads", "seq_len", "head_dim", "dtype")
 PARTS = ("forward", "backward", "end_to_end")
 METRICS = (
-    *(f"{part}_ms_{quantile}" for part in PARTS for quantile in ("p20", "p50", "p80")),
+    *(column for part in PARTS for column in columns(part)),
     *(f"{part}_tflops" for part in PARTS),
     *(f"{part}_{what}" for what in ("gpu_ms", "host_us") for part in ("forward", "backward")),
     "peak_gib",
@@ -116,18 +125,6 @@ def estimate_s(group: list[Case]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- implementations
-@contextmanager
-def _matmul_precision(dtype: str) -> Iterator[str]:
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield torch.get_float32_matmul_precision()
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Which of SDPA's backends torch picks for these inputs by itself."""
     import torch
@@ -136,44 +133,23 @@ def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.lower()
 
 
-class _Candidate:
-    """One case while it is measured: its three functions, and what is known of it so far."""
+class _Attention:
+    """One implementation on the group's inputs: its three parts, as they are timed."""
 
     def __init__(self, case: Case, inputs: list[torch.Tensor], grad_o: torch.Tensor, device: str) -> None:
-        self.case, self.inputs, self.grad_o, self.device = case, inputs, grad_o, device
-        self.metrics: dict[str, Any] = {}
+        self.inputs, self.grad_o = inputs, grad_o
         self.output: torch.Tensor | None = None
+        found = peers.build(case.impl, True, device, case.seq_len)
+        self.apply, self.backend = found.apply, found.backend
+        if case.impl == "flash_triton":
+            from cs336_systems.attention.flash_triton import kernels_for
 
-    @property
-    def ok(self) -> bool:
-        return "status" not in self.metrics
-
-    def try_out(self) -> None:
-        """One call of everything: compiles, finds out about missing parts and memory, and reads the peak."""
-        import torch
-
-        from cs336_systems.measure.clocks.timing import peak_gib
-
-        with failure_is_a_row(self.metrics):
-            found = peers.build(self.case.impl, True, self.device, self.case.seq_len)
-            self.apply, self.metrics["backend"] = found.apply, found.backend
-            if self.case.impl == "flash_triton":
-                from cs336_systems.attention.flash_triton import kernels_for
-
-                kernels = kernels_for(*self.inputs)
-                names = [f"{kernels['forward']} forward", f"{kernels['backward']} backward"]
-                self.metrics["backend"] = (
-                    f"{kernels['forward']} kernels" if len(set(kernels.values())) == 1 else ", ".join(names)
-                )
-            if self.case.impl == "sdpa":
-                self.metrics["backend"] = _sdpa_backend(*self.inputs)
-            self.backward()
-            self.backward()  # the timed backward pass keeps its graph: does this one allow it?
-            self.forget()
-            self.metrics["peak_gib"] = peak_gib(self.end_to_end)
-        self.forget()
-        if self.device != "cpu" and not self.ok:
-            torch.cuda.empty_cache()
+            kernels = kernels_for(*inputs)
+            names = [f"{kernels['forward']} forward", f"{kernels['backward']} backward"]
+            alike = len(set(kernels.values())) == 1
+            self.backend = f"{kernels['forward']} kernels" if alike else ", ".join(names)
+        if case.impl == "sdpa":
+            self.backend = _sdpa_backend(*inputs)
 
     def forward(self) -> Any:
         return self.apply(*self.inputs)
@@ -186,140 +162,126 @@ class _Candidate:
     def end_to_end(self) -> None:
         self.forward().backward(self.grad_o)
 
-    def on_its_own(self, part: str) -> Callable[[], Any]:
-        """Forward or backward on leaves of its own, for a CUDA graph: all runs on the stream of the first call."""
-        import torch
-
-        leaves: list[torch.Tensor] = []
-        output: list[torch.Tensor] = []
-
-        def call() -> Any:
-            if not leaves:
-                leaves.extend(x.detach().requires_grad_() for x in self.inputs)
-            if part == "forward":
-                return self.apply(*leaves)
-            if not output:
-                output.append(self.apply(*leaves))
-            return torch.autograd.grad(output[0], leaves, self.grad_o, retain_graph=True)
-
-        return call
-
     def forget(self) -> None:
         self.output = None
         for x in self.inputs:
             x.grad = None
 
-    def errors(self, exact: list[torch.Tensor]) -> None:
+    def errors(self, exact: list[torch.Tensor]) -> dict[str, float]:
         """Relative errors ‖x − exact‖ / ‖exact‖ of O, and the largest of dQ, dK, dV."""
         self.forget()
         o = self.forward()
         o.backward(self.grad_o)
-        found = [
-            (x.double() - y).norm() / y.norm()
-            for x, y in zip((o, *(x.grad for x in self.inputs)), exact, strict=True)
-        ]
-        self.metrics |= {"error_out": found[0].item(), "error_grads": max(e.item() for e in found[1:])}
+        error_out, *rest = peers.errors([o, *(x.grad for x in self.inputs)], exact)
         self.forget()
+        return {"error_out": error_out, "error_grads": max(rest)}
 
 
 # ---------------------------------------------------------------------------------------------- measuring a group
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one shape and dtype in turns; see the package's docstring for the contract."""
-    import torch
+    """Measures the cases of one shape and dtype in turns."""
     import torch._functorch.config
 
     if cases[0].dtype not in DTYPES:
         raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cases[0].dtype, torch.float32)
-    shape = (1, cases[0].heads, cases[0].seq_len, cases[0].head_dim)
-    generator = torch.Generator(device).manual_seed(cases[0].seq_len + cases[0].head_dim)
-    q, k, v, grad_o = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-
     # the timed backward passes keep their graphs, which donated buffers do not allow
     keep_graphs = torch._functorch.config.patch(donated_buffer=False)
-    torch._dynamo.reset()  # past eight shapes Dynamo would fall back to eager without a word
-    with _matmul_precision(cases[0].dtype) as precision, keep_graphs:
-        candidates = [_Candidate(case, inputs, grad_o, device) for case in cases]
-        for candidate in candidates:
-            candidate.metrics["matmul_precision"] = precision
-            candidate.try_out()
-        _time([c for c in candidates if c.ok], device)
-        ready = [c for c in candidates if c.ok]
-        if ready:
-            from cs336_systems.attention.reference import exact_attention
+    with comparable("high" if cases[0].dtype == "tf32" else "highest") as precision, keep_graphs:
+        return [{"matmul_precision": precision} | metrics for metrics in _measured(cases, default_device())]
 
-            exact = exact_attention(q.detach(), k.detach(), v.detach(), grad_o, is_causal=True)
-            for candidate in ready:
-                with failure_is_a_row(candidate.metrics):
-                    candidate.errors(exact)
+
+def _measured(cases: list[Case], device: str) -> list[dict[str, Any]]:
+    *inputs, grad_o = (x[None] for x in peers.data_of(cases[0], device))
+    inputs = [x.requires_grad_() for x in inputs]
+    made: dict[Case, _Attention] = {}
+
+    def try_out(candidate: Candidate) -> None:
+        """One call of everything: compiles, finds out about missing parts and memory, and reads the peak."""
+        attention = made[candidate.case] = _Attention(candidate.case, inputs, grad_o, device)
+        candidate.metrics["backend"] = attention.backend
+        try:
+            attention.backward()
+            attention.backward()  # the timed backward pass keeps its graph: does this one allow it?
+            attention.forget()
+            candidate.metrics["peak_gib"] = peak_gib(attention.end_to_end)
+        finally:
+            attention.forget()
+
+    def tidy() -> None:
+        for attention in made.values():
+            attention.forget()
+        give_back(device)  # cached blocks of other sizes do not serve the largest cases
+
+    candidates = prepared(cases, try_out, device)
+    together = [c for c in candidates if not _is_large(c.case)]
+    for group in [together, *([c] for c in candidates if _is_large(c.case))]:
+        tidy()
+        for part in PARTS:
+            _time_part(group, made, part, device, tidy)
+    tidy()
+    ready = [c for c in candidates if c.ok]
+    if ready:
+        from cs336_systems.attention.reference import exact_attention
+
+        exact = exact_attention(*inputs, grad_o, True)
+        for candidate in ready:
+            with failure_is_a_row(candidate.metrics):
+                candidate.metrics |= made[candidate.case].errors(exact)
     return [candidate.metrics for candidate in candidates]
 
 
-def _time(ready: list[_Candidate], device: str) -> None:
-    import torch
-
-    scores = ready[0].case.heads * ready[0].case.seq_len ** 2 if ready else 0
-    if scores <= _INTERLEAVED_SCORES:
-        turns = [ready]
-    else:  # side by side their graphs would not fit, though each one alone may
-        turns = [[c for c in ready if c.case.impl not in _QUADRATIC]]
-        turns += [[c] for c in ready if c.case.impl in _QUADRATIC]
-    for group in filter(None, turns):
-        for candidate in group:
-            candidate.forget()
-        if device != "cpu":
-            torch.cuda.empty_cache()  # cached blocks of other sizes do not serve the largest cases
-        # what runs alone fails alone; in turns with others every function has run before, with memory to spare
-        with failure_is_a_row(group[0].metrics) if len(group) == 1 else nullcontext():
-            for part in PARTS:
-                _time_part(group, part, device)
-        for candidate in group:
-            candidate.forget()
+def _is_large(case: Case) -> bool:
+    """Whether a case is timed alone: side by side such graphs would not fit, though each one may."""
+    return case.impl in _QUADRATIC and case.heads * case.seq_len**2 > _INTERLEAVED_SCORES
 
 
-def _time_part(group: list[_Candidate], part: str, device: str) -> None:
-    from cs336_systems.measure.clocks.timing import Watch, interleaved
-
-    names = {f"{c.case.impl}/{c.case.repeat}": c for c in group}
-    watches = {name: Watch() for name in names} if device != "cpu" else {}
-    timings = interleaved(
-        {name: getattr(c, part) for name, c in names.items()},
-        device=device,
-        rounds=3,
+def _time_part(
+    group: list[Candidate], made: dict[Case, _Attention], part: str, device: str, tidy: Callable[[], None]
+) -> None:
+    for candidate in filter(lambda c: c.ok, group):
+        candidate.phases = {part: getattr(made[candidate.case], part)}
+    on_gpu, inputs = device != "cpu", next(iter(made.values())).inputs if made else []
+    clock = Calls(
+        device,
+        num_rounds=3,
         warmup_ms=10,
-        rep_ms=40 if device != "cpu" else 10,
-        grad_to_none={name: c.inputs for name, c in names.items()},
-        watches=watches if part == "end_to_end" else None,
+        rep_ms=40 if on_gpu else 10,
+        grads=inputs,
+        watched=part == "end_to_end",
     )
-    for name, candidate in names.items():
-        case, timing = candidate.case, timings[name]
+    timed = time_together(group, clock, tidy)
+    for candidate in timed:
+        case, samples = candidate.case, candidate.samples
         flops = attention_flops(case.heads, case.seq_len, case.seq_len, case.head_dim, True, part)
-        candidate.metrics |= timing.metrics(part) | {f"{part}_tflops": flops / timing.p50 / 1e9}
-        if part == "end_to_end" and name in watches:
-            candidate.metrics |= watches[name].metrics()
-    if part != "end_to_end" and device != "cpu":
-        _time_without_host(names, {name: timings[name].p50 for name in names}, part)
+        candidate.metrics |= samples.row(part) | {f"{part}_tflops": flops / samples.p50(part) / 1e9}
+        if part == "end_to_end":
+            candidate.metrics |= samples.clocks()
+    if part != "end_to_end" and on_gpu:
+        _time_without_host([c for c in timed if c.samples.p50(part) <= _SHORT_MS], made, part)
 
 
-def _time_without_host(names: dict[str, _Candidate], ms: dict[str, float], part: str) -> None:
+def _time_without_host(short: list[Candidate], made: dict[Case, _Attention], part: str) -> None:
     """GPU time by CUDA graphs, replayed in turns, and the host's time for one call: short calls only.
 
     Where the GPU's work is long, it overlaps what a call costs the host; where it is short, `do_bench` measures the
     host.
     """
-    from cs336_systems.measure.clocks.timing import captured, host_us, interleaved
+    replays, calls = {}, {}
+    for candidate in short:
+        case, attention = candidate.case, made[candidate.case]
+        calls[case] = max(1, min(20, int(_REPLAY_MS / candidate.samples.p50(part))))
+        host = host_us(getattr(attention, part), grads=attention.inputs)
+        candidate.metrics[f"{part}_host_us"] = host
+        attention.forget()
+        data = [x.detach() for x in (*attention.inputs, attention.grad_o)]
+        on_its_own = peers.one_pass(peers.Attention(attention.apply, ""), part, data)
+        replays[case] = {part: captured(on_its_own, calls[case])}
+    clock = Calls("cuda", num_rounds=3, warmup_ms=2, rep_ms=10, watched=False)
+    times = take_turns(replays, clock)
+    for candidate in short:
+        candidate.metrics[f"{part}_gpu_ms"] = times[candidate.case].p50(part) / calls[candidate.case]
 
-    short = [name for name in names if ms[name] <= _SHORT_MS]
-    calls = {name: max(1, min(20, int(_REPLAY_MS / ms[name]))) for name in short}
-    for name in short:
-        candidate = names[name]
-        candidate.metrics[f"{part}_host_us"] = host_us(
-            getattr(candidate, part), grad_to_none=candidate.inputs
-        )
-        candidate.forget()
-    replays = {name: captured(names[name].on_its_own(part), calls[name]) for name in short}
-    timings = interleaved(replays, device="cuda", rounds=3, warmup_ms=2, rep_ms=10)
-    for name in short:
-        names[name].metrics[f"{part}_gpu_ms"] = timings[name].p50 / calls[name]
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cs336_systems.chapters.shared import depends
+from cs336_systems.store.table import Table
 
 DEPENDS = (
     *depends.ATTENTION, "attention/__init__.py",
@@ -27,3 +28,6 @@ class Case:
 def grid(preset: str) -> list[Case]:
     """Nothing is planned here: pytest brings its own cases."""
     return []
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, lambda cases: [], DEPENDS)

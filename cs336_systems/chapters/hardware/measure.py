@@ -14,25 +14,25 @@ when it ends. Only copies much larger than the cache (256 MiB and above) show th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting import matmul_flops
 from cs336_systems.chapters.shared import depends
-from cs336_systems.measure.clocks.timing import Timing, Watch, interleaved
-from cs336_systems.store.status import Skip, oom_is_a_row
+from cs336_systems.measure.clocks.calls import Calls
+from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
+from cs336_systems.measure.device import comparable, default_device, give_back, torch_dtype
+from cs336_systems.store.status import Skip
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("matmul", "copy", "launch", "launch_graph")
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
 
 METRICS = (
-    "ms_p20",
-    "ms_p50",
-    "ms_p80",
+    *columns(),
     "tflops",
     "tb_per_s",
     "us_per_launch",
@@ -40,7 +40,7 @@ METRICS = (
     "sm_mhz",
     "power_w",
 )
-DEPENDS = (*depends.EVENTS, "accounting/operations.py")
+DEPENDS = (*depends.CALL_CLOCK, "accounting/operations.py")
 GROUP = ("kind", "size")
 
 ERROR_ROWS = 64  # rows of a matmul that are compared with fp64
@@ -96,56 +96,38 @@ def estimate_s(group: Sequence[Case]) -> float:
     return sum(2.0 if case.kind == "matmul" and case.size > 8192 else 1.0 for case in group)
 
 
-def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one kind and size, in turns; one dict of metrics for each, in order."""
-    import torch
+    device, kind = default_device(), cases[0].kind
+    if kind not in _PREPARE:
+        raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(_PREPARE)}")
+    if kind == "matmul" and (unknown := {case.dtype for case in cases} - set(DTYPES)):
+        raise ValueError(f"unknown dtype {', '.join(map(repr, unknown))}; allowed: {', '.join(DTYPES)}")
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    prepare = {"matmul": _matmul, "copy": _copy, "launch": _launch, "launch_graph": _launch_graph}
-    results: list[dict[str, Any]] = [{} for _ in cases]
-    functions: dict[str, Callable[[], Any]] = {}
-    precision = torch.get_float32_matmul_precision()
-    try:
-        for i, (case, metrics) in enumerate(zip(cases, results, strict=True)):
-            if case.kind not in prepare:
-                raise ValueError(f"unknown kind {case.kind!r}; allowed: {', '.join(KINDS)}")
-            with oom_is_a_row(metrics):
-                functions[str(i)] = prepare[case.kind](case, device, metrics)
-        watches = {name: Watch() for name in functions}
-        shared: dict[str, Any] = {}
-        timings: dict[str, Timing] = {}
-        with oom_is_a_row(shared):
-            timings = _time(cases[0].kind, functions, device, watches)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    for i, (case, metrics) in enumerate(zip(cases, results, strict=True)):
-        name = str(i)
-        if name in timings:
-            metrics |= timings[name].metrics() | watches[name].metrics() | _rates(case, timings[name])
-        elif name in functions:
-            metrics |= shared
-    functions.clear()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    def prepare(candidate: Candidate) -> None:
+        candidate.phases = {kind: _PREPARE[kind](candidate.case, device, candidate.metrics)}
+
+    quick = {"num_rounds": 3, "warmup_ms": 5, "rep_ms": 50} if device == "cpu" else {}
+    # launches are host work up to a synchronization: the wall clock counts, not the device's events
+    clock = Calls("cpu" if kind.startswith("launch") else device, **quick)
+    with comparable():
+        candidates = prepared(cases, prepare, device)
+        for candidate in time_together(candidates, clock):
+            samples = candidate.samples
+            rates = _rates(candidate.case, samples.p50(kind))
+            candidate.metrics |= samples.row(kind, prefix="") | samples.clocks() | rates
+    results = [candidate.metrics for candidate in candidates]
+    candidates.clear()
+    give_back(device)
     return results
 
 
-def _time(
-    kind: str, functions: dict[str, Callable[[], Any]], device: str, watches: dict[str, Watch]
-) -> dict[str, Timing]:
-    quick = {"rounds": 3, "warmup_ms": 5, "rep_ms": 50} if device == "cpu" else {}
-    if kind.startswith("launch"):
-        # launches are host work up to a synchronization: the wall clock counts, not the device's events
-        device = "cpu"
-    return interleaved(functions, device=device, watches=watches, **quick)
-
-
-def _rates(case: Case, timing: Timing) -> dict[str, float]:
+def _rates(case: Case, ms: float) -> dict[str, float]:
     if case.kind == "matmul":
-        return {"tflops": matmul_flops(case.size, case.size, case.size) / (timing.p50 * 1e9)}
+        return {"tflops": matmul_flops(case.size, case.size, case.size) / (ms * 1e9)}
     if case.kind == "copy":
-        return {"tb_per_s": 2 * case.size / (timing.p50 * 1e9)}
-    return {"us_per_launch": timing.p50 * 1e3 / case.size}
+        return {"tb_per_s": 2 * case.size / (ms * 1e9)}
+    return {"us_per_launch": ms * 1e3 / case.size}
 
 
 # ------------------------------------------------------------------------------------------ kinds
@@ -153,12 +135,9 @@ def _matmul(case: Case, device: str, metrics: dict[str, Any]) -> Callable[[], An
     """Checks one matmul, notes its error, and returns the function that runs it."""
     import torch
 
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    if case.dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {case.dtype!r}; allowed: {', '.join(DTYPES)}")
     if why := _unsupported(case, device):
         raise Skip(why)
-    n, dtype = case.size, names.get(case.dtype, torch.float32)
+    n, dtype = case.size, torch_dtype(case.dtype)
     # the power of a matmul, hence its clock, depends on the data: zeros would look faster than anything real
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     c = torch.empty_like(a)
@@ -230,3 +209,8 @@ def _launch_graph(case: Case, device: str, metrics: dict[str, Any]) -> Callable[
         torch.cuda.synchronize()
 
     return replay
+
+
+_PREPARE = {"matmul": _matmul, "copy": _copy, "launch": _launch, "launch_graph": _launch_graph}
+"""Kind → what checks a case, notes what it finds in the metrics, and returns the function that is timed."""
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

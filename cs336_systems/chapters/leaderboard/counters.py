@@ -12,6 +12,7 @@ from cs336_systems.chapters.shared.attention_peers import WORK
 from cs336_systems.measure.counters import ncu
 from cs336_systems.measure.trace.nsys import capture
 from cs336_systems.store.status import failure_is_a_row
+from cs336_systems.store.table import Table
 
 DEPENDS = (*depends.TRITON, *depends.LADDER, "measure/counters/ncu.py", "measure/trace/nsys.py")
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
@@ -54,7 +55,7 @@ def estimate_s(group: list[Case]) -> float:
 
 
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Counts the cases of a group in a process under Nsight Compute; see the package's docstring for the contract."""
+    """Counts the cases of a group in a process under Nsight Compute."""
     blocked: dict[str, Any] = {}
     with failure_is_a_row(blocked):
         arguments = {"cases": [dataclasses.asdict(case) for case in cases]}
@@ -84,3 +85,6 @@ def counted_calls(cases: list[dict[str, Any]]) -> list[str]:
             ncu.mark()
             call()
     return found
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -14,8 +14,10 @@ from typing import Any
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import OURS, WORK
+from cs336_systems.measure.device import default_device, torch_dtype
 from cs336_systems.store import process
 from cs336_systems.store.status import failure_is_a_row
+from cs336_systems.store.table import Table
 
 DEPENDS = (*depends.TRITON, *depends.CUDA, *depends.LADDER)
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")
@@ -56,7 +58,7 @@ def estimate_s(group: list[Case]) -> float:
 
 
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures each case in a process of its own; see the package's docstring for the contract."""
+    """Measures each case in a process of its own."""
     return [_in_a_process(case) for case in cases]
 
 
@@ -86,7 +88,7 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     with failure_is_a_row(metrics):
         which = Case(**case)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
         impl = peers.build(which.impl, which.is_causal, device, which.seq_len)
         x = torch.ones(64, 64, device=device)
         (x @ x).sum().item()  # the context and cuBLAS are not the implementation's to start
@@ -95,7 +97,7 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
             shape = (
                 (n, which.heads, which.head_dim) if impl.tokens_first else (which.heads, n, which.head_dim)
             )
-            dtype = peers.torch_dtype(which.dtype)
+            dtype = torch_dtype(which.dtype)
             q, k, v, grad_o = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
             leaves = [x.requires_grad_() for x in (q, k, v)]
             torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
@@ -125,3 +127,6 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
 def _compiled_kernels() -> int:
     """How many binaries of kernels there are in Triton's cache."""
     return len({path.parent.name for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")})
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

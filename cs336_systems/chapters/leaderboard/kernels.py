@@ -6,17 +6,25 @@ strides of zero, as the gradient of a sum is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
-from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, Candidate, in_turns
+from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, held_against, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import WORK
+from cs336_systems.measure.clocks.turns import Candidate
+from cs336_systems.store.table import Table
 
-estimate_s = leaderboard_turns.estimate_s
-DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.LADDER, *depends.EVENTS, "chapters/leaderboard/turns.py")
+DEPENDS = (
+    *depends.PLAIN,
+    *depends.TRITON,
+    *depends.LADDER,
+    *depends.CALL_CLOCK,
+    "chapters/leaderboard/turns.py",
+)
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "grad_o")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads")
 
@@ -63,7 +71,7 @@ def grid(preset: str) -> list[Case]:
 
 
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    """Measures the cases of one group in turns."""
     import torch._functorch.config
 
     # the timed backward passes keep their graphs, which donated buffers do not allow
@@ -71,9 +79,14 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         return in_turns(cases, prepare, rep_ms=KERNEL_MS, turns=TURNS, grad_o=cases[0].grad_o)
 
 
-def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
-    """Compiles, holds the results against fp64, and makes the pass the candidate's call."""
+def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable[[], Any], list[Any]]:
+    """Compiles, and holds the results against fp64; gives the pass."""
     case = candidate.case
-    impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len)
-    candidate.hold_against(exact, impl, data)
-    candidate.call = peers.one_pass(impl, case.part, data)
+    impl = peers.build(case.impl, case.is_causal, data[0].device.type, case.seq_len)
+    candidate.metrics |= held_against(exact, impl, data, case.impl in peers.OURS)
+    return peers.one_pass(impl, case.part, data), []
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=leaderboard_turns.estimate_s
+)

@@ -3,19 +3,27 @@ their registers, spills and shared memory, and what was predicted for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
-from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, Candidate, errors, in_turns
+from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import WORK
 from cs336_systems.ladder import steps
+from cs336_systems.measure.clocks.turns import Candidate
 from cs336_systems.store.status import Skip
+from cs336_systems.store.table import Table
 
-estimate_s = leaderboard_turns.estimate_s
-DEPENDS = (*depends.PLAIN, *depends.TRITON, *depends.LADDER, *depends.EVENTS, "chapters/leaderboard/turns.py")
+DEPENDS = (
+    *depends.PLAIN,
+    *depends.TRITON,
+    *depends.LADDER,
+    *depends.CALL_CLOCK,
+    "chapters/leaderboard/turns.py",
+)
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")
 
@@ -47,18 +55,18 @@ def grid(preset: str) -> list[Case]:
 
 
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    """Measures the cases of one group in turns."""
     return in_turns(cases, prepare, rep_ms=KERNEL_MS, turns=TURNS)
 
 
-def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
-    """Compiles, holds the results against fp64, reads what the kernels use, and makes the step the candidate's call."""
+def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable[[], Any], list[Any]]:
+    """Compiles, holds the results against fp64, reads what the kernels use; gives the step."""
     from cs336_systems.ladder import launch
 
     case, step = candidate.case, steps.STEPS[candidate.case.impl]
     if (case.heads, case.seq_len, case.head_dim) == WORK:
         candidate.metrics["predicted_ms"] = steps.predicted_ms(step)
-    if candidate.device == "cpu":
+    if not data[0].is_cuda:
         raise Skip("needs a CUDA device")
     if reason := launch.missing(step):
         raise Skip(f"needs {reason}")
@@ -73,13 +81,19 @@ def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
     found = [x[0] for x in run(*tensors, True)]
     forward = step.part == "forward"
     candidate.metrics["error"] = max(
-        errors(found[:1], exact()[:1]) if forward else errors(found, exact()[1:])
+        peers.errors(found[:1], exact()[:1]) if forward else peers.errors(found, exact()[1:])
     )
-    candidate.call = lambda: run(*tensors, True)
-    used = resources.of_call(candidate.call)
+    call = lambda: run(*tensors, True)
+    used = resources.of_call(call)
     candidate.metrics |= {
         "kernels": " ".join(r.kernel for r in used),
         "registers": max((r.registers for r in used), default=None),
         "spill_bytes": max((r.spill_bytes for r in used), default=None),
         "shared_kib": max((r.shared_bytes / 1024 for r in used), default=None),
     }
+    return call, []
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=leaderboard_turns.estimate_s
+)

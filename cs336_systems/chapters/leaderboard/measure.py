@@ -22,17 +22,21 @@ each call. The gradient of a sum is an expanded scalar, although compiled functi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
-from cs336_systems.chapters.leaderboard.turns import TURNS, Candidate, in_turns
+from cs336_systems.chapters.leaderboard.turns import TURNS, held_against, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.attention_peers import OURS, WORK
+from cs336_systems.measure.clocks.turns import Candidate
+from cs336_systems.measure.device import peak_gib
+from cs336_systems.store.table import Table
 
 DEPENDS = (
-    *depends.PLAIN, *depends.TRITON, *depends.CUDA, *depends.LADDER, *depends.EVENTS,
+    *depends.PLAIN, *depends.TRITON, *depends.CUDA, *depends.LADDER, *depends.CALL_CLOCK,
     "chapters/leaderboard/turns.py",
 )  # fmt: skip
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype", "leaves", "rep_ms")
@@ -83,34 +87,35 @@ def estimate_s(group: list[Case]) -> float:
 
 
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one group in turns; see the package's docstring for the contract."""
+    """Measures the cases of one group in turns."""
     first = cases[0]
     return in_turns(cases, prepare, rep_ms=first.rep_ms, turns=turns(first), grad_o="number", graphs=False)
 
 
-def prepare(candidate: Candidate, data: list[Any], exact: Any) -> None:
-    """Compiles, holds the results against fp64, reads the peak, and makes both passes the candidate's call."""
+def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable[[], None], list[Any]]:
+    """Compiles, holds the results against fp64, reads the peak; gives both passes."""
     import torch
 
-    from cs336_systems.measure.clocks.timing import peak_gib
-
     case = candidate.case
-    impl = peers.build(case.impl, case.is_causal, candidate.device, case.seq_len)
+    impl = peers.build(case.impl, case.is_causal, data[0].device.type, case.seq_len)
     if case.impl in OURS:  # as the leaderboard asks
         impl = dataclasses.replace(impl, apply=torch.compile(impl.apply))
-    candidate.hold_against(exact, impl, data)
-    leaves = [impl.laid_out(x) for x in data[:3]]
+    candidate.metrics |= held_against(exact, impl, data, case.impl in OURS)
+    leaves, dropped = [impl.laid_out(x) for x in data[:3]], []
     if case.leaves == "stacked":
         stacked = torch.stack(leaves).requires_grad_()
         q, k, v = stacked  # as the handout's code unpacks it: three views of one leaf
     else:
-        q, k, v = candidate.grads = [x.requires_grad_() for x in leaves]
+        q, k, v = dropped = [x.requires_grad_() for x in leaves]
 
-    def step():
+    def step() -> None:
         o = impl.apply(q, k, v)
         loss = o.sum()
         loss.backward()
 
     step()
     candidate.metrics["peak_gib"] = peak_gib(step)
-    candidate.call = step
+    return step, dropped
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

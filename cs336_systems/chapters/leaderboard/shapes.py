@@ -5,13 +5,12 @@
 Training shapes (hundreds of heads of 512 to 4,096 tokens), long ones with few heads, lengths that are no multiple of
 anything, head dimensions between powers of two, and cross attention, without a mask. All implementations read the same
 tensors, which lie as a model makes them: (batch, tokens, heads, d). Forward and backward are timed apart, as replays of
-a CUDA graph, in turns, each round in an order of its own: a kernel's clock depends on the one before.
+a CUDA graph, in turns, each round in an order of its own (`turns.order`): a kernel's clock depends on the one before.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.measure.clocks.calls import Calls, captured
+from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
+from cs336_systems.measure.device import default_device, torch_dtype
+from cs336_systems.store.status import Skip
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-DEPENDS = (*depends.TRITON, *depends.EVENTS, "accounting/operations.py")
+DEPENDS = (*depends.TRITON, *depends.CALL_CLOCK, "accounting/operations.py")
 GROUP = ("part", "batch", "heads", "num_queries", "num_keys", "head_dim", "is_causal", "dtype")
-METRICS = ("ms_p20", "ms_p50", "ms_p80", "tflops", "backend", "apart")
+METRICS = (*columns(), "tflops", "backend", "apart")
 """apart: ‖x − y‖ / ‖y‖ of the pass's results x and those of the group's first implementation, y; the worst tensor."""
 PEERS = ("flash_triton", "fa4", "sdpa_cudnn", "sdpa_flash")
 PARTS = ("forward", "backward")
@@ -114,37 +117,30 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one pass and shape in turns; see the package's docstring for the contract."""
-    import torch
-
-    from cs336_systems.measure.clocks.timing import Timing, captured, interleaved
-
-    device, case = "cuda" if torch.cuda.is_available() else "cpu", cases[0]
+    """Measures the cases of one pass and shape in turns."""
+    device, case, first = default_device(), cases[0], []
     data = _data(case, device)
-    found: list[dict[str, Any]] = [{} for _ in cases]
-    ready, first = {}, []
-    for place, (case, metrics) in enumerate(zip(cases, found, strict=True)):
-        with failure_is_a_row(metrics):
-            impl = peers.build(case.impl, case.is_causal, device, case.num_keys)
-            metrics["backend"] = impl.backend
-            results = _tried(_one_pass(impl, case, data), case)
-            first = first or results
-            metrics["apart"] = max(_distance(x, y) for x, y in zip(results, first, strict=True))
-            call = _one_pass(impl, case, data)
-            ready[place] = call if device == "cpu" else captured(call, 1)
-    places, samples = list(ready), {place: () for place in ready}
-    for _ in range(ROUNDS):
-        random.shuffle(places)
-        calls = {place: ready[place] for place in places}
-        times = interleaved(calls, device=device, rounds=1, warmup_ms=WARMUP_MS, rep_ms=REP_MS)
-        samples = {place: samples[place] + timing.samples_ms for place, timing in times.items()}
+
+    def prepare(candidate: Candidate) -> None:
+        case = candidate.case
+        impl = peers.build(case.impl, case.is_causal, device, case.num_keys)
+        candidate.metrics["backend"] = impl.backend
+        results = _tried(_one_pass(impl, case, data), case)
+        first.extend([] if first else results)
+        candidate.metrics["apart"] = max(peers.errors(results, first))
+        call = _one_pass(impl, case, data)
+        candidate.phases = {case.part: call if device == "cpu" else captured(call, 1)}
+
     flops = attention_flops(
         case.batch * case.heads, case.num_queries, case.num_keys, case.head_dim, case.is_causal, case.part
     )
-    for place, pooled in samples.items():
-        timing = Timing(pooled)
-        found[place] |= timing.metrics() | {"tflops": flops / timing.p50 / 1e9}
-    return found
+    clock = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
+    candidates = prepared(cases, prepare, device)
+    for candidate in time_together(candidates, clock):
+        samples = candidate.samples
+        candidate.metrics |= samples.row(case.part, prefix="")
+        candidate.metrics["tflops"] = flops / samples.p50(case.part) / 1e9
+    return [candidate.metrics for candidate in candidates]
 
 
 def _data(case: Case, device: str) -> list[torch.Tensor]:
@@ -153,7 +149,7 @@ def _data(case: Case, device: str) -> list[torch.Tensor]:
 
     generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys + case.head_dim)
     lengths = (case.num_queries, case.num_keys, case.num_keys, case.num_queries)
-    dtype = peers.torch_dtype(case.dtype)
+    dtype = torch_dtype(case.dtype)
     shapes = [(case.batch, n, case.heads, case.head_dim) for n in lengths]
     return [
         torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
@@ -205,5 +201,4 @@ def _tried(call: Callable[[], Any], case: Case) -> list[torch.Tensor]:
     return [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
 
 
-def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
-    return ((x.float() - y.float()).norm() / y.float().norm()).item()
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -243,7 +243,7 @@ def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
     fastest peer, and `over_best`, our time over its. A peer whose results are wrong there does not
     count."""
-    index = ["machine", *(field for field in shapes.GROUP if field != "part"), "part"]
+    index = ["machine", *(field for field in shapes.TABLE.group if field != "part"), "part"]
     rows = rows[(rows["repeat"] == 0) & ~(rows["apart"].astype(float) > OTHER_RESULTS)]
     wide = rows.loc[rows["impl"] == "flash_triton", index]
     for impl in shapes.PEERS:

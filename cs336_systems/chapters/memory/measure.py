@@ -23,6 +23,7 @@ from typing import Any
 
 from cs336_systems import accounting
 from cs336_systems.chapters.shared import depends
+from cs336_systems.measure.device import comparable
 from cs336_systems.measure.memory.memory import read_snapshot, recording
 from cs336_systems.measure.memory.replay import Snapshot
 from cs336_systems.measure.memory.tensors import watching_tensors
@@ -32,6 +33,7 @@ from cs336_systems.store import rows as store
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import call
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 
 MODES = ("forward", "forward_graph", "train_step")
 DTYPES = ("fp32", "bf16")
@@ -139,7 +141,7 @@ def snapshot_folder(root: Path | None = None) -> Path:
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-    """The metrics of each case; see the package's docstring for the contract. ValueError for unknown choices."""
+    """The metrics of each case. ValueError for unknown choices."""
     import torch
 
     for case in cases:
@@ -262,14 +264,11 @@ def _keep(found: Timeline, file: Path) -> None:
 
 # ------------------------------------------------------------------------------------------- on a CPU: tensors
 def _on_cpu(case: Case, file: Path | None) -> dict[str, Any]:
-    import torch
-
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with watching_tensors() as (mark, snapshot):
-            alive = take_steps(case, "cpu", mark)
-            taken = snapshot()
-        del alive
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with comparable(), watching_tensors() as (mark, snapshot):
+        alive = take_steps(case, "cpu", mark)
+        taken = snapshot()
+    del alive
     return condense(taken, file) | {"source": "tensors"}
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.chapters.shared import depends, steps
+from cs336_systems.measure.device import default_device, torch_dtype
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store.status import failure_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +165,7 @@ def forecast(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """The metrics of the cases of one kind (and, of steps, one size); see the package's docstring for the contract."""
+    """The metrics of the cases of one kind (and, of steps, one size)."""
     kind = cases[0].kind
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(KINDS)}")
@@ -172,7 +174,7 @@ def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         return
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     measure: dict[str, Callable[[Case, str], dict[str, Any]]] = {
         "accumulation": _accumulation, "dtypes": _dtypes, "layer_norm": _layer_norm,
     }  # fmt: skip
@@ -193,12 +195,6 @@ def _choice(field: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"unknown {field} {value!r}; allowed: {', '.join(allowed)}")
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
-
-
 # ------------------------------------------------------------------------------------------------ accumulation
 def _accumulation(case: Case, device: str) -> dict[str, Any]:
     """Adds tensors without axes one by one, in place, as the handout does."""
@@ -206,11 +202,11 @@ def _accumulation(case: Case, device: str) -> dict[str, Any]:
 
     _choice("sum", f"{case.dtype} + {case.what}", [" + ".join(pair) for pair in SUMS])
     stored, _, cast = case.what.partition(" as ")
-    total = torch.tensor(0.0, dtype=_torch_dtype(case.dtype), device=device)
-    addend = torch.tensor(float(ADDEND), dtype=_torch_dtype(stored), device=device)
+    total = torch.tensor(0.0, dtype=torch_dtype(case.dtype), device=device)
+    addend = torch.tensor(float(ADDEND), dtype=torch_dtype(stored), device=device)
     sums = []
     for number in range(1, ADDITIONS + 1):
-        total += addend.to(_torch_dtype(cast)) if cast else addend
+        total += addend.to(torch_dtype(cast)) if cast else addend
         if number % KEPT == 0:
             sums.append(total.item())
     # as text, because a CSV's numbers have six digits
@@ -268,14 +264,14 @@ def observe(dtype: str, device: str) -> dict[str, str]:
         module.register_forward_hook(see(name))
     x = torch.randn(8, 16, device=device)
     targets = torch.arange(8, device=device) % 5
-    with torch.autocast(device, _torch_dtype(dtype)), Operators():
+    with torch.autocast(device, torch_dtype(dtype)), Operators():
         seen["input"] = x.dtype
         seen |= {name: parameter.dtype for name, parameter in toy.named_parameters()}
         loss = F.cross_entropy(toy(x), targets)
     seen["loss"] = loss.dtype
     loss.backward()
     seen |= {f"{name}.grad": parameter.grad.dtype for name, parameter in toy.named_parameters()}
-    names = {_torch_dtype(name): name for name in ("fp16", "bf16", "fp32", "fp64")}
+    names = {torch_dtype(name): name for name in ("fp16", "bf16", "fp32", "fp64")}
     return {name: names[found] for name, found in seen.items()}
 
 
@@ -290,7 +286,7 @@ def _layer_norm(case: Case, device: str) -> dict[str, Any]:
 
     _choice("dtype", case.dtype, NORM_DTYPES)
     _choice("part", case.what, list(PARTS))
-    low, part = _torch_dtype(case.dtype), case.what
+    low, part = torch_dtype(case.dtype), case.what
     generator = torch.Generator().manual_seed(case.width)  # on the CPU: the same numbers on every device
     normal = torch.randn(NORM_ROWS, case.width, dtype=torch.float64, generator=generator)
     exact = (case.scale * normal + case.offset).to(device)
@@ -361,3 +357,8 @@ def _mean(x: torch.Tensor, running: bool = False) -> torch.Tensor:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
     return x / width
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s, forecast=forecast
+)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.chapters.mixed_precision.formats import number_format, running_sums, stagnation
 from cs336_systems.chapters.mixed_precision.measure import ADDEND, ADDITIONS, AUTOCAST, KEPT, NORM_WIDTH, SUMS
-from cs336_systems.measure.clocks.phases import each
+from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.report.prose import Number
 from cs336_systems.sizes import SIZES

@@ -12,22 +12,24 @@ both. Condensed timelines of the shapes in `DRAWN` go to `results/<machine>/prof
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cs336_systems.chapters.shared import depends
+from cs336_systems.measure.clocks.steps import Steps
+from cs336_systems.measure.clocks.turns import take_turns
+from cs336_systems.measure.device import default_device, give_back, synchronizer
 from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 from cs336_systems.store import rows as store
 from cs336_systems.store.machine import free_memory_bytes, gpu_names, machine_name
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 
 CONTEXTS = (128, 256, 512, 1024)
 PRIMARY = 512
@@ -44,7 +46,7 @@ RANGES = {
     "output": "step/forward/attention output",
 }
 DEPENDS = (
-    *depends.STEP, *depends.NSYS, "accounting/memory.py", "measure/clocks/phases.py",
+    *depends.STEP, *depends.NSYS, "accounting/memory.py", *depends.STEP_CLOCK,
     "measure/trace/condensed.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "batch", "dtype", "tool")
@@ -109,7 +111,7 @@ def step_path(size: str, context_length: int, dtype: str, machine: str, root: Pa
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
-    """Records one shape and reads its ranges; see the package's docstring for the contract."""
+    """Records one shape and reads its ranges."""
     case = cases[0]
     arguments = {
         "size": case.size, "context_length": case.context_length, "batch": case.batch, "dtype": case.dtype,
@@ -157,12 +159,10 @@ class _Shape:
     """The steps of one shape that are recorded: warmed up, timed, and as far as memory allows."""
 
     def __init__(self, size: str, context_length: int, batch: int, dtype: str) -> None:
-        import torch
 
         from cs336_systems.chapters.shared.step import Workload
-        from cs336_systems.measure.clocks.phases import time_phases
 
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = default_device()
         self.said: dict[str, Any] = {"python_ms": {}, "status": {}, "steps": STEPS}
         self.steps: dict[str, Any] = {}
         full: dict[str, Any] = {}
@@ -181,10 +181,11 @@ class _Shape:
                     step = work.step(mode, dtype, "reference")
                     step.prepare()
                     with profiler.span("warm-up"):
-                        times = time_phases({"": step.phases}, device=self.device, warmup=WARMUP, steps=STEPS)
-                    for phase, series in times[""].items():
+                        clock = Steps(self.device, warmup=WARMUP, steps=STEPS)
+                        samples = take_turns({"": step.phases}, clock)[""]
+                    for phase in step.phases:
                         name = "inference" if mode == "forward" else phase
-                        self.said["python_ms"][name] = series.p50
+                        self.said["python_ms"][name] = samples.p50(phase)
                     self.steps["inference" if mode == "forward" else "step"] = step
                     step.loss = None
             if failed:
@@ -192,17 +193,13 @@ class _Shape:
                 if not full:
                     step.loss = None
                     work.forget(optimizer=True)
-                gc.collect()
-                if self.device == "cuda":
-                    torch.cuda.empty_cache()
+                give_back(self.device)
         for part in ("scores", "softmax", "output"):
             if "forward" in self.said["status"]:
                 self.said["status"][part] = self.said["status"]["forward"]
 
     def run(self) -> None:
         """What is recorded: a few steps of each kind, the device synchronized after each phase."""
-        from cs336_systems.measure.clocks.phases import synchronizer
-
         wait = synchronizer(self.device)
         for outer, step in self.steps.items():
             failed: dict[str, Any] = {}
@@ -232,27 +229,11 @@ def _with_torch(arguments: dict[str, Any], keep: Path) -> tuple[dict[str, Any], 
     import torch
 
     shape = _Shape(**arguments)
-    with _attention_spans():
-        recorded = profiler.record_torch(shape.run, keep=keep)
+    recorded = profiler.record_torch(shape.run, keep=keep)
     said = shape.said | {"tool_version": torch.__version__.split("+")[0]}
     del shape
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back(default_device())
     return said, recorded
-
-
-@contextmanager
-def _attention_spans() -> Iterator[None]:
-    """Lets torch's profiler see the ranges that plain attention opens for Nsight Systems."""
-    from cs336_systems.attention import reference
-
-    before = reference._Range
-    reference._Range = lambda name, device: profiler.span(name)  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        reference._Range = before  # type: ignore[misc]
 
 
 def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, Any]:
@@ -278,3 +259,8 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
         "source": recorded.source,
         "tool_version": said["tool_version"],
     }
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
 from cs336_systems.ladder import steps
+from cs336_systems.measure.device import torch_dtype
 from cs336_systems.store.machine import cpp_compiler, has_module
 from cs336_systems.store.status import Skip
 
@@ -31,13 +32,6 @@ _PAIRS = {"plain_triton": ("f_production", "b_production")}
 def with_pair(make: Callable[..., Any], impls: Any, *rest: Any, again: str = "flash_triton") -> list[Any]:
     """The cases of a group, `make(impl, *rest)`, and one of them again (A/A)."""
     return [make(impl, *rest) for impl in impls] + [make(again, *rest, repeat=1)]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The type that a case's `dtype` names."""
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 def data_of(case: Any, device: str, grad_o: str = "matrix") -> list[torch.Tensor]:
@@ -200,6 +194,11 @@ def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[
         return torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
 
     return call
+
+
+def errors(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
+    """‖x − exact‖ / ‖exact‖ of each."""
+    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ what is launched

@@ -31,21 +31,22 @@ LADDER = (
     "ladder/resources.py",
     "ladder/steps.py",
 )
-EVENTS = ("measure/clocks/timing.py",)
-RANKS = ("measure/clocks/ranks.py", *EVENTS)
-PHASES = ("measure/clocks/phases.py", *EVENTS)
+TURNS = ("measure/device.py", "measure/clocks/turns.py")
+CALL_CLOCK = (*TURNS, "measure/clocks/calls.py")
+STEP_CLOCK = (*TURNS, "measure/clocks/steps.py")
+RANK_CLOCK = (*STEP_CLOCK, "measure/clocks/ranks.py")
 MEMORY = ("measure/memory/memory.py", "measure/memory/replay.py")
 STEP = (*MODEL, *PLAIN, "chapters/shared/step.py")
 # whole steps in turns, with any attention
 STEPS = (
-    *STEP, *ATTENTION, *PHASES, *MEMORY, "accounting/hardware.py", "accounting/memory.py", "chapters/shared/steps.py",
-    "measure/trace/profiler.py",
+    *STEP, *ATTENTION, *STEP_CLOCK, *MEMORY, "accounting/hardware.py", "accounting/memory.py",
+    "chapters/shared/steps.py", "measure/trace/profiler.py",
 )  # fmt: skip
 PARALLEL = (
     "parallel/agreement.py", "parallel/buckets.py", "parallel/data_parallel.py", "parallel/ddp.py",
     "parallel/readers.py", "parallel/shares.py", "parallel/state.py", "parallel/zero.py",
 )  # fmt: skip
-PARALLEL_STEP = (*STEP, *PARALLEL, *RANKS, "chapters/shared/parallel_step.py")
+PARALLEL_STEP = (*STEP, *PARALLEL, *RANK_CLOCK, "chapters/shared/parallel_step.py")
 NSYS = (
     "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/nsys.py", "measure/trace/profiler.py",
     "measure/trace/sqlite.py",

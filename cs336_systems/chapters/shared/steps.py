@@ -10,16 +10,25 @@ only at its end, which is what throughput and MFU are computed from.
 from __future__ import annotations
 
 import dataclasses
-import gc
-import sys
+import functools
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTIONS
-from cs336_systems.measure.clocks import phases
+from cs336_systems.measure.clocks.steps import Steps
+from cs336_systems.measure.clocks.turns import (
+    Candidate,
+    Samples,
+    columns,
+    prepared,
+    take_turns,
+    time_together,
+)
+from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib
 from cs336_systems.sizes import SIZES, size
 from cs336_systems.store import machine
 from cs336_systems.store.process import call
@@ -34,8 +43,9 @@ DTYPES = ("fp32", "tf32", "bf16")
 GRAPHED = ("reduce-overhead", "max-autotune")  # these record CUDA graphs
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
 OWN = "own"
+STATISTICS = ("mean", "std", "p50", "each")
 METRICS = (
-    *(column for phase in (*PHASES, "step") for column in phases.columns(phase)),
+    *(column for phase in (*PHASES, "step") for column in columns(phase, STATISTICS)),
     "first_step_ms", "compile_s", "graphs", "cuda_graph_skips", "tokens_per_s", "mfu", "peak_gib",
     "matmul_precision", "sm_mhz", "power_w",
 )  # fmt: skip
@@ -122,25 +132,6 @@ def estimate_s(group: list[Case]) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-class _Candidate:
-    """One case while it is measured."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.metrics: dict[str, Any] = {}
-        self.step: Step | None = None
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self.case.mode} {self.case.dtype} {self.case.attention} {self.case.compile} {self.case.repeat}"
-        )
-
-    @property
-    def ok(self) -> bool:
-        return "status" not in self.metrics
-
-
 def refuse(case: Case, device: str) -> None:
     """Raises `Skip` where this machine cannot run the case, and says what it needs."""
     if device == "cpu":
@@ -159,7 +150,7 @@ def refuse(case: Case, device: str) -> None:
 def run_group(
     cases: list[Case], nvtx: bool = False, snapshot: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The metrics of the cases of one workload; see the package's docstring for the contract.
+    """The metrics of the cases of one workload.
 
     Cases with fewer than five warm-up steps are measured each in a fresh process. nvtx: ranges for Nsight Systems
     around warm-up, steps and phases. snapshot: a file for the allocator's history of two more steps of each case (its
@@ -168,21 +159,13 @@ def run_group(
     if cases[0].warmup >= WARM:
         yield from measure(cases, nvtx=nvtx, snapshot=snapshot)
         return
-    _give_back()
+    give_back(default_device())  # to the processes that follow
     for case in cases:
         arguments = {"case": dataclasses.asdict(case), "nvtx": nvtx, "snapshot": snapshot and str(snapshot)}
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
             metrics = call(f"{__name__}:_alone", arguments, timeout_s=120 + 10 * estimate_s([case]))
         yield metrics
-
-
-def _give_back() -> None:
-    """Leaves the device's memory to other processes, as far as this one has any."""
-    torch = sys.modules.get("torch")
-    gc.collect()
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _alone(case: dict[str, Any], nvtx: bool, snapshot: str | None) -> dict[str, Any]:
@@ -198,158 +181,144 @@ def measure(
     trial: the first warm-up step of each case is made before any case is timed, so that one that fails or compiles
     does not disturb the others.
     """
-    import torch
-
-    from cs336_systems.chapters.shared.step import Workload
-    from cs336_systems.model import OWN_CLASS
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    candidates = [_Candidate(case) for case in cases]
-    for candidate in candidates:
-        with failure_is_a_row(candidate.metrics):
-            refuse(candidate.case, device)
-    before = torch.get_float32_matmul_precision()
-    first = cases[0]
-    torch._dynamo.reset()
-    try:
+    device = default_device()
+    built: dict[str, Any] = {}
+    with comparable():
+        candidates = prepared(cases, lambda candidate: refuse(candidate.case, device))
         ready = [c for c in candidates if c.ok]
-        built: dict[str, Any] = {}
         if ready:
             with failure_is_a_row(built):
-                spec = OWN_CLASS if first.model == OWN else first.model
-                workload = Workload(size(first.size), first.batch, first.context_length, device, model=spec)
+                workload = _workload(cases[0], device)
         for candidate in ready:
             candidate.metrics |= built
-        for (
-            mode
-        ) in accounting.MODES:  # the optimizer's state, once made, stays: so steps that update come last
-            turn = [c for c in ready if c.ok and c.case.mode == mode]
-            if turn:
-                _measure(turn, workload, trial, nvtx)
+        for mode in accounting.MODES:  # the optimizer's state, once made, stays: steps that update come last
+            if turn := [c for c in ready if c.ok and c.case.mode == mode]:
+                _measure_mode(turn, workload, trial, nvtx)
+        workload = None
         if snapshot is not None and device != "cpu":
-            del workload
             _snapshots([c for c in candidates if c.ok], snapshot)
-    finally:
-        torch.set_float32_matmul_precision(before)
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
+    give_back(device)
     return [candidate.metrics for candidate in candidates]
 
 
-def _measure(candidates: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) -> None:
+def _workload(case: Case, device: str) -> Workload:
+    from cs336_systems.chapters.shared.step import Workload
+    from cs336_systems.model import OWN_CLASS
+
+    model = OWN_CLASS if case.model == OWN else case.model
+    return Workload(size(case.size), case.batch, case.context_length, device, model=model)
+
+
+def _measure_mode(candidates: list[Candidate], workload: Workload, trial: bool, nvtx: bool) -> None:
     """Times the candidates of one mode in turns."""
+    import torch
+
+    from cs336_systems.measure.trace.profiler import span
+
+    steps: dict[Case, Step] = {}
     for candidate in candidates:
         with failure_is_a_row(candidate.metrics):
             case = candidate.case
-            candidate.step = workload.step(case.mode, case.dtype, case.attention, case.compile)
-            candidate.metrics["matmul_precision"] = candidate.step.matmul_precision
+            step = steps[case] = workload.step(case.mode, case.dtype, case.attention, case.compile)
+            candidate.metrics["matmul_precision"] = step.matmul_precision
+            candidate.phases = functools.partial(_turn, step)
             if trial:
-                _first_step(candidate)
-        _tidy(candidate, workload)
-    ready = [c for c in candidates if c.ok]
-    if not ready:
-        return
-    together: dict[str, Any] = {}
-    if len(ready) > 1:
-        with failure_is_a_row(together):
-            _time(ready, workload, trial, nvtx)
-    if len(ready) == 1 or together:  # together too large, maybe, or one of them failed: then each alone
-        for candidate in ready:
-            _tidy(candidate, workload)  # all of them: the one that failed may still hold its graph
-        _empty(workload)
-        for candidate in ready:
-            with failure_is_a_row(candidate.metrics):
-                _time([candidate], workload, trial, nvtx)
-            _tidy(candidate, workload)
-    workload.forget()  # the next mode's first step must not add to these gradients
-    for candidate in ready:
-        candidate.step = None
-    if any(c.case.compile != "off" for c in candidates):
-        import torch
+                _first_step(candidate.metrics, step)
+        _tidy(workload, steps, candidates)
 
+    def tidy() -> None:
+        _tidy(workload, steps, candidates)
+        give_back(workload.device)
+
+    def whole_turns(candidate: Candidate) -> Candidate:
+        """The candidate's step once more, synchronized only at its end."""
+        return Candidate(
+            candidate.case, candidate.metrics, functools.partial(_turn, steps[candidate.case], True)
+        )
+
+    ready = [c for c in candidates if c.ok]
+    wholes = {c.case: whole_turns(c) for c in ready if trial and _is_short(c)}
+    first = candidates[0].case
+    clock = Steps(
+        workload.device, warmup=first.warmup - trial, steps=first.steps, ranges=span if nvtx else nullcontext,
+        watched=True,
+    )  # fmt: skip
+    # without a trial step the first timed ones compile
+    with torch.compiler.set_stance("fail_on_recompile" if trial else "default"):
+        timed = time_together([*ready, *wholes.values()], clock, tidy)
+        for candidate in [c for c in ready if c in timed]:
+            with failure_is_a_row(candidate.metrics):
+                _summarize(candidate, wholes.get(candidate.case), steps[candidate.case], trial)
+    _tidy(workload, steps, candidates)  # the next mode's first step must not add to these gradients
+    steps.clear()
+    for candidate in candidates:
+        candidate.phases = {}
+    if any(c.case.compile != "off" for c in candidates):
         torch._dynamo.reset()  # only this gives back what was compiled for this mode, and its graphs' memory
 
 
-def _empty(workload: Workload) -> None:
-    """Gives back to the device what exceptions' frames and the allocator still hold."""
-    import torch
-
-    gc.collect()
-    if workload.device != "cpu":
-        torch.cuda.empty_cache()
+@contextmanager
+def _turn(step: Step, whole: bool = False) -> Iterator[dict[str, Any]]:
+    step.prepare()
+    yield {"step": step.run} if whole else step.phases
 
 
-def _first_step(candidate: _Candidate) -> None:
+def _is_short(candidate: Candidate) -> bool:
+    """Whether synchronizing between its phases may cost a step time."""
+    case, first_ms = candidate.case, candidate.metrics.get("first_step_ms", 0)
+    return case.mode != "forward" and (first_ms < _SLOW_MS or case.compile != "off")
+
+
+def _first_step(metrics: dict[str, Any], step: Step) -> None:
     """One step before all others: compiles, finds out about missing parts and memory."""
     import torch
     from torch._dynamo.utils import counters
 
-    from cs336_systems.measure.clocks.timing import peak_gib
-
     graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-    step = candidate.step
-    step.prepare()
-    [whole] = phases.time_phases(
-        {"": {"step": step.run}}, device=step.workload.device, warmup=0, steps=1
-    ).values()
-    candidate.metrics["first_step_ms"] = whole["step"].steps_ms[0]
+    first = take_turns(
+        {"": functools.partial(_turn, step, True)}, Steps(step.workload.device, warmup=0, steps=1)
+    )
+    metrics["first_step_ms"] = first[""].p50("step")
     if step.compile != "off":
-        candidate.metrics["graphs"] = counters["stats"]["unique_graphs"] - graphs
+        metrics["graphs"] = counters["stats"]["unique_graphs"] - graphs
         if step.compile in GRAPHED:
             # the second step records and the third replays: what fails, fails here; only a recording allocates
             with torch.compiler.set_stance("fail_on_recompile"):
-                candidate.metrics["peak_gib"] = peak_gib(step.run)
+                metrics["peak_gib"] = peak_gib(step.run)
                 step.run()
-            candidate.metrics["cuda_graph_skips"] = counters["inductor"]["cudagraph_skips"] - skips
-        if candidate.metrics["graphs"] < 1 or torch._dynamo.config.disable:
-            raise RuntimeError(f"torch.compile made no graph for {candidate.name}")
+            metrics["cuda_graph_skips"] = counters["inductor"]["cudagraph_skips"] - skips
+        if metrics["graphs"] < 1 or torch._dynamo.config.disable:
+            raise RuntimeError(f"torch.compile made no graph for {step.mode} with compile={step.compile}")
 
 
-def _tidy(candidate: _Candidate, workload: Workload) -> None:
-    """Gives back what a candidate holds between its turns; after a failure the optimizer's state, half made, too."""
-    if candidate.step is not None:
-        candidate.step.loss = None
-    if not candidate.ok:
-        candidate.step = None
-    workload.forget(optimizer=not candidate.ok)
-    if not candidate.ok:
-        _empty(workload)
+def _tidy(workload: Workload, steps: dict[Case, Step], candidates: list[Candidate]) -> None:
+    """Gives back what candidates hold between their turns; after a failure the optimizer's state, half made, too."""
+    for step in steps.values():
+        step.loss = None
+    failed = [c for c in candidates if not c.ok and c.case in steps]
+    for candidate in failed:
+        del steps[candidate.case]
+        candidate.phases = {}
+    workload.forget(optimizer=bool(failed))
+    if failed:
+        give_back(workload.device)
 
 
-def _time(ready: list[_Candidate], workload: Workload, trial: bool, nvtx: bool) -> None:
-    import torch
-
-    from cs336_systems.measure.clocks.timing import Watch, peak_gib
-    from cs336_systems.measure.trace.profiler import span
-
-    case, device = ready[0].case, workload.device
-    by_name = {c.name: c for c in ready}
-    functions: dict[str, dict[str, Any]] = {name: c.step.phases for name, c in by_name.items()}
-    if case.mode != "forward" and trial:
-        quick = [c for c in ready if c.metrics["first_step_ms"] < _SLOW_MS or c.case.compile != "off"]
-        functions |= {f"{c.name} whole": {"step": c.step.run} for c in quick}
-    ranges = span if nvtx else None
-    # without a trial step the first timed ones compile
-    stance = torch.compiler.set_stance("fail_on_recompile" if trial else "default")
-    watches = {name: Watch() for name in by_name}
-    with stance:
-        series = phases.time_phases(
-            functions, device=device, warmup=case.warmup - trial, steps=case.steps, ranges=ranges,
-            before=lambda name: by_name[name.removesuffix(" whole")].step.prepare(),
-            watches=watches | {f"{name} whole": watch for name, watch in watches.items()},
-        )  # fmt: skip
-        for name, candidate in by_name.items():
-            by_phase = series[name]
-            whole = series.get(f"{name} whole", {}).get("step") or phases.pooled(list(by_phase.values()))
-            for phase, times in (by_phase | {"step": whole}).items():
-                candidate.metrics |= times.metrics(phase)
-            candidate.step.prepare()
-            if "peak_gib" not in candidate.metrics:
-                candidate.metrics["peak_gib"] = peak_gib(candidate.step.run)
-            if trial and candidate.case.compile != "off":
-                candidate.metrics["compile_s"] = (candidate.metrics["first_step_ms"] - whole.p50) / 1e3
-            candidate.metrics |= _rates(candidate.case, whole.p50) | watches[name].metrics()
+def _summarize(candidate: Candidate, whole: Candidate | None, step: Step, trial: bool) -> None:
+    """The columns of what was timed, and of one more step for its memory."""
+    case, metrics, samples = candidate.case, candidate.metrics, candidate.samples
+    watched = Samples(watches=[*samples.watches, *(whole.samples.watches if whole else [])])
+    together = whole.samples if whole else samples.summed("step")
+    for phase in step.phases:
+        metrics |= samples.row(phase, STATISTICS)
+    metrics |= together.row("step", STATISTICS)
+    step.prepare()
+    if "peak_gib" not in metrics:
+        metrics["peak_gib"] = peak_gib(step.run)
+    step_ms = together.p50("step")
+    if trial and case.compile != "off":
+        metrics["compile_s"] = (metrics["first_step_ms"] - step_ms) / 1e3
+    metrics |= _rates(case, step_ms) | watched.clocks()
 
 
 def _rates(case: Case, step_ms: float) -> dict[str, float | None]:
@@ -363,21 +332,18 @@ def _rates(case: Case, step_ms: float) -> dict[str, float | None]:
     return {"tokens_per_s": case.batch * case.context_length / step_ms * 1e3, "mfu": mfu}
 
 
-def _snapshots(candidates: list[_Candidate], path: Path) -> None:
+def _snapshots(candidates: list[Candidate], path: Path) -> None:
     """Records the allocator's history of two steps of each case, from before its model is built."""
-    from cs336_systems.chapters.shared.step import Workload
     from cs336_systems.measure.memory.memory import recording
-    from cs336_systems.model import OWN_CLASS
 
     for candidate in candidates:
         case = candidate.case
-        spec = OWN_CLASS if case.model == OWN else case.model
         with (
             failure_is_a_row(candidate.metrics),
             recording(snapshot_path(path, case, len(candidates))) as mark,
         ):
             mark("model")
-            work = Workload(size(case.size), case.batch, case.context_length, "cuda", model=spec)
+            work = _workload(case, "cuda")
             step = work.step(case.mode, case.dtype, case.attention, case.compile)
             step.prepare()
             for _ in range(2):

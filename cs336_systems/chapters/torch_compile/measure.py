@@ -16,12 +16,12 @@ from typing import Any
 
 from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast
+from cs336_systems.measure.device import default_device
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store import machine
+from cs336_systems.store.table import Table
 
 DEPENDS = depends.STEPS
-__all__ = ["CHOICES", "GROUP", "METRICS", "Case", "estimate_s", "forecast", "grid", "run_group"]
-
 CHOICES = steps.CHOICES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
@@ -80,8 +80,14 @@ def _start_compiler() -> None:
     """Compiles something small, so that no case pays for loading the compiler and starting its processes."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     if device == "cpu" and machine.cpp_compiler() is None:
         return  # the cases that compile will be skipped
     x = torch.ones(64, 64, device=device, requires_grad=True)
     torch.compile(lambda x: torch.softmax(x @ x, -1).exp().sum())(x).backward()
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s,
+    forecast=forecast,
+)  # fmt: skip

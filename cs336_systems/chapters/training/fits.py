@@ -7,7 +7,6 @@ portable kernels, as a GPU before Hopper does. Chapter `speedrun` rests on these
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,16 +15,19 @@ from typing import Any
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.chapters.training.run import CAP_GIB
-from cs336_systems.measure.clocks import phases
+from cs336_systems.measure.clocks.steps import Steps
+from cs336_systems.measure.clocks.turns import take_turns
+from cs336_systems.measure.device import default_device, give_back
 from cs336_systems.store import machine, process
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 from cs336_systems.training import forecast
 from cs336_systems.training.config import TrainingConfig, load
 from cs336_systems.training.speedrun import T4_GIB
 
 DEPENDS = (
     *depends.TRAINING, *depends.FORECAST, *depends.TRITON, "chapters/shared/memory_cap.py",
-    "chapters/training/run.py", "measure/clocks/phases.py",
+    "chapters/training/run.py", *depends.STEP_CLOCK,
 )  # fmt: skip
 GROUP = ("cap_gib", "dtype", "steps")
 METRICS = (
@@ -75,7 +77,7 @@ def configuration(case: Case, folder: str) -> TrainingConfig:
 
 
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Tries the cases one after another in a fresh process; see the package's docstring for the contract."""
+    """Tries the cases one after another in a fresh process."""
     failed: dict[str, Any] = {}
     with failure_is_a_row(failed):
         if cases[0].cap_gib and not machine.gpu_names():
@@ -89,18 +91,13 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def on_their_own(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of the cases, tried in this process."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = []
+    device, found = default_device(), []
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         for told in cases:
             case, metrics = Case(**told), {}
             with failure_is_a_row(metrics), capped(case.cap_gib, device):
                 _try(case, folder, device, metrics)
-            gc.collect()  # a failure's frames may hold tensors
-            if device != "cpu":
-                torch.cuda.empty_cache()
+            give_back(device)  # a failure's frames may hold tensors
             print(f"    {case.size}, {case.context_length} tokens, {case.sequences} sequences: "
                   f"{metrics.get('status', 'ok')}", flush=True)  # fmt: skip
             found.append(metrics)
@@ -123,13 +120,16 @@ def _try(case: Case, folder: str, device: str, metrics: dict[str, Any]) -> None:
         trainer.train_step()
         losses.append(trainer.loss)
 
-    timed = phases.time_phases({"": {"step": step}}, device=device, warmup=1, steps=case.steps)[""]["step"]
+    step_ms = take_turns({"": {"step": step}}, Steps(device, warmup=1, steps=case.steps))[""].p50("step")
     seen = [loss.item() for loss in losses]
     metrics |= {
-        "step_ms_p50": timed.p50, "tokens_per_s": case.sequences * case.context_length / timed.p50 * 1e3,
+        "step_ms_p50": step_ms, "tokens_per_s": case.sequences * case.context_length / step_ms * 1e3,
         "skipped_steps": trainer.skipped_steps(), "loss_scale": trainer.scaler.get_scale(), "loss_first": seen[0],
         "loss_last": seen[-1], "losses": " ".join(f"{x:.5g}" for x in seen),
     }  # fmt: skip
     if device != "cpu":
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -15,10 +15,11 @@ from typing import Any
 
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.training import trials
+from cs336_systems.store.table import Table
 
 METRICS = trials.METRICS
 DEPENDS = (
-    *depends.TRAINING, *depends.FORECAST, *depends.PLAIN, *depends.TRITON, *depends.RANKS,
+    *depends.TRAINING, *depends.FORECAST, *depends.PLAIN, *depends.TRITON, *depends.RANK_CLOCK,
     "chapters/training/trials.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "sequences", "world_size", "steps")
@@ -74,5 +75,8 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the rungs of one number of ranks; see the package's docstring for the contract."""
+    """Measures the rungs of one number of ranks."""
     return trials.measure(cases)
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -23,12 +23,13 @@ from typing import Any
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.training import trials
 from cs336_systems.chapters.training.trials import ATTENTIONS, COMPILED_PLAIN
+from cs336_systems.store.table import Table
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, WRAPPERS
 
 METRICS = trials.METRICS
 DEPENDS = (
     *depends.TRAINING, *depends.FORECAST, *depends.ATTENTION,
-    *depends.RANKS, "chapters/training/trials.py",
+    *depends.RANK_CLOCK, "chapters/training/trials.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "batch", "dtype", "compile", "world_size", "steps")
 ROUNDS = 2  # turns of each cell
@@ -118,5 +119,10 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cells of one number of ranks; see the package's docstring for the contract."""
+    """Measures the cells of one number of ranks."""
     return trials.measure(cases, ROUNDS)
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

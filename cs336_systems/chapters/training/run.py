@@ -22,6 +22,7 @@ from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.chapters.training import trials
 from cs336_systems.store import machine, numbers, process
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, TrainingConfig, load
 
 DEPENDS = (
@@ -102,7 +103,7 @@ def configuration(case: Case, folder: str) -> TrainingConfig:
 
 
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Makes the run of each case in a fresh process; see the package's docstring for the contract."""
+    """Makes the run of each case in a fresh process."""
     found = []
     for case in cases:
         metrics: dict[str, Any] = {}
@@ -181,3 +182,8 @@ def _told(trainer: Any, result: dict[str, Any]) -> dict[str, Any]:
     by_step = {line["step"]: line["seconds"] for line in lines if line["seconds"]}
     told["valid_seconds"] = " ".join(f"{float(by_step.get(line['step'], 'nan')):.5g}" for line in valid)
     return told
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

@@ -16,7 +16,7 @@ from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
 from cs336_systems.chapters.training import ladder as ladder_experiment
 from cs336_systems.chapters.training import trials
-from cs336_systems.measure.clocks.phases import each
+from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.report.values import Number, Row
 from cs336_systems.store.rows import case_fields
@@ -31,7 +31,9 @@ WINDOW = 5  # steps over which losses are averaged
 
 # ------------------------------------------------------------------------------------------------ the ladder
 def _rung(row: Any) -> ladder_experiment.Case:
-    return ladder_experiment.Case(**{field: getattr(row, field) for field in case_fields(ladder_experiment)})
+    return ladder_experiment.Case(
+        **{field: getattr(row, field) for field in case_fields(ladder_experiment.TABLE)}
+    )
 
 
 def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:

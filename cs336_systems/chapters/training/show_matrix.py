@@ -26,7 +26,7 @@ def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the matrix in order, with `efficiency`: tokens/s over those of as many single ranks, of one run."""
     rows = tables.in_order(rows, ["world_size", "attention", "wrapper", "sharded"], ATTENTIONS, WRAPPERS)
     alone = rows[(rows["wrapper"] == experiment.ALONE) & (rows["repeat"] == 0)]
-    keys = ["run", *(f for f in case_fields(experiment) if f not in ("wrapper", "sharded", "repeat"))]
+    keys = ["run", *(f for f in case_fields(experiment.TABLE) if f not in ("wrapper", "sharded", "repeat"))]
     base = alone.set_index(keys)["tokens_per_s"]
     base = base[~base.index.duplicated()]
     one = base.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []

@@ -10,8 +10,7 @@ a row.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,18 +18,27 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
-from cs336_systems.measure.clocks import timing
+from cs336_systems.measure.clocks.calls import Calls
+from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, take_turns
+from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
-from cs336_systems.store.status import failure_is_a_row, oom_is_a_row
+from cs336_systems.store.status import oom_is_a_row
+from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-DEPENDS = (*depends.PLAIN, *depends.TILED, *depends.TRITON, *depends.EVENTS, "chapters/shared/memory_cap.py")
+DEPENDS = (
+    *depends.PLAIN,
+    *depends.TILED,
+    *depends.TRITON,
+    *depends.CALL_CLOCK,
+    "chapters/shared/memory_cap.py",
+)
 GROUP = ("num_queries", "num_keys", "head_dim", "heads", "batch", "dtype", "cap_gib")
 PARTS = ("forward", "both")
 METRICS = (
-    *(f"{part}_ms_{p}" for part in PARTS for p in ("p20", "p50", "p80")),
+    *(column for part in PARTS for column in columns(part)),
     "forward_peak_gib", "peak_gib",  # of tensors: of forward alone, and of both passes
     "failed_in",  # the pass that failed: of a case that runs out in backward, forward is timed all the same
 )  # fmt: skip
@@ -107,27 +115,17 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one shape in turns; see the package's docstring for the contract."""
-    import torch
-
+    """Measures the cases of one shape in turns."""
     if cases[0].dtype not in DTYPES:
         raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: list[dict[str, Any]] = [{} for _ in cases]
+    device = default_device()
     shared: dict[str, Any] = {}
-    before = torch.get_float32_matmul_precision()
-    if any("compiled" in case.attention for case in cases):
-        torch._dynamo.reset()  # past eight shapes of one function, Dynamo would fall back to eager without a word
-    try:
-        with oom_is_a_row(shared), capped(cases[0].cap_gib, device):
-            torch.set_float32_matmul_precision("highest")
-            inputs = _inputs(cases[0], device)
-            for case, metrics in zip(cases, found, strict=True):
-                _tried(case, inputs, device, metrics)
-            _time(cases, found, inputs, device)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    return [metrics or dict(shared) for metrics in found]
+    with oom_is_a_row(shared), comparable(), capped(cases[0].cap_gib, device):
+        inputs = _inputs(cases[0], device)
+        candidates = prepared(cases, lambda candidate: _try_out(candidate, inputs, device), device)
+        _time(candidates, device)
+        return [candidate.metrics for candidate in candidates]
+    return [dict(shared) for _ in cases]
 
 
 def _inputs(case: Case, device: str) -> list[torch.Tensor]:
@@ -135,58 +133,47 @@ def _inputs(case: Case, device: str) -> list[torch.Tensor]:
     import torch
 
     generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys)
-    shapes = [(case.batch, case.heads, n, case.head_dim) for n in (case.num_queries, case.num_keys)]
-    make = lambda shape: torch.randn(
-        shape, generator=generator, device=device, dtype=peers.torch_dtype(case.dtype)
+    dtype = torch_dtype(case.dtype)
+    make = lambda n: torch.randn(
+        (case.batch, case.heads, n, case.head_dim), generator=generator, device=device, dtype=dtype
     )
-    q, k, v, grad = (make(shapes[place]) for place in (0, 1, 1, 0))
+    q, k, v, grad = map(make, (case.num_queries, case.num_keys, case.num_keys, case.num_queries))
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
 
 
-def _calls(
-    case: Case, inputs: list[torch.Tensor], device: str
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward, and both passes."""
-    import torch
-
-    impl = peers.build(case.attention, False, device, case.num_keys)
-    *leaves, grad = inputs
-    forward = lambda: impl.apply(*leaves)
-    return forward, lambda: torch.autograd.grad(forward(), leaves, grad)
-
-
-def _tried(case: Case, inputs: list[torch.Tensor], device: str, metrics: dict[str, Any]) -> None:
+def _try_out(candidate: Candidate, inputs: list[torch.Tensor], device: str) -> None:
     """Tries both passes; notes their memory, or where it was not enough."""
     import torch
 
-    with failure_is_a_row(metrics):
-        forward, both = _calls(case, inputs, device)
-        metrics["failed_in"] = "forward"
-        forward()  # compiles
-        metrics["forward_peak_gib"] = timing.peak_gib(forward)
-        metrics["failed_in"] = "backward"
-        both()
-        metrics["peak_gib"] = timing.peak_gib(both)
-        del metrics["failed_in"]
-    gc.collect()  # a failure's frames may hold tensors
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    case, metrics = candidate.case, candidate.metrics
+    impl = peers.build(case.attention, False, device, case.num_keys)
+    *leaves, grad = inputs
+    forward = lambda: impl.apply(*leaves)
+    both = lambda: torch.autograd.grad(forward(), leaves, grad)
+    candidate.phases = {"forward": forward, "both": both}
+    metrics["failed_in"] = "forward"
+    forward()  # compiles
+    metrics["forward_peak_gib"] = peak_gib(forward)
+    metrics["failed_in"] = "backward"
+    both()
+    metrics["peak_gib"] = peak_gib(both)
+    del metrics["failed_in"]
+    give_back(device)
 
 
-def _time(
-    cases: Sequence[Case], found: Sequence[dict[str, Any]], inputs: list[torch.Tensor], device: str
-) -> None:
+def _time(candidates: Sequence[Candidate], device: str) -> None:
     """Times forward of the cases, and then both passes, as far as they run."""
-    for part, fatal in zip(PARTS, ("forward", "backward"), strict=True):
+    for part, runs in (("forward", ("backward", None)), ("both", (None,))):
         ready = {
-            str(place): _calls(case, inputs, device)[PARTS.index(part)]
-            for place, (case, metrics) in enumerate(zip(cases, found, strict=True))
-            if metrics.get("failed_in", "") not in ("forward", fatal)
-            and "skipped" not in metrics.get("status", "")
+            place: {part: candidate.phases[part]}
+            for place, candidate in enumerate(candidates)
+            if candidate.phases and candidate.metrics.get("failed_in") in runs
         }
-        if ready:
-            times = timing.interleaved(
-                ready, device=device, rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS
-            )
-            for place, seen in times.items():
-                found[int(place)] |= seen.metrics(part)
+        clock = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
+        for place, samples in take_turns(ready, clock).items():
+            candidates[place].metrics |= samples.row(part)
+
+
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

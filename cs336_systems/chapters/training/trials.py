@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import statistics
 import tempfile
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks.ranks import RankSteps
+from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, take_turns, time_together
+from cs336_systems.measure.device import give_back
 from cs336_systems.store import machine
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.training import forecast
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from cs336_systems.training.loop import Data
 
 METRICS = (
-    *ranks.columns("step"), "first_step_s", "tokens_per_s", "mfu", "peak_gib", "epoch_s", "loss_last", "losses",
+    *columns("step"), "first_step_s", "tokens_per_s", "mfu", "peak_gib", "epoch_s", "loss_last", "losses",
     "vocab_size", "backend", "sm_mhz", "power_w",
 )  # fmt: skip
 """first_step_s: of the first step, which compiles; epoch_s: of one pass over EPOCH_MB of stories at this speed; losses:
@@ -144,8 +146,8 @@ def measure(cases: Sequence[Any], rounds: int = 1) -> list[dict[str, Any]]:
 
 
 def _launched(cases: Sequence[Any], folder: str, rounds: int) -> list[dict[str, Any]]:
-    names = ("attention", "dtype", "compile", "wrapper", "sharded", "sequences")  # some are properties
-    told = [{**dataclasses.asdict(case), **{name: getattr(case, name) for name in names}} for case in cases]
+    names = [field.name for field in dataclasses.fields(Trial)]
+    told = [{name: getattr(case, name) for name in names} for case in cases]  # some are properties
     return launch(
         f"{__name__}:on_a_rank", cases[0].world_size, {"cases": told, "folder": folder, "rounds": rounds},
         timeout_s=_TIMEOUT_S + 3 * estimate_s(cases, rounds), collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
@@ -155,30 +157,42 @@ def _launched(cases: Sequence[Any], folder: str, rounds: int) -> list[dict[str, 
 
 # ------------------------------------------------------------------------------------------------ on a rank
 def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int) -> list[dict[str, Any]]:
-    """The metrics of each case, the same on all ranks. A line is printed for each turn."""
-    from cs336_systems.measure.clocks.timing import Watch
+    """The metrics of each case, the same on all ranks."""
     from cs336_systems.training import pipeline
 
-    wanted = {str(number): types.SimpleNamespace(**case) for number, case in enumerate(cases)}
-    first = next(iter(wanted.values()))
-    data = pipeline.data_of(configuration(first, folder))
-    turns: dict[str, list[_Turn]] = {name: [] for name in wanted}
-    found: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-    # one rank reads clocks, seldom: a thread that reads them takes time from the one that launches
-    watches = {name: Watch(interval_s=0.1) for name in wanted} if rank.rank == 0 else {}
-    for _, name, share in ranks.in_turns(list(wanted), first.steps, rounds):
-        if "status" in found[name]:
-            continue
-        # of several ranks one that fails must not leave the others waiting: then all end
-        with failure_is_a_row(found[name]) if rank.world_size == 1 else contextlib.nullcontext():
-            turns[name].append(_turn(wanted[name], rank, data, folder, share, watches.get(name)))
-            print(f"{_words(wanted[name])}: {ranks.median(turns[name][-1].times):.4g} ms", flush=True)
-        _give_back(rank, wanted[name])
-    for name, case in wanted.items():
-        if "status" not in found[name]:
-            clocks = ranks.gathered(watches[name].metrics() if name in watches else {}, rank)[0]
-            found[name] = _metrics(case, turns[name], rank, data) | clocks
-    return list(found.values())
+    trials = [Trial(**case) for case in cases]
+    data = pipeline.data_of(configuration(trials[0], folder))
+    candidates = [Candidate(trial) for trial in trials]
+    for candidate in candidates:
+        candidate.phases = functools.partial(_turn, candidate, rank, data, folder)
+    clock = RankSteps(rank, warmup=WARMUP - 1, steps=trials[0].steps, num_rounds=rounds)
+    if rank.world_size == 1:
+        time_together(candidates, clock, lambda: give_back(rank.device))
+    else:  # one that fails must not leave the others waiting: then all end
+        for candidate, samples in take_turns({c: c.phases for c in candidates}, clock).items():
+            candidate.samples = samples
+    for candidate in candidates:
+        if candidate.ok:
+            candidate.metrics |= _metrics(candidate, rank, data)
+            print(f"{_words(candidate.case)}: {candidate.samples.p50('step'):.4g} ms", flush=True)
+    return ranks.gathered([candidate.metrics for candidate in candidates], rank)[0]  # rank 0 reads the clocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A case as ranks are told of it."""
+
+    attention: str
+    dtype: str
+    compile: str
+    wrapper: str
+    sharded: bool
+    sequences: int
+    size: str
+    context_length: int
+    world_size: int
+    steps: int
+    repeat: int
 
 
 def _words(case: Any) -> str:
@@ -186,56 +200,45 @@ def _words(case: Any) -> str:
     return ", ".join((*parts, *["sharded"] * case.sharded, *["again"] * case.repeat))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    times: ranks.Times
-    first_step_s: float
-    losses: list[float]
-    peak_gib: float | None
-
-
-def _turn(case: Any, rank: Rank, data: Data, folder: str, steps: int, watch: Any) -> _Turn:
-    """One turn of a case: its trainer built, warmed up and timed."""
+@contextlib.contextmanager
+def _turn(candidate: Candidate, rank: Rank, data: Data, folder: str) -> Iterator[Phases]:
+    """One turn of a trial: its trainer built and its first step made; then timed; its losses and memory noted."""
     import torch
 
     from cs336_systems.training.loop import Trainer
 
-    alone = case.wrapper == "none"
-    config = configuration(case, folder, rank.device.split(":")[0])
-    on_gpu = rank.device != "cpu"
+    trial, metrics, on_gpu = candidate.case, candidate.metrics, rank.device != "cpu"
+    alone = trial.wrapper == "none"
+    config = configuration(trial, folder, rank.device.split(":")[0])
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    # while one works alone, the others have nothing to do
+    trainers = [] if alone and rank.rank > 0 else [Trainer(config, data, None if alone else rank)]
     losses: list[torch.Tensor] = []
-    phases: dict[str, Any] = {"whole": lambda: None}  # what the others do while one works alone
-    if not alone or rank.rank == 0:
-        trainer = Trainer(config, data, None if alone else rank)
 
-        def step() -> None:
+    def step() -> None:
+        for trainer in trainers:
             trainer.train_step()
             losses.append(trainer.loss)
 
-        phases = {"whole": step}
-    first = ranks.time_steps(phases, rank=rank, warmup=0, steps=1)["step"][0]
-    with watch or contextlib.nullcontext():
-        times = ranks.time_steps(phases, rank=rank, warmup=WARMUP - 1, steps=steps)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-    seen = [loss.item() for loss in losses]
-    everyones = [told for told in ranks.gathered(seen, rank) if told]
-    means = [statistics.fmean(values) for values in zip(*everyones, strict=True)]
-    peaks = ranks.gathered(peak, rank)
-    return _Turn(times, first / 1e3, means, max(peaks) if on_gpu else None)
-
-
-def _give_back(rank: Rank, case: Any) -> None:
-    import torch
-
+    phases = {"whole": step}
+    first = take_turns({"": phases}, RankSteps(rank, warmup=0, steps=1, watched=False))[""]
+    yield phases
+    if on_gpu:
+        peak = max(ranks.gathered(torch.cuda.max_memory_allocated(), rank)) / 2**30
+        metrics["peak_gib"] = max(peak, metrics.get("peak_gib", 0))
+    everyones = [told for told in ranks.gathered([loss.item() for loss in losses], rank) if told]
+    if "losses" not in metrics:  # in its first turn
+        means = [statistics.fmean(values) for values in zip(*everyones, strict=True)]
+        metrics |= {
+            "first_step_s": first.p50("step") / 1e3, "loss_last": statistics.fmean(means[-LAST:]),
+            "losses": " ".join(f"{x:.5g}" for x in means),
+        }  # fmt: skip
+    trainers.clear()
     # only this gives back the memory of CUDA graphs; blocks of the next trainer take what was compiled for the last's
-    if case.compile in ("whole", "graphs"):
+    if trial.compile in ("whole", "graphs"):
         torch._dynamo.reset()
-    gc.collect()
-    if rank.device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    give_back(rank.device)
 
 
 def mfu(config: ModelConfig, dtype: str, tokens_per_s: float, num_gpus: int = 1) -> float | None:
@@ -249,17 +252,14 @@ def mfu(config: ModelConfig, dtype: str, tokens_per_s: float, num_gpus: int = 1)
     return accounting.mfu(config, 1, config.context_length, "train_step", ms, tflops * num_gpus)
 
 
-def _metrics(case: Any, turns: list[_Turn], rank: Rank, data: Data) -> dict[str, Any]:
-    times = ranks.pooled([turn.times for turn in turns])
-    tokens_per_s = case.sequences * case.context_length / ranks.median(times) * 1e3
-    config = configuration(case, "unused").model.sizes(data.vocab_size)
+def _metrics(candidate: Candidate, rank: Rank, data: Data) -> dict[str, Any]:
+    trial, samples = candidate.case, candidate.samples
+    tokens_per_s = trial.sequences * trial.context_length / samples.p50("step") * 1e3
+    config = configuration(trial, "unused").model.sizes(data.vocab_size)
     epoch_tokens = EPOCH_MB * 1e6 * len(data.valid) / data.valid_bytes
-    busy = 1 if case.wrapper == "none" else rank.world_size
-    losses, peaks = turns[0].losses, [turn.peak_gib for turn in turns]
-    return ranks.metrics({"step": times["step"]}) | {
-        "first_step_s": turns[0].first_step_s, "tokens_per_s": tokens_per_s,
-        "mfu": None if rank.device == "cpu" else mfu(config, case.dtype, tokens_per_s, busy),
-        "peak_gib": None if None in peaks else max(peaks), "epoch_s": epoch_tokens / tokens_per_s,
-        "loss_last": statistics.fmean(losses[-LAST:]), "losses": " ".join(f"{x:.5g}" for x in losses),
-        "vocab_size": data.vocab_size, "backend": rank.backend,
+    busy = 1 if trial.wrapper == "none" else rank.world_size
+    return samples.row("step") | samples.clocks() | {
+        "tokens_per_s": tokens_per_s,
+        "mfu": None if rank.device == "cpu" else mfu(config, trial.dtype, tokens_per_s, busy),
+        "epoch_s": epoch_tokens / tokens_per_s, "vocab_size": data.vocab_size, "backend": rank.backend,
     }  # fmt: skip

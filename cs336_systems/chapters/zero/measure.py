@@ -24,9 +24,10 @@ from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
 from cs336_systems.chapters.shared import depends
 from cs336_systems.launch.group import backend_and_device
 from cs336_systems.launch.start import launch
-from cs336_systems.measure.clocks import ranks
+from cs336_systems.measure.clocks.turns import columns
 from cs336_systems.sizes import size
 from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
 
 VARIANTS = {  # variant → names of `shared.parallel_step`: wrapper, optimizer
     "alone": ("none", "adamw"),
@@ -51,7 +52,7 @@ METRICS = (
     *COMPONENT_COLUMNS.values(),  # from the tensors' storages; other: the rest of live_bytes
     "rank_spread_bytes",  # live_bytes of the rank that holds most, less that of the rank that holds least
     # times: of the slowest rank, step by step
-    *(column for phase in (*PHASES, "step") for column in ranks.columns(phase)),
+    *(column for phase in (*PHASES, "step") for column in columns(phase)),
     "tokens_per_s",
     # what one step sends, by the dispatcher; counted in the shortest context
     "all_reduce_calls", "all_reduce_bytes", "broadcast_calls", "broadcast_bytes", "other_calls",
@@ -179,7 +180,7 @@ def refuse(case: Case) -> None:
 
 
 def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-    """The metrics of each case; see the package's docstring for the contract.
+    """The metrics of each case.
 
     All contexts in one launch; where that fails (one may not fit), each in one of its own.
     """
@@ -229,3 +230,6 @@ def _of_fullest(by_rank: list[dict[str, Any]], cases: Sequence[Case]) -> dict[st
         live = [found[key]["live_bytes"] for found in by_rank]
         apart[key] = metrics | {"rank_spread_bytes": max(live) - min(live)}
     return apart
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

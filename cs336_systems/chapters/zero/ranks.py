@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.chapters.zero.measure import (
     COMPONENT_COLUMNS,
+    PHASES,
     SETTLING,
     STEPS,
     STEPS_ON_CPU,
@@ -21,7 +23,8 @@ from cs336_systems.chapters.zero.measure import (
 )
 from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks import ranks
-from cs336_systems.measure.clocks.timing import Watch
+from cs336_systems.measure.clocks.ranks import RankSteps
+from cs336_systems.measure.clocks.turns import Phases, take_turns
 from cs336_systems.measure.counters.collectives import Collectives, beside, link_bytes
 from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.trace.profiler import record_torch
@@ -206,29 +209,26 @@ def times_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> dict[str, dict[s
 
 
 def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict[str, Any]]:
-    rank, by_key = work.rank, {key_of(case): case for case in cases}
-    turns: dict[str, list[ranks.Times]] = {key: [] for key in by_key}
-    # one rank reads clocks, seldom: a thread that reads them takes time from the one that launches
-    watches = {key: Watch(interval_s=0.1) for key in by_key} if rank.rank == 0 else {}
-    found: dict[str, dict[str, Any]] = {}
-    steps = STEPS_ON_CPU if rank.device == "cpu" else STEPS
-    for _, key, share in ranks.in_turns(list(by_key), steps, TURNS):
-        case = by_key[key]
-        with _step(work, case) as step:
-            phases = {"optimizer": step.optimizer_step, "forward": step.forward, "backward": _backward(step)}
-            phases["forward"]()
-            phases["backward"]()  # the first step begins with its gradients
-            with watches.get(key, contextlib.nullcontext()):
-                turns[key].append(ranks.time_steps(phases, rank=rank, warmup=SETTLING, steps=share))
-    for key, case in by_key.items():
-        times = ranks.pooled(turns[key])
-        tokens = case.world_size * case.batch * case.context_length
-        rate = {"tokens_per_s": tokens / ranks.median(times) * 1e3}
-        clocks = ranks.gathered(watches[key].metrics() if key in watches else None, rank)[0]
-        found[key] = ranks.metrics(times) | rate | clocks
+    rank, found = work.rank, {}
+    clock = RankSteps(
+        rank, warmup=SETTLING, steps=STEPS_ON_CPU if rank.device == "cpu" else STEPS, num_rounds=TURNS
+    )
+    for case, samples in take_turns({c: functools.partial(_turn, work, c) for c in cases}, clock).items():
+        step_ms, tokens = samples.p50("step"), case.world_size * case.batch * case.context_length
+        row = {column: value for phase in (*PHASES, "step") for column, value in samples.row(phase).items()}
+        found[key_of(case)] = row | {"tokens_per_s": tokens / step_ms * 1e3} | samples.clocks()
         if rank.rank == 0:
-            print(f"context {case.context_length}, {case.variant}: {ranks.median(times):.4g} ms", flush=True)
-    return found
+            print(f"context {case.context_length}, {case.variant}: {step_ms:.4g} ms", flush=True)
+    return ranks.gathered(found, rank)[0]  # rank 0 reads the clocks
+
+
+@contextlib.contextmanager
+def _turn(work: ParallelWorkload, case: Case) -> Iterator[Phases]:
+    with _step(work, case) as step:
+        phases = {"optimizer": step.optimizer_step, "forward": step.forward, "backward": _backward(step)}
+        phases["forward"]()
+        phases["backward"]()  # the first step begins with its gradients
+        yield phases
 
 
 def _backward(step: ParallelStep) -> Callable[[], None]:

@@ -59,7 +59,7 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _case(row: Any) -> experiment.Case:
-    return experiment.Case(**{field: getattr(row, field) for field in case_fields(experiment)})
+    return experiment.Case(**{field: getattr(row, field) for field in case_fields(experiment.TABLE)})
 
 
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,1 +1,1 @@
-"""How long things take: functions in turns (`timing`), a step's `phases`, steps of several `ranks`."""
+"""How long things take: candidates in `turns`, by the clock of single `calls`, of `steps`, or of several `ranks`."""

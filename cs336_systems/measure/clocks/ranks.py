@@ -1,4 +1,4 @@
-"""Times of a step of several ranks, and of its phases: measured on each rank, the slowest counts.
+"""The clock of a step of several ranks, and of its phases: measured on each rank, the slowest counts.
 
 Before each step the ranks wait for one another and for their devices, so that all begin at once. The step's time is the
 host's, from there until its device has finished; a step takes as long as on the rank that took longest. Phases are
@@ -11,45 +11,58 @@ the host's clock at the boundaries does the same.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+
+from cs336_systems.measure.clocks.steps import Ranges, share
+from cs336_systems.measure.clocks.turns import Phases, Samples, Times
+from cs336_systems.measure.device import Watch
 
 if TYPE_CHECKING:
     from cs336_systems.launch.group import Rank
 
-Phases = Mapping[str, Callable[[], Any]]
-Times = dict[str, list[float]]
-"""Phase, or "step" for the whole → ms of each measured step in order."""
 
+class RankSteps:
+    """The clock (`turns.Clock`) of steps that all ranks make alike; all of them take the same turns.
 
-def time_steps(
-    phases: Phases, *, rank: Rank, warmup: int, steps: int,
-    ranges: Callable[[str], AbstractContextManager[Any]] | None = None,
-) -> Times:  # fmt: skip
-    """Runs `warmup + steps` steps on this rank, and returns the times of the latter, the same on all ranks.
+    warmup:      steps that do not count, before those of each turn.
+    steps:       measured steps of each candidate, over all turns.
+    num_rounds:  turns of each candidate; one that is alone has all its steps in one, and no turn is without a step.
+    ranges, watched:  as for `steps.Steps`; rank 0 reads.
 
-    phases: name → function, called in order once a step, by all ranks alike. ranges: makes the contexts `warm-up` and
-    `step` around each step and one with a phase's name around each phase (`trace.profiler.span`).
-
-    Of each step those times are returned that the slowest rank measured: so its phases add up to (nearly) the step.
-    Exceptions of a phase propagate; other ranks then wait for this one until the group's timeout. ValueError for
-    negative counts or no step.
+    Of each step those times are kept that the slowest rank measured, the same on all ranks: so its phases add up to
+    (nearly) `step`, the whole. Exceptions of a phase propagate; other ranks then wait for this one until the group's
+    timeout. ValueError for negative counts or no step or round.
     """
-    if warmup < 0 or steps < 1:
-        raise ValueError(f"warmup={warmup}, steps={steps}; at least 0 and 1 are needed")
-    clock = _events if rank.device != "cpu" else _host
-    ranges = ranges or nullcontext
-    mine: list[dict[str, float]] = []
-    for number in range(-warmup, steps):
-        meet(rank)
-        with ranges("step" if number >= 0 else "warm-up"):
-            times = clock(phases, ranges)
-        if number >= 0:
-            mine.append(times)
-    return slowest(gathered(mine, rank))
+
+    def __init__(
+        self, rank: Rank, *, warmup: int, steps: int, num_rounds: int = 1, ranges: Ranges = nullcontext,
+        watched: bool = True,
+    ) -> None:  # fmt: skip
+        if warmup < 0 or steps < 1 or num_rounds < 1:
+            raise ValueError(
+                f"warmup={warmup}, steps={steps}, num_rounds={num_rounds}; at least 0, 1 and 1 are needed"
+            )
+        self.rank, self.warmup, self.steps, self.num_rounds = rank, warmup, steps, num_rounds
+        self.ranges, self.watched = ranges, watched
+
+    def rounds(self, num_candidates: int) -> int:
+        """As `turns.Clock`."""
+        return min(self.num_rounds, self.steps) if num_candidates > 1 else 1
+
+    def turn(self, phases: Phases, turn: int, rounds: int, so_far: Samples) -> tuple[Times, Watch]:
+        """As `turns.Clock`. One rank reads clock and power, seldom; a thread takes time from the one that launches."""
+        one_step = _events if self.rank.device != "cpu" else _host
+        mine: list[dict[str, float]] = []
+        with Watch(0.1 if self.watched and self.rank.rank == 0 else None) as watch:
+            for number in range(-self.warmup, share(self.steps, turn, rounds)):
+                meet(self.rank)
+                with self.ranges("step" if number >= 0 else "warm-up"):
+                    times = one_step(phases, self.ranges)
+                if number >= 0:
+                    mine.append(times)
+        return slowest(gathered(mine, self.rank)), watch
 
 
 def slowest(by_rank: list[list[dict[str, float]]]) -> Times:
@@ -80,43 +93,7 @@ def gathered(value: Any, rank: Rank) -> list[Any]:
     return everyones
 
 
-def pooled(turns: list[Times]) -> Times:
-    """The steps of several turns of one candidate, one after the other."""
-    return {phase: [ms for turn in turns for ms in turn[phase]] for phase in turns[0]}
-
-
-def in_turns(names: list[str], steps: int, rounds: int) -> Iterator[tuple[int, str, int]]:
-    """(turn, name, num_steps to measure): `rounds` turns of each, the order rotating from turn to turn.
-
-    A name alone has all its steps in one turn; no turn is without a step. ValueError for no step or no round.
-    """
-    if steps < 1 or rounds < 1:
-        raise ValueError(f"steps={steps}, rounds={rounds}; both must be at least 1")
-    rounds = min(rounds, steps) if len(names) > 1 else 1
-    for turn in range(rounds):
-        share = steps * (turn + 1) // rounds - steps * turn // rounds
-        for place in range(len(names)):
-            yield turn, names[(place + turn) % len(names)], share
-
-
-def columns(prefix: str) -> tuple[str, ...]:
-    """The columns that `metrics` gives for one phase."""
-    return tuple(f"{prefix}_ms_{name}" for name in ("p20", "p50", "p80"))
-
-
-def metrics(times: Times) -> dict[str, float]:
-    """`{phase}_ms_p20`, `_p50`, `_p80` of each phase and of the step."""
-    from cs336_systems.measure.clocks.timing import Timing
-
-    return {k: v for phase, ms in times.items() for k, v in Timing(tuple(ms)).metrics(phase).items()}
-
-
-def median(times: Times, phase: str = "step") -> float:
-    """The median of a phase, or of the step, in ms."""
-    return statistics.median(times[phase])
-
-
-def _host(phases: Phases, ranges: Callable[[str], AbstractContextManager[Any]]) -> dict[str, float]:
+def _host(phases: Phases, ranges: Ranges) -> dict[str, float]:
     times, begin = {}, time.perf_counter()
     last = begin
     for phase, function in phases.items():
@@ -127,7 +104,7 @@ def _host(phases: Phases, ranges: Callable[[str], AbstractContextManager[Any]]) 
     return times | {"step": (last - begin) * 1e3}
 
 
-def _events(phases: Phases, ranges: Callable[[str], AbstractContextManager[Any]]) -> dict[str, float]:
+def _events(phases: Phases, ranges: Ranges) -> dict[str, float]:
     import torch
 
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]

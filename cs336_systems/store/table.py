@@ -1,0 +1,54 @@
+"""What a table is: the rows that one experiment measures, and how."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table of a chapter: what its rows are, and how they are measured.
+
+    module:     the `__name__` of the module that makes it, which gives the table its name: of
+                `chapters.leaderboard.shapes` "leaderboard_shapes", of `chapters.hardware.measure` "hardware".
+    Case:       a frozen dataclass of plain values (str, int, float, bool): the key of a row.
+    metrics:    the columns that a measurement adds, units in their names (`forward_ms_p50`, `peak_gib`, `tflops`).
+    group:      the fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
+    grid:       `grid(preset)`: every case of "full" (the handout's grid) or "smoke" (two CPU cores, at most 20 s).
+    run_group:  measures the cases of one group in one process, in turns; one dict of metrics for each, in order. A dict
+                may carry `status` (see `store.status`).
+    depends:    the files of the package, beside the module's own, that the numbers depend on: changing one makes rows
+                "measured with earlier code" (`store.provenance`).
+    choices:    field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of
+                a text (ValueError where it is none). Those of all fields make cases beyond the grid.
+    estimate_s: seconds that a group takes on a GPU, roughly.
+    forecast:   a line for each of some cases, said before they are measured.
+
+    Nothing of it needs torch before `run_group` is called.
+    """
+
+    module: str
+    Case: type
+    metrics: tuple[str, ...]
+    group: tuple[str, ...]
+    grid: Callable[[str], list[Any]]
+    run_group: Callable[..., Iterable[dict[str, Any]]]
+    depends: tuple[str, ...] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    estimate_s: Callable[[Sequence[Any]], float] | None = None
+    forecast: Callable[[Sequence[Any]], Iterator[str]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the table's file, and of the command line."""
+        *_, folder, name = ("", *self.module.split("."))
+        return folder if name == "measure" else f"{folder}_{name}" if folder else name
+
+    @property
+    def source(self) -> Path:
+        """The file of its module."""
+        return Path(str(sys.modules[self.module].__file__))
