@@ -12,6 +12,7 @@ import step_rows
 
 from cs336_systems import accounting, chapters
 from cs336_systems.chapters.allreduce import measure as allreduce
+from cs336_systems.chapters.allreduce import ranks
 from cs336_systems.chapters.allreduce import show as page
 from cs336_systems.chapters.allreduce.measure import MB, Case
 from cs336_systems.launch.group import process_group
@@ -93,9 +94,9 @@ def test_a_wrong_sum_is_an_error_row(monkeypatch):
 
     with process_group("gloo", "cpu") as rank:
         monkeypatch.setattr(dist, "all_reduce", loses_one)
-        found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)])
+        found = ranks._measure_size(rank, [Case("gloo", "cpu", 1, MB)])
         monkeypatch.undo()
-        fine = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, 4096)])
+        fine = ranks._measure_size(rank, [Case("gloo", "cpu", 1, 4096)])
     assert found[0]["status"].startswith("error: all_reduce is off by 0."), found
     assert "status" not in fine[0] and fine[0]["error"] == 0
     assert fine[0]["algorithm_gb_per_s"] > 0 and fine[0]["bus_gb_per_s"] is None
@@ -106,8 +107,8 @@ def test_what_does_not_fit_is_a_row_on_all_ranks(monkeypatch):
         raise MemoryError
 
     with process_group("gloo", "cpu") as rank:
-        monkeypatch.setattr(allreduce, "_Operation", full)
-        found = allreduce._measure_size(rank, [Case("gloo", "cpu", 1, MB)] * 2)
+        monkeypatch.setattr(ranks, "_Operation", full)
+        found = ranks._measure_size(rank, [Case("gloo", "cpu", 1, MB)] * 2)
     assert found == [{"status": "oom"}] * 2
 
 
