@@ -116,3 +116,11 @@ def compiler():
         if interpret is not None:
             os.environ["TRITON_INTERPRET"] = interpret
     return pool
+
+
+def more_spills():
+    """Bytes that a kernel for Hopper may spill besides: the ptxas of triton 3.9 keeps on the stack some of what the
+    steps of the backward kernels read, above all masked ones, and what persistent forward programs need once a tile."""
+    import triton
+
+    return 448 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from attention_checks import captured, compiler, fresh, relative
+from attention_checks import captured, compiler, fresh, more_spills, relative
 
 pytest.importorskip("triton")
 import triton
@@ -20,7 +20,6 @@ from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton import launch as portable
 from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB
-from cs336_systems.ladder.steps import HOPPER, STEPS
 
 DTYPES = [torch.float16, torch.bfloat16]
 zeros = functools.partial(torch.zeros, dtype=torch.bfloat16)
@@ -70,34 +69,10 @@ def test_configurations_that_would_hang_or_be_wrong_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"allowed: {allowed}$"):
             hopper.Forward(**dict(groups=2, block_n=128, stages=2, overlap=False) | wrong)
-    with pytest.raises(ValueError, match="ahead=True, persistent=False with stages=1; allowed: 2 and more"):
-        hopper.Backward(64, 1, True, True)
-    with pytest.raises(ValueError, match="ahead=False, persistent=True with stages=1; allowed: 2 and more"):
-        hopper.Backward(64, 1, persistent=True)
-    with pytest.raises(ValueError, match="allowed with dq_group=True only"):
-        hopper.Backward(64, 2, False, True)
     with pytest.raises(
         ValueError, match=r"alone=True with groups=2, .*; allowed: groups=1, block_n=64, stages=1"
     ):
         hopper.Forward(2, 64, 1, False, alone=True)
-    for persistent in (
-        dict(dq_group=True),
-        dict(ahead=True),
-        dict(dq_group=True, ahead=True, k_registers=True),
-    ):
-        with pytest.raises(
-            ValueError, match=r"ahead=dq_group and k_registers=False only|with dq_group=True only"
-        ):
-            hopper.Backward(64, 2, persistent=True, **persistent)
-    of_64 = "block_m=64, dq_group=True, persistent=False or block_m=64, dq_group=True, persistent=True or .*"
-    of_128 = "block_m=64, dq_group=False, persistent=True"
-    for d, wrong, allowed in ((64, (64, 2), of_64), (64, (64, 2, False, False, False, True), of_64),
-                              (128, (64, 2), of_128), (128, (64, 2, True, True, False, True), of_128)):  # fmt: skip
-        with pytest.raises(ValueError, match=f"padded to {d}; allowed: {allowed}$"):
-            hopper.Backward(*wrong).check(d)
-        x = zeros(1, 1, 64, d)
-        with pytest.raises(ValueError, match=f"padded to {d}; allowed: {allowed}$"):
-            hopper.launch_backward(x, x, x, x, x[..., 0].float(), x, True, hopper.Backward(*wrong))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -478,10 +453,10 @@ def test_few_queries_and_many_keys():
 
 
 def test_a_section_is_what_the_cache_holds():
-    assert hopper._section(16, 4 * 16384 * 64) == 4
-    assert hopper._section(3, 1) == 2
-    assert hopper._section(100, 2**40) == 1
-    assert hopper._section(3, 1, exact=True) == 3 and hopper._section(3, 2**40, exact=True) == 1
+    assert hopper.section_of(16, 4 * 16384 * 64) == 4
+    assert hopper.section_of(3, 1) == 2
+    assert hopper.section_of(100, 2**40) == 1
+    assert hopper.section_of(3, 1, exact=True) == 3 and hopper.section_of(3, 2**40, exact=True) == 1
 
 
 # --------------------------------------------------------------------------------- launching again
@@ -669,11 +644,6 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
 
 
 # --------------------------------------------------------------------------------- what the compiler says
-# The ptxas of triton 3.9 keeps on the stack some of what the steps of the backward kernels read, above all masked ones,
-# and what persistent forward programs need once a tile
-MORE_SPILLS = 448 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
-
-
 def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     from cs336_systems.attention.checks import aot
 
@@ -688,7 +658,7 @@ FEW = [
     {d: tiles for d in (64, 96, 128) if tiles <= len(hopper.FEW_REGISTERS[hopper.padded(d)])}
     for tiles in (1, 2)
 ]
-OF_BACKWARD = [hopper.BACKWARD | {96: hopper.BACKWARD[128]}]
+OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("backward", OF_BACKWARD),
@@ -730,10 +700,10 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     # where a persistent program ends a tile and begins the next registers are saved, not beside matmuls
     few = 0
     if kernel.startswith("backward"):
-        few = (320 if head_dim == 128 else 128) + MORE_SPILLS  # most in fp16 with triton 3.7: 292
+        few = (320 if head_dim == 128 else 128) + more_spills()  # most in fp16 with triton 3.7: 292
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
-        few = max(MORE_SPILLS, 136 if config.groups == 3 and head_dim == 128 else 0)
+        few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)
     assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
@@ -746,19 +716,6 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     if programs > 1:
         assert programs * compiled.registers * compiled.num_threads <= 65536
         assert programs * (compiled.shared_bytes / 1024 + 1) <= SHARED_MEMORY_KIB[90] + 1
-
-
-LADDER = [step for step in STEPS.values() if step.launcher.startswith(HOPPER) and step.config is not None]
-
-
-@pytest.mark.versions
-@pytest.mark.table
-@pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
-def test_steps_of_the_ladder_are_not_serialized(step):
-    name, arguments = step.config
-    compiled = compiler().submit(_compile, step.part, 64, True, getattr(hopper, name)(**arguments)).result()
-    assert not compiled.serialized and not compiled.faults and compiled.register_operands
-    assert compiled.spill_bytes <= 128 + MORE_SPILLS
 
 
 # --------------------------------------------------------------------------------- on a GPU
@@ -781,17 +738,17 @@ def on_hopper(monkeypatch):
     flash_triton._launchers.cache_clear()
 
 
-def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, backward=None):
+def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None):
     """The error against fp64 is at most two and a half times that of the portable kernels, which round to 16 bits now
     and then (with one query, where few errors average, up to 2.1 times in thousands of draws); theirs is below
-    `largest`. `forward` and `backward`: other configurations than the tables'."""
+    `largest`. `forward`: another configuration than the tables'."""
     exact = exact_attention(q, k, v, grad_o, is_causal)
     results = []
-    for launcher, chosen in ((hopper, (forward, backward)), (portable, (None, None))):
+    for launcher, chosen in ((hopper, forward), (portable, None)):
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, q, k, v)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
-        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen[0])
-        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, chosen[1])
+        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen)
+        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
         results.append((o, logsumexp, grads))
     (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
     torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
@@ -814,22 +771,22 @@ def test_results(on_hopper, shape, dtype, is_causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    ("d", "forward", "backward"),
+    ("d", "forward"),
     [
-        (64, hopper.Forward(1, 128, 2, False), hopper.Backward(128, 2)),
-        (64, hopper.Forward(3, 128, 2, False), hopper.Backward(64, 2, True)),
-        (64, hopper.Forward(1, 64, 3, True), hopper.Backward(64, 3, True, True, True)),
-        (64, hopper.Forward(1, 128, 2, True), None),
-        (128, hopper.Forward(1, 64, 2, True), None),
-        (128, hopper.Forward(2, 128, 2, True), None),
+        (64, hopper.Forward(1, 128, 2, False)),
+        (64, hopper.Forward(3, 128, 2, False)),
+        (64, hopper.Forward(1, 64, 3, True)),
+        (64, hopper.Forward(1, 128, 2, True)),
+        (128, hopper.Forward(1, 64, 2, True)),
+        (128, hopper.Forward(2, 128, 2, True)),
     ],
 )
-def test_other_configurations(on_hopper, d, forward, backward, is_causal):
+def test_other_configurations(on_hopper, d, forward, is_causal):
     for num_queries, num_keys in ((333, 517), (517, 333), (1, 70)):
         # k and v as they lie in a projection of all three
         _, k, v = gpu(2, num_keys, 3, 2, d, dtype=torch.float16).transpose(1, 3).unbind(2)
         q, grad_o = (gpu(2, 2, num_queries, d, dtype=torch.float16) for _ in range(2))
-        check_both_ways(q, k, v, grad_o, is_causal, forward=forward, backward=backward)
+        check_both_ways(q, k, v, grad_o, is_causal, forward=forward)
 
 
 @pytest.mark.gpu

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
-from attention_checks import FLOOR, compiler, relative, run
+from attention_checks import FLOOR, compiler, fresh, more_spills, relative, run
 
 from cs336_systems import accounting
 from cs336_systems.attention.triton.tiles import SHARED_MEMORY_KIB, Tiles
@@ -17,6 +18,11 @@ pytest.importorskip("triton")
 OWN = [step for step in steps.STEPS.values() if step.own]
 FORWARD = [step for step in OWN if step.part == "forward"]
 BACKWARD = [step for step in OWN if step.part == "backward"]
+# kernels for Hopper, those in use and those before them, in configurations that the step says
+HOPPER = [
+    s for s in steps.STEPS.values() if s.launcher.startswith((steps.HOPPER, steps.EARLIER)) and s.config
+]
+EARLIER = [step for step in HOPPER if step.launcher.startswith(steps.EARLIER)]
 DTYPES = [torch.float16, torch.float32]
 
 
@@ -97,6 +103,34 @@ def test_every_step_on_a_gpu(step, dtype, d):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("step", EARLIER, ids=lambda step: step.name)
+def test_earlier_kernels_take_any_lengths_and_strides(step, is_causal):
+    """The error against fp64 is at most two and a half times that of the portable kernels."""
+    from cs336_systems.attention.reference import exact_attention
+    from cs336_systems.ladder.launch import launcher, missing
+
+    if reason := missing(step):
+        pytest.skip(f"needs {reason}")
+    gpu = functools.partial(fresh, dtype=torch.float16, device="cuda", requires_grad=False)
+    for num_queries, num_keys, d in ((333, 517, 64), (517, 333, 64), (1, 70, 64), (100, 300, 40)):
+        # k and v as they lie in a projection of all three
+        _, k, v = gpu(2, num_keys, 3, 2, d).transpose(1, 3).unbind(2)
+        q, do = (gpu(2, 2, num_queries, d) for _ in range(2))
+        o, logsumexp = launcher(steps.STEPS["f_production"])(q, k, v, is_causal)
+        poison = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
+        found, portable = (
+            launcher(each)(q, k, v, o, logsumexp, do, is_causal)
+            for each in (step, steps.STEPS["b_production"])
+        )
+        for x, y, exact in zip(found, portable, exact_attention(q, k, v, do, is_causal)[1:], strict=True):
+            assert x.stride() == y.stride() and torch.isfinite(x).all()
+            assert relative(x, exact, 1) <= 2.5 * relative(y, exact, 1) + 1e-4
+            assert relative(y, exact, 1) < 0.02
+
+
+@pytest.mark.gpu
 def test_resources_of_what_has_run():
     from cs336_systems.ladder.launch import launcher
     from cs336_systems.ladder.resources import of_call
@@ -129,14 +163,36 @@ def test_what_a_step_does_not_take_is_named():
         launch_backward(x, x, x, x, x[..., 0], x, True, config)
 
 
+def test_what_earlier_kernels_do_not_take_is_named():
+    from cs336_systems.ladder.hopper_launch import Backward, launch_backward
+
+    for wrong, said in (
+        ((64, 2), "block_m=64 with dq_group=False; allowed: 128"),
+        ((128, 2, True), "block_m=128 with dq_group=True; allowed: 64"),
+        ((128, 2, False, True), "ahead is allowed with dq_group=True only"),
+        ((64, 1, True, True), "ahead=True with stages=1; allowed: 2 and more"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Backward(*wrong)
+    x, wide = (torch.zeros(1, 1, 128, d, dtype=torch.bfloat16) for d in (64, 128))
+    for given, do, said in (
+        (wide, wide, "head dimension 128; allowed: up to 64"),
+        (x.float(), x, "torch.float32: they compute in 16 bits"),
+        (x.mT.contiguous().mT, x, "q: TMA cannot read strides"),
+        (x, x[:, :, :1].expand(x.shape), "do: TMA cannot read strides .*; expected a contiguous tensor"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            launch_backward(given, given, given, given, x[..., 0].float(), do, True, Backward(128, 2))
+
+
 @on_cpu
 def test_a_step_that_cannot_run_says_why():
     from cs336_systems.ladder.launch import launcher, missing
 
-    step = steps.STEPS["f_hopper_2"]
-    assert missing(step) == "an NVIDIA GPU"
-    with pytest.raises(RuntimeError, match="'f_hopper_2' needs an NVIDIA GPU"):
-        launcher(step)
+    for name in ("f_hopper_2", "b_hopper_2"):
+        assert missing(steps.STEPS[name]) == "an NVIDIA GPU"
+        with pytest.raises(RuntimeError, match=f"'{name}' needs an NVIDIA GPU"):
+            launcher(steps.STEPS[name])
 
 
 @on_cpu
@@ -189,6 +245,21 @@ def test_every_step_compiles_for_hopper_without_spilling(step):
         )
 
 
+def _compile_for_hopper(name, dtype, is_causal):
+    from cs336_systems.ladder.resources import compile_hopper_step
+
+    return compile_hopper_step(steps.STEPS[name], dtype, is_causal=is_causal)
+
+
+@pytest.mark.versions
+@pytest.mark.table
+@pytest.mark.parametrize("step", HOPPER, ids=lambda step: step.name)
+def test_steps_for_hopper_are_not_serialized(step):
+    compiled = compiler().submit(_compile_for_hopper, step.name, "bf16", True).result()
+    assert not compiled.serialized and not compiled.faults and compiled.register_operands
+    assert compiled.spill_bytes <= 128 + more_spills()
+
+
 @pytest.mark.versions
 def test_what_has_run_is_found_by_its_function():
     """The hook that triton calls at each launch, called by hand: the compiled kernel is found by its handle."""
@@ -227,10 +298,13 @@ def test_what_has_run_is_found_by_its_function():
 
 # ------------------------------------------------------------------------------------------------ data and predictions
 def test_steps_are_named_once_and_hang_together():
-    from cs336_systems.ladder.resources import compile_step
+    from cs336_systems.ladder.resources import compile_hopper_step, compile_step
 
     with pytest.raises(ValueError, match="'f_production' runs kernels of"):
         compile_step(steps.STEPS["f_production"])
+    for name in ("f_production", "f_hopper", "b_one_pass"):
+        with pytest.raises(ValueError, match=f"'{name}' configures no kernel for Hopper"):
+            compile_hopper_step(steps.STEPS[name])
     for part in steps.PARTS:
         names = [step.name for step in steps.of_part(part)]
         for place, step in enumerate(steps.of_part(part)):

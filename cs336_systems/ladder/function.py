@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.attention.inputs import check_inputs, first_order_only, to_four_axes
 from cs336_systems.ladder.launch import launcher
-from cs336_systems.ladder.steps import STEPS
+from cs336_systems.ladder.steps import EARLIER, OWN, STEPS
 
 # operators, so that torch.compile keeps them whole
 _library = torch.library.Library("cs336_ladder", "DEF")
@@ -31,9 +31,8 @@ def _forward(q, k, v, is_causal, step):
 
 
 def _backward(q, k, v, o, logsumexp, grad_o, is_causal, step):
-    if STEPS[
-        step
-    ].own:  # the ladder's kernels take a full tensor; a sum's gradient is a scalar expanded with strides of 0
+    if STEPS[step].launcher.startswith((OWN, EARLIER)):
+        # the ladder's kernels take a full tensor; a sum's gradient is a scalar expanded with strides of 0
         grad_o = grad_o.contiguous()
     return _launcher(step)(q, k, v, o, logsumexp, grad_o, is_causal)
 

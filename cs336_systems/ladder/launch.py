@@ -14,7 +14,7 @@ from cs336_systems.attention.available import hopper_unable
 from cs336_systems.attention.triton.launch import FUSED, options_of
 from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels
-from cs336_systems.ladder.steps import HOPPER, Step, Switches
+from cs336_systems.ladder.steps import EARLIER, HOPPER, Step, Switches
 
 _MAX_ELEMENTS = 2**31  # addresses are 32-bit offsets
 _ROWS = 64  # of a program of the small kernels
@@ -117,7 +117,7 @@ def missing(step: Step) -> str | None:
     if not step.own and not on_gpu:
         return "an NVIDIA GPU"
     major = torch.cuda.get_device_capability()[0] if on_gpu else 9
-    hopper = step.launcher.startswith(HOPPER)
+    hopper = step.launcher.startswith((HOPPER, EARLIER))
     if (step.own and step.config.tma and major < 9) or (hopper and major != 9):
         return "a GPU of compute capability 9.0"
     if hopper and (reason := hopper_unable()):
@@ -125,17 +125,21 @@ def missing(step: Step) -> str | None:
     return None
 
 
+def configured(step: Step) -> tuple[Callable[..., Any], Any]:
+    """The step's launcher, and its configuration for it; None where the launcher chooses."""
+    module_name, function_name = step.launcher.split(":")
+    module = importlib.import_module(module_name)
+    config = step.config
+    if config is not None and not step.own:
+        name, arguments = config
+        config = getattr(module, name)(**arguments)
+    return getattr(module, function_name), config
+
+
 def launcher(step: Step) -> Callable[..., Any]:
     """The step's launcher with its configuration: takes (q, k, v, is_causal) or (q, k, v, o, logsumexp, do,
     is_causal), each tensor (batch, heads, n, d). RuntimeError with the reason where this machine cannot run it."""
     if reason := missing(step):
         raise RuntimeError(f"step {step.name!r} needs {reason}")
-    module_name, function_name = step.launcher.split(":")
-    module = importlib.import_module(module_name)
-    function, config = getattr(module, function_name), step.config
-    if config is None:
-        return function
-    if not step.own:
-        name, arguments = config
-        config = getattr(module, name)(**arguments)
-    return functools.partial(function, config=config)
+    function, config = configured(step)
+    return function if config is None else functools.partial(function, config=config)

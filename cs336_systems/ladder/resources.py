@@ -12,10 +12,11 @@ import triton
 from triton.compiler import ASTSource, CompiledKernel
 
 from cs336_systems.attention.checks import aot
-from cs336_systems.attention.triton.launch import options_of
+from cs336_systems.attention.triton.launch import FUSED, options_of
 from cs336_systems.attention.triton.tiles import Tiles
 from cs336_systems.ladder import kernels as ladder_kernels
-from cs336_systems.ladder.steps import Step
+from cs336_systems.ladder.launch import configured
+from cs336_systems.ladder.steps import EARLIER, HOPPER, Step
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,32 @@ def _compile(
     return Resources(
         function.__name__, registers, spills, compiled.metadata.shared, threads, compiled.asm["ptx"]
     )
+
+
+def compile_hopper_step(step: Step, dtype: str = "bf16", *, is_causal: bool = True) -> aot.Compiled:
+    """Compiles the main kernel of a step that configures one for Hopper, at a head dimension of 64: one of
+    `attention.hopper`'s, or the ladder's.
+
+    `dtype`: bf16 or fp16. ValueError for a step of other kernels.
+    """
+    if not step.launcher.startswith((HOPPER, EARLIER)) or step.config is None:
+        raise ValueError(f"step {step.name!r} configures no kernel for Hopper")
+    _, config = configured(step)
+    if step.launcher.startswith(HOPPER):
+        return aot.compile_hopper_kernel(step.part, 64, dtype, config, is_causal=is_causal)
+    from cs336_systems.attention.hopper.configs import GROUP, dq_tile
+    from cs336_systems.attention.hopper.launch import KEYS
+    from cs336_systems.ladder.hopper_kernels import single_keys_kernel
+    from cs336_systems.ladder.hopper_launch import HEAD_DIM, constants_of
+
+    queries, keys, group = (aot.described(dtype, 1, 1, n, HEAD_DIM) for n in (config.block_m, KEYS, GROUP))
+    signature = dict(
+        q_desc=queries, k_desc=keys, v_desc=group, do_desc=queries, dk_desc=group, dv_desc=group,
+        dq_desc=aot.described("fp32", 1, *dq_tile(0, False), swizzled=False),
+        stats_desc=aot.described("fp32", 1, config.block_m, swizzled=False), c="fp32", scale="fp32",
+    )  # fmt: skip
+    constants = dict(IS_CAUSAL=is_causal, D=HEAD_DIM, num_warps=4) | constants_of(config)
+    return aot.compile_gluon(single_keys_kernel, signature, constants, FUSED | {"num_warps": 4})
 
 
 # ------------------------------------------------------------------------------------------------ of what has run

@@ -54,8 +54,8 @@ class Traits:
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `config` is handed to the launcher: `Switches` for the ladder's own kernels; for those of others the
-    name of a dataclass beside the launcher with its arguments, or None for their own choice. `model`: the switches
+    """One step. `config` is handed to the launcher: `Switches` for the ladder's `kernels`; for other kernels the name
+    of a dataclass beside the launcher with its arguments, or None for the launcher's choice. `model`: the switches
     that the prediction assumes. `may_spill`: registers are not expected to suffice."""
 
     name: str
@@ -71,13 +71,14 @@ class Step:
 
     @property
     def own(self) -> bool:
-        """Whether it is one of the ladder's own kernels."""
+        """Whether it runs the ladder's `kernels`."""
         return isinstance(self.config, Switches)
 
 
 OWN = "cs336_systems.ladder.launch:"
 PRODUCTION = "cs336_systems.attention.triton.launch:"
 HOPPER = "cs336_systems.attention.hopper.launch:"
+EARLIER = "cs336_systems.ladder.hopper_launch:"  # kernels for Hopper that came before those in use
 
 
 def _chain(
@@ -188,23 +189,23 @@ _BACKWARD += [
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
          "Five matmuls, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
-         f"{HOPPER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
+         f"{EARLIER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
          dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
          Traits(1, "design")),
     Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ, tiles of 64 queries",
          "The matmul for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
          "matmul and the waiting off them. Three groups have registers for half as many queries.",
-         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
+         f"{EARLIER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last matmuls of the tile before",
          "The exponentials of the next tile are independent of this tile's matmuls for dK and dQ. Issued "
          "beside them, they use a unit that would wait.",
-         f"{HOPPER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
+         f"{EARLIER}launch_backward", ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_registers", "backward", "b_hopper_ahead", "Gluon: K from registers in the matmul for S",
          "Shared memory is read for five matmuls, and K is the same for all tiles of queries: kept in registers, it "
          "is read once. There may be too few of them.",
-         f"{HOPPER}launch_backward",
+         f"{EARLIER}launch_backward",
          ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True, "k_registers": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper", "backward", "b_hopper_ahead", "Gluon: persistent programs, which draw tiles of keys: in use",

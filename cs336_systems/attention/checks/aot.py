@@ -24,7 +24,7 @@ from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, option
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.hopper.configs import Backward, Forward
+    from cs336_systems.attention.hopper.configs import Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -105,20 +105,17 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, config: Forward | Backward | int, *, is_causal: bool = True,
+    kernel: str, head_dim: int, dtype: str, config: Forward | int, *, is_causal: bool = True,
     zeroed: bool = True, persistent: bool = True,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
-    pass of `"few"` queries, whose `config` is how many tiles of 64 of them it holds.
+    pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to. zeroed: the backward kernel finds
     zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can.
     """
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
-    from cs336_systems.attention.hopper.backward_single import single_keys_kernel
     from cs336_systems.attention.hopper.configs import (
         FEW_REGISTERS,
         GROUP,
@@ -130,20 +127,13 @@ def compile_hopper_kernel(
     from cs336_systems.attention.hopper.forward import forward_kernel
     from cs336_systems.attention.hopper.forward_alone import alone_kernel
     from cs336_systems.attention.hopper.launch import KEYS
-    from cs336_systems.attention.hopper.tma import shared_layout
-
-    def descriptor(*block: int, of: str = dtype, swizzled: bool = True) -> str:
-        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[of]
-        return (
-            f"tensordesc<{of}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
-        )
 
     columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
         function = alone_kernel if config.alone else forward_kernel
-        rows, keys = descriptor(1, 1, GROUP, head_dim), descriptor(1, 1, config.block_n, head_dim)
+        rows, keys = described(dtype, 1, 1, GROUP, head_dim), described(dtype, 1, 1, config.block_n, head_dim)
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
@@ -155,30 +145,42 @@ def compile_hopper_kernel(
             options["maxnreg"] = config.registers
     else:
         few = kernel == "few"
-        block_m, block_n = (GROUP, GROUP) if few else (config.block_m, KEYS)
-        rows, keys, group = (descriptor(1, 1, n, head_dim) for n in (block_m, block_n, GROUP))
+        rows, keys = (described(dtype, 1, 1, n, head_dim) for n in (GROUP, GROUP if few else KEYS))
         signature = dict(
-            q_desc=rows, k_desc=keys, v_desc=group, do_desc=rows, dk_desc=group, dv_desc=group,
-            dq_desc=descriptor(1, *dq_tile(rest, few), of="fp32", swizzled=False),
-            stats_desc=descriptor(1, block_m, of="fp32", swizzled=False), c="fp32", scale="fp32",
+            q_desc=rows, k_desc=keys, v_desc=rows, do_desc=rows, dk_desc=rows, dv_desc=rows,
+            dq_desc=described("fp32", 1, *dq_tile(rest, few), swizzled=False),
+            stats_desc=described("fp32", 1, GROUP, swizzled=False), c="fp32", scale="fp32",
         )  # fmt: skip
         constants["DO_STEP"] = 1
         if few:
             function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
-        elif config.persistent:
-            function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(BLOCK_M=block_m, STAGES=config.stages, ZEROED=zeroed)
         else:
-            function = single_keys_kernel
-            del constants["REST"]
-            constants |= dict(
-                BLOCK_M=block_m, STAGES=config.stages, DQ_GROUP=config.dq_group, AHEAD=config.ahead,
-                K_REGISTERS=config.k_registers,
-            )  # fmt: skip
+            function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
+            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed)
+    return compile_gluon(function, signature, constants, options)
+
+
+def described(dtype: str, *block: int, swizzled: bool = True) -> str:
+    """The type, in a kernel's signature, of a tensor of bf16, fp16 or fp32 of which TMA copies such blocks."""
+    from cs336_systems.attention.hopper.tma import shared_layout
+
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    return (
+        f"tensordesc<{dtype}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
+    )
+
+
+def compile_gluon(
+    function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> Compiled:
+    """Compiles a kernel in Gluon for compute capability 9.0. signature: the types of its arguments, by name; those that
+    it does not have, nor `constants`, are integers."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
     names = function.arg_names
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature.get(name, "i32") for name in names}
+    types = signature | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
     source = GluonASTSource(
         function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
@@ -190,10 +192,10 @@ def hopper_refused() -> str | None:
     """What this version of triton has against the kernels of `hopper`; None where it compiles them well. Takes half a
     minute."""
     try:
-        from cs336_systems.attention.hopper.configs import BACKWARD, FORWARD, FORWARD_OF_SHORT
+        from cs336_systems.attention.hopper.configs import BACKWARD_STAGES, FORWARD, FORWARD_OF_SHORT
 
         few = dict.fromkeys((64, 128), 1)
-        tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD, few)
+        tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD_STAGES, few)
         for kernel, configs in zip(("forward", "forward", "backward", "few"), tables, strict=True):
             for head_dim in (64, 128):
                 zeroed = kernel != "backward"  # the kernel of short rows; that of long ones has less to it

@@ -184,8 +184,8 @@ def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, h
                     t = begun + i - first
                     k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
                     v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                    p, dk, dv = step(None, tiles, barriers, k, v, head, first_key, i, t, query_tiles, num_keys, c, p,
-                                     dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES, True, True)  # fmt: skip
+                    p, dk, dv = step(tiles, barriers, k, v, first_key, i, t, query_tiles, num_keys, c, p, dk, dv,
+                                     MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES)  # fmt: skip
             dk, dv = (dk,), (dv,)
         else:
             unmasked = query_tiles - masked

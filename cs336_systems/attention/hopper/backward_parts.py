@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
 from cs336_systems.attention.hopper.common import (
@@ -29,7 +28,7 @@ DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
 
 @gluon.jit
 def load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t, BLOCK_M: gl.constexpr,
-                 D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr, with_do=True):  # fmt: skip
+                 D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr):  # fmt: skip
     """Loads tile i of the queries, the t-th of this program: Q with the statistics, and dO."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -41,10 +40,9 @@ def load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, i, t,
     for which in gl.static_range(2):
         at = [2 * head + which, i * BLOCK_M]
         async_load(stats_desc, at, q_full.index(slot), stats_smem.index(2 * slot + which))
-    if with_do:
-        mbarrier.wait(do_empty.index(slot), parity)
-        mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
-        async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
+    mbarrier.wait(do_empty.index(slot), parity)
+    mbarrier.expect(do_full.index(slot), BLOCK_M * D * 2)
+    async_load(do_desc, [b, h, i * BLOCK_M * DO_STEP, 0], do_full.index(slot), do_smem.index(slot))
 
 
 @gluon.jit
@@ -104,14 +102,6 @@ def add_tile(dq_desc, dq, tile, head, index):
     store_dq(dq, tile)
     fence_async_shared()
     add_rows(dq_desc, tile, head, index * DQ_ROWS, dq.shape[1])
-
-
-@gluon.jit
-def add_half(dq_desc, dq, tiles, head, i, G: gl.constexpr):
-    """Adds a group's half of dQ of tile i of the queries."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    tma.store_wait(0)  # the addition before has read its tile
-    add_tile(dq_desc, dq, dq_smem.index(G), head, 2 * i + G)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.backward_dq import put_dq
-from cs336_systems.attention.hopper.backward_parts import add_half, scores, weights
+from cs336_systems.attention.hopper.backward_parts import scores, weights
 from cs336_systems.attention.hopper.common import (
     WG,
     mma_of_columns,
@@ -29,12 +29,11 @@ from cs336_systems.attention.hopper.common import (
 
 
 @gluon.jit
-def step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, last, num_keys, c, p, dk, dv, MASKED: gl.constexpr,
-         IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-         DQ_GROUP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """Tile i of the queries, the t-th of this program. With AHEAD, p has been computed already, and that of the next
-    tile is computed here: its exponentials overlap dK's matmul. `last`: one past the last tile,
-    which none follows; or None, where the producer loads one tile more."""
+def step(tiles, barriers, k, v, first_key, i, t, last, num_keys, c, p, dk, dv, MASKED: gl.constexpr,
+         IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+         STAGES: gl.constexpr):  # fmt: skip
+    """Tile i of the queries, the t-th of this program; `last`: one past the last tile. p has been computed already, and
+    that of the next tile is computed here: its exponentials overlap dK's matmul. dQ is left to a group of its own."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -46,63 +45,31 @@ def step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, last, num_keys, 
     q = q_smem.index(slot).reshape([BLOCK_M, D])
     do = do_smem.index(slot).reshape([BLOCK_M, D])
 
-    if not AHEAD:
-        s = scores(tiles, barriers, k, t, BLOCK_M, D, STAGES, 0)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     mbarrier.wait(do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
-    if not AHEAD:
-        s = warpgroup_mma_wait(1, deps=(s,))
-        p = weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-    if AHEAD:
-        following = t + 1
-        if last is not None:  # at the end they are of this tile again, and unused
-            following = gl.where(i + 1 < last, t + 1, t)
-        s = scores(tiles, barriers, k, following, BLOCK_M, D, STAGES, 0)
-        dp = warpgroup_mma_wait(2, deps=(dp,))
-    else:
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+    following = gl.where(i + 1 < last, t + 1, t)  # at the end the scores are of this tile again, and unused
+    s = scores(tiles, barriers, k, following, BLOCK_M, D, STAGES, 0)
+    dp = warpgroup_mma_wait(2, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
 
     ds_slot = t & 1
     ds_tile = ds_smem.index(ds_slot)
-    if DQ_GROUP:
-        mbarrier.wait(ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
+    mbarrier.wait(ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
     ds_tile.slice(G * WG, WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    if AHEAD:
-        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
-        dv, s = warpgroup_mma_wait(1, deps=(dv, s))
-        mbarrier.arrive(do_empty.index(slot), count=1)
-        p = weights(s, tiles, first_key, i + 1, following, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
-        mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
-    elif DQ_GROUP:
-        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(do_empty.index(slot), count=1)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
-    else:  # each group computes half of dQ: of its rows
-        half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-        mbarrier.wait(ds_full.index(ds_slot), (t // 2) & 1)
-        k_all = k_smem.index(0).reshape([2 * WG, D])
-        ds_half = ds_tile.slice(G * WG, WG, 1).permute((1, 0))
-        empty = gl.zeros([WG, D], gl.float32, half_layout)
-        dq = warpgroup_mma(ds_half, k_all, empty, use_acc=False, is_async=True)
-        # this matmul runs while dQ is stored
-        dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-        mbarrier.arrive(do_empty.index(slot), count=1)
-        add_half(dq_desc, dq, tiles, head, i, G)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
+    dv, s = warpgroup_mma_wait(1, deps=(dv, s))
+    mbarrier.arrive(do_empty.index(slot), count=1)
+    p = weights(s, tiles, first_key, i + 1, following, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+    mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(q_empty.index(slot), count=1)
     return p, dk, dv
 
 

@@ -80,44 +80,6 @@ class Forward:
         return self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
 
 
-@dataclass(frozen=True)
-class Backward:
-    """Queries of a tile, and tiles in flight. dq_group: dQ has a group of its own. ahead (with dq_group only): a
-    tile's P is computed beside the last matmuls of the previous tile. k_registers: K is read from registers.
-    persistent: a program to a multiprocessor takes tiles of keys one after another; else there is one for each."""
-
-    block_m: int
-    stages: int
-    dq_group: bool = False
-    ahead: bool = False
-    k_registers: bool = False
-    persistent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.persistent and (self.ahead != self.dq_group or self.k_registers):
-            raise ValueError("persistent=True is allowed with ahead=dq_group and k_registers=False only")
-        if self.ahead and not self.dq_group:
-            raise ValueError("ahead=True with dq_group=False; ahead is allowed with dq_group=True only")
-        # they would wait for a tile in a slot that they still occupy
-        if (self.ahead or self.persistent) and self.stages < 2:
-            raise ValueError(
-                f"ahead={self.ahead}, persistent={self.persistent} with stages={self.stages}; allowed: 2 and more"
-            )
-
-    def check(self, d: int) -> None:
-        """ValueError where groups could not share the work of a padded head dimension d so, or no kernel does."""
-        allowed = {
-            64: {(64, True, True), (64, True, False), (128, False, False)},
-            128: {(64, False, True)},
-        }[d]
-        if (self.block_m, self.dq_group, self.persistent) not in allowed:
-            text = "block_m={}, dq_group={}, persistent={}".format
-            raise ValueError(
-                f"{text(self.block_m, self.dq_group, self.persistent)} for a head dimension padded to {d}; allowed: "
-                + " or ".join(text(*each) for each in sorted(allowed))
-            )
-
-
 # By the columns that matmuls compute with. See `forward_config`.
 #   FORWARD           a program has a multiprocessor to itself
 #   FORWARD_OF_SHORT  three or four share one
@@ -156,7 +118,8 @@ SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
-BACKWARD = {64: Backward(64, 3, True, True, persistent=True), 128: Backward(64, 2, persistent=True)}
+# of the backward kernel: tiles of 64 queries in flight, by the padded head dimension
+BACKWARD_STAGES = {64: 3, 128: 2}
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
 FEW_REGISTERS = {64: (128, 168), 128: (168,)}

@@ -11,12 +11,10 @@ from cs336_systems.attention.hopper.backward import backward_keys_kernel
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS
-from cs336_systems.attention.hopper.backward_single import single_keys_kernel
 from cs336_systems.attention.hopper.configs import (
-    BACKWARD,
+    BACKWARD_STAGES,
     FEW_REGISTERS,
     GROUP,
-    Backward,
     Forward,
     chain_of,
     columns_of,
@@ -101,8 +99,9 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     return not ((num_keys <= num_queries and few) or (CROSS * num_keys <= num_queries and few_of_keys))
 
 
-def _section(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
-    """Heads whose tensors the L2 cache holds together, or (not `exact`) the power of two below."""
+def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
+    """How many heads make a section (see `common.place`): as many as have their tensors in the L2 cache together, or
+    (not `exact`) the power of two below."""
     section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
     return section if exact else 1 << (section.bit_length() - 1)
 
@@ -142,7 +141,7 @@ def first_forward(
         programs = min(programs, multiprocessors)
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
-        section=_section(batch * heads, 4 * num_keys * d), full_tiles=full, row_tiles=row_tiles,
+        section=section_of(batch * heads, 4 * num_keys * d), full_tiles=full, row_tiles=row_tiles,
         num_queries=num_queries, num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal,
         GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap,
         REST=rest_of(head_dim), PERSISTENT=persistent,
@@ -158,35 +157,32 @@ def first_forward(
 # ------------------------------------------------------------------------------------------------ backward
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, config: Backward | None = None,
+    is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV as `again.backward` describes them. `config`: of the kernel for any number of queries."""
-    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, config)
+    """dQ, dK, dV as `again.backward` describes them."""
+    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal)
 
 
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: Backward | None = None,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
 ) -> Pass:  # fmt: skip
     """Launches the three kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it.
 
     dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
-    expanded; it is copied otherwise where TMA cannot read it.
+    expanded; it is copied otherwise where TMA cannot read it. There is no `config` to choose.
     """
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d = k.shape[2], padded(head_dim)
-    few = config is None and few_queries(num_queries, num_keys, d)
-    settings = config or BACKWARD[d]
-    settings.check(d)
-    persistent = settings.persistent and not few
-    zeroed = not persistent or num_queries > UNZEROED[d]
+    few = few_queries(num_queries, num_keys, d)
+    zeroed = few or num_queries > UNZEROED[d]
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
     rest, width = rest_of(head_dim), columns_of(head_dim)
     keys = GROUP if few else KEYS
-    query_tiles, key_tiles = triton.cdiv(num_queries, settings.block_m), triton.cdiv(num_keys, keys)
-    rows = query_tiles * settings.block_m
+    query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
+    rows = query_tiles * GROUP
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
     if copied:  # to the start of an allocation, which is aligned: a contiguous view may begin anywhere
@@ -196,7 +192,7 @@ def first_backward(
         (batch_heads, rows * d // DQ_COLUMNS.value, DQ_COLUMNS.value),
         1 + batch_heads,
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
-        (batch, heads, settings.block_m, d) if one_number else None,
+        (batch, heads, GROUP, d) if one_number else None,
     )
     (buffer,) = again.empty(workspace.scratch, q.device)
     stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
@@ -208,40 +204,38 @@ def first_backward(
     arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
-        ROWS=_ROWS, TILE_ROWS=settings.block_m if one_number else 0, ZEROED=zeroed,
+        ROWS=_ROWS, TILE_ROWS=GROUP if one_number else 0, ZEROED=zeroed,
     )  # fmt: skip
     prepare = first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)
-    block_m = settings.block_m
     descriptors = (
-        descriptor(q, 1, 1, block_m, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
-        descriptor(do_tile, 1, 1, block_m, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
+        descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
+        descriptor(do_tile, 1, 1, GROUP, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
         # of 64 queries and 8 columns four warps have 128 numbers each
         descriptor(dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum, 1, *dq_tile(rest, few),
                    swizzled=False),
-        descriptor(stats, 1, block_m, swizzled=False),
+        descriptor(stats, 1, GROUP, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
-    kernel, programs, options = single_keys_kernel, key_tiles * batch_heads, {"launch_pdl": few or persistent}
-    if persistent:
-        kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
+    kernel, programs, options = few_queries_kernel, key_tiles * batch_heads, {"launch_pdl": True}
     if few:
-        kernel, options["maxnreg"] = few_queries_kernel, FEW_REGISTERS[d][query_tiles - 1]
+        options["maxnreg"] = FEW_REGISTERS[d][query_tiles - 1]
+    else:
+        kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
-    section = _section(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
+    section = section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
         counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
         query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, c=scale * LOG2_E, scale=scale,
-        IS_CAUSAL=is_causal, BLOCK_M=block_m, TILES=query_tiles, D=d, STAGES=settings.stages,
-        DO_STEP=0 if one_number else 1, DQ_GROUP=settings.dq_group, AHEAD=settings.ahead,
-        K_REGISTERS=settings.k_registers, REST=rest, ZEROED=zeroed, num_warps=4,
+        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
+        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    main = first_launch(kernel, (programs, 1, 1), descriptors, int(persistent), arguments, **options)
+    main = first_launch(kernel, (programs, 1, 1), descriptors, int(not few), arguments, **options)
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
-        D=d, TRANSPOSED=settings.dq_group and not few,
+        D=d, TRANSPOSED=d == 64 and not few,
     )  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
     finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
@@ -251,6 +245,6 @@ def first_backward(
         tile_at = tile_at if one_number else do_at
         prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
         described = q_at, k_at, v_at, tile_at, dk_at, dv_at, sum_at, stats_at
-        return prepared, (*described, counters_at) if persistent else described, (sum_at, dq_at)
+        return prepared, described if few else (*described, counters_at), (sum_at, dq_at)
 
     return Pass([prepare, main, finish], addresses, workspace.scratch, copies_do=copied)

@@ -21,6 +21,8 @@ DEPENDS = (
     *depends.PLAIN,
     *depends.TRITON,
     *depends.LADDER,
+    "ladder/hopper_kernels.py",
+    "ladder/hopper_launch.py",
     *depends.CALL_CLOCK,
     "chapters/leaderboard/turns.py",
 )

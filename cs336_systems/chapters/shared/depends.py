@@ -12,11 +12,10 @@ TRITON = (
     "attention/triton/again.py", "attention/triton/kernels.py", "attention/triton/launch.py",
     "attention/triton/tiles.py",
     "attention/hopper/backward.py", "attention/hopper/backward_dq.py", "attention/hopper/backward_ends.py",
-    "attention/hopper/backward_few.py", "attention/hopper/backward_parts.py", "attention/hopper/backward_single.py",
-    "attention/hopper/backward_steps.py", "attention/hopper/common.py", "attention/hopper/configs.py",
-    "attention/hopper/forward.py", "attention/hopper/forward_alone.py", "attention/hopper/launch.py",
-    "attention/hopper/split.py", "attention/hopper/split_launch.py", "attention/hopper/tma.py",
-    "attention/hopper/workspace.py",
+    "attention/hopper/backward_few.py", "attention/hopper/backward_parts.py", "attention/hopper/backward_steps.py",
+    "attention/hopper/common.py", "attention/hopper/configs.py", "attention/hopper/forward.py",
+    "attention/hopper/forward_alone.py", "attention/hopper/launch.py", "attention/hopper/split.py",
+    "attention/hopper/split_launch.py", "attention/hopper/tma.py", "attention/hopper/workspace.py",
 )  # fmt: skip
 CUDA = (
     "attention/flash_cuda.py", "attention/cuda/compile.py", "attention/cuda/launch.py", "attention/cuda/tables.py",
