@@ -5,7 +5,6 @@ import ast
 import contextlib
 import dataclasses
 import gzip
-import itertools
 import json
 import os
 import random
@@ -18,15 +17,14 @@ from pathlib import Path
 import matplotlib.pyplot
 import numpy as np
 import pytest
-from damage import DROP, damage
 
 import cs336_systems
-from cs336_systems.measure.trace import condensed, kernels, nsys, profiler
+from cs336_systems.measure.trace import condensed, kernels, nsys
 from cs336_systems.measure.trace.condensed import Step, condense
-from cs336_systems.measure.trace.events import Kernel, Range, Trace, kernel_table, union_ns, usage, usage_of
+from cs336_systems.measure.trace.events import NEVER, Kernel, Range, Trace, kernel_table, union_ns, usage
 from cs336_systems.measure.trace.kernels import CLASSES, class_of, short_name
-from cs336_systems.measure.trace.profiler import read_torch, record_torch, span
-from cs336_systems.measure.trace.sqlite import read_nsys
+from cs336_systems.measure.trace.nsys import read_nsys
+from cs336_systems.measure.trace.profiler import DEVICE, read_torch, record_torch, span
 from cs336_systems.store import process as measure_process
 from cs336_systems.store.status import Skip
 
@@ -39,35 +37,27 @@ SOFT = (
     "void at::native::<unnamed>::cunn_SoftMaxForward<(int)4, float, float, float, "
     "at::native::<unnamed>::SoftMaxForwardEpilogue>(T4 *, const T2 *, int)"
 )
+PRODUCT, PRODUCT_NAME = "matrix product", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8"
 MAIN, AUTOGRAD = 4321, 4399  # threads
 PROCESS = 4321
 
 
 # ------------------------------------------------------------------------------------- an export of Nsight Systems
-ACTIVITY = (
-    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-    "greenContextId INTEGER, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER"
-)
-SCHEMA = {  # as `nsys export` 2024 and 2025 write it, without the columns at the ends that do not matter here
+ACTIVITY = "start, end, deviceId, contextId, streamId, correlationId, globalPid"
+SCHEMA = {  # as `nsys export` 2024 and 2025 write it, without columns that do not matter here
     "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
-    "TARGET_INFO_GPU": "vmId INTEGER NOT NULL, id INTEGER NOT NULL, name TEXT",
-    "CUPTI_ACTIVITY_KIND_KERNEL": f"{ACTIVITY}, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, "
-    "mangledName INTEGER, launchType INTEGER, gridX INTEGER, graphNodeId INTEGER",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": f"{ACTIVITY}, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_MEMSET": f"{ACTIVITY}, value INTEGER NOT NULL, bytes INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": f"{ACTIVITY}, graphId INTEGER NOT NULL, graphExecId INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, "
-    "globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
-    "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, "
-    "category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, "
-    "domainId INTEGER, jsonText TEXT",
+    "CUPTI_ACTIVITY_KIND_KERNEL": f"{ACTIVITY}, demangledName, shortName, graphNodeId",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": f"{ACTIVITY}, bytes, copyKind",
+    "CUPTI_ACTIVITY_KIND_MEMSET": f"{ACTIVITY}, value, bytes",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start, end, eventClass, globalTid, correlationId, nameId, returnValue",
+    "NVTX_EVENTS": "start, end, eventType, text, globalTid, textId, domainId",
 }
 COPIES, FILLS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
 KERNELS, RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
 
 
-def global_id(pid=PROCESS, thread=0):
-    return (1 << 48) | (pid << 24) | thread
+def global_id(thread=0):
+    return (1 << 48) | (PROCESS << 24) | thread
 
 
 class Export:
@@ -75,48 +65,47 @@ class Export:
 
     def __init__(self):
         self.rows = {name: [] for name in SCHEMA}
-        self.rows["TARGET_INFO_GPU"].append({"vmId": 0, "id": 0, "name": "NVIDIA H100 80GB HBM3"})
         self.strings, self.calls = {}, 0
 
     def string(self, value):
         return self.strings.setdefault(value, len(self.strings) + 1)
 
-    def call(self, start, thread=MAIN, pid=PROCESS, name="cudaLaunchKernel_v7000"):
+    def call(self, start, thread=MAIN):
         self.calls += 1
-        times = {"start": start, "end": start + 4, "eventClass": 0, "returnValue": 0}
-        who = {"globalTid": global_id(pid, thread), "correlationId": self.calls, "nameId": self.string(name)}
-        self.rows[RUNTIME].append(times | who)
+        self.rows[RUNTIME].append(
+            {"start": start, "end": start + 4, "globalTid": global_id(thread), "correlationId": self.calls}
+        )
         return self.calls
 
-    def activity(self, table, start, end, call, pid=PROCESS, stream=7, **more):
-        place = {"deviceId": 0, "contextId": 1, "streamId": stream, "globalPid": global_id(pid)}
+    def activity(self, table, start, end, call, stream=7, **more):
+        place = {"deviceId": 0, "contextId": 1, "streamId": stream, "globalPid": global_id()}
         self.rows[table].append({"start": start, "end": end, "correlationId": call, **place, **more})
 
-    def kernel(self, name, start, end, launched=None, thread=MAIN, call=None, pid=PROCESS, **more):
-        call = call or self.call(start - 5 if launched is None else launched, thread, pid)
-        short = self.string(short_name(name))
-        more |= {"demangledName": self.string(name), "shortName": short, "mangledName": None}
-        self.activity(KERNELS, start, end, call, pid, **more)
+    def kernel(self, name, start, end, launched=None, thread=MAIN, call=None, **more):
+        more |= {"demangledName": self.string(name), "shortName": self.string("short")}
+        self.activity(KERNELS, start, end, call or self.call(launched, thread), **more)
 
-    def range(self, name, start, end, thread=MAIN, pid=PROCESS, event=59, registered=False, domain=0):
+    def range(self, name, start, end, event=59, registered=False):
         named = {"textId": self.string(name)} if registered else {"text": name}
-        tid = global_id(pid, thread)
-        row = {"start": start, "end": end, "eventType": event, "globalTid": tid, "domainId": domain}
+        row = {"start": start, "end": end, "eventType": event, "globalTid": global_id(MAIN), "domainId": 0}
         self.rows[NVTX].append(row | named)
 
-    def write(self, path, without=()):
+    def read(self, tmp_path):
         self.rows["StringIds"] = [{"id": i, "value": value} for value, i in self.strings.items()]
+        path = tmp_path / "a step?&#.sqlite"  # a name that would mean something else in a URI
         path.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(path)) as database, database:
-            for table, columns in SCHEMA.items():
-                if (not self.rows[table] and table != "StringIds") or table in without:
-                    continue
-                database.execute(f"CREATE TABLE {table} ({columns})")
-                for row in self.rows[table]:
-                    names = ", ".join(f'"{name}"' for name in row)
-                    marks = ", ".join("?" * len(row))
+            for table, rows in self.rows.items():
+                if rows:
+                    database.execute(f"CREATE TABLE {table} ({SCHEMA[table]})")
+                for row in rows:
+                    names, marks = ", ".join(f'"{name}"' for name in row), ", ".join("?" * len(row))
                     database.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(row.values()))
-        return path
+        before = path.read_bytes()
+        try:
+            return read_nsys(path)
+        finally:
+            assert path.read_bytes() == before
 
 
 def training(steps=2):
@@ -141,103 +130,53 @@ def training(steps=2):
     return export
 
 
-def read(export, tmp_path, *statements, without=()):
-    """The trace of an export, after statements in SQL have changed it."""
-    path = export.write(tmp_path / "t.sqlite", without)
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        for statement in statements:
-            database.execute(statement)
-    return read_nsys(path)
-
-
-def kernel_paths(trace):
-    """For each kernel the paths of the innermost ranges of another thread and of its own that it belongs to."""
-    own, other = ([""] * len(trace.kernels) for _ in range(2))
-    for i, found in enumerate(trace.ranges):  # by start: what comes later is further in
-        for k in trace.owned(i):
-            (own if trace.kernels[k].thread == found.thread else other)[k] = trace.paths[i]
-    return ["/".join(filter(None, pair)) for pair in zip(other, own, strict=True)]
-
-
-def calls(trace, name, **options):
-    return {use.name: use.calls for use in kernel_table(trace, name, **options)}
+def calls(trace, name):
+    return {use.name: use.calls for use in kernel_table(trace, name)}
 
 
 def test_a_kernel_belongs_to_the_ranges_open_at_its_launch(tmp_path):
-    trace = read(training(), tmp_path)
-    assert trace.source == "nsys" and not trace.notes and len(trace.kernels) == 18
+    trace = training().read(tmp_path)
+    assert trace.source == "nsys" and len(trace.kernels) == 18
     assert Counter(trace.paths) == dict.fromkeys(
         ["step", "step/forward", "step/forward/attention softmax", "step/backward", "step/optimizer"], 2
     )
-    assert calls(trace, "forward") == {GEMM: 4, SOFT: 2, "Memcpy HtoD": 2}
-    assert calls(trace, "attention softmax") == calls(trace, "forward/attention softmax") == {SOFT: 2}
-    assert calls(trace, "backward") == {GEMM: 4, MUL: 2}
-    assert calls(trace, "optimizer") == {MUL: 2, "Memset": 2}
+    assert calls(trace, "forward") == {PRODUCT_NAME: 4, "softmax forward": 2, "memcpy HtoD": 2}
+    assert calls(trace, "attention softmax") == calls(trace, "forward/attention softmax")
+    assert calls(trace, "attention softmax") == {"softmax forward": 2}
+    assert calls(trace, "backward") == {PRODUCT_NAME: 4, "elementwise: mul": 2}
+    assert calls(trace, "optimizer") == {"elementwise: mul": 2, "memset": 2}
     assert sum(calls(trace, "step").values()) == 18
-    assert Counter(kernel_paths(trace)) == {
-        "step/forward": 6, "step/forward/attention softmax": 2, "step/backward": 6, "step/optimizer": 4,
-    }  # fmt: skip
     times = [kernel.start_ns for kernel in trace.kernels]
     assert times == sorted(times) and {kernel.device for kernel in trace.kernels} == {0}
-    ranges = Range("backward", 0, 9, 1, MAIN), Range("inner", 4, 6, 1, AUTOGRAD)
-    assert kernel_paths(Trace("nsys", (Kernel(GEMM, 7, 8, 0, 7, 5, 1, AUTOGRAD),), ranges)) == [
-        "backward/inner"
-    ]
-
-
-def test_the_kernel_table_counts_by_occurrence(tmp_path):
-    trace = read(training(steps=3), tmp_path)
     [product, softmax, copy] = kernel_table(trace, "forward")
-    assert (product.name, product.kind, product.calls, product.occurrences) == (GEMM, "matrix product", 6, 3)
-    assert product.total_ms == pytest.approx(600e-6)
-    assert softmax.calls == 3
-    assert product.share == pytest.approx(200 / 255) and copy.share == pytest.approx(5 / 255)
-    assert [use.name for use in kernel_table(trace, "forward", by="short")] == [
-        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8", "softmax forward", "memcpy HtoD",
-    ]  # fmt: skip
-    classes = kernel_table(trace, "step", by="class")
-    assert {use.name: use.calls for use in classes} == {
-        "matrix product": 12, "softmax": 3, "elementwise": 6, "memcpy/memset": 6,
-    }  # fmt: skip
-    assert sum(use.share for use in classes) == pytest.approx(1) and all(u.name == u.kind for u in classes)
-    with pytest.raises(ValueError, match="unknown grouping 'size'; allowed: name, short, class"):
-        kernel_table(trace, "step", by="size")
-    with pytest.raises(ValueError, match="no range 'forwards'; allowed: step, step/forward, step/forward/a"):
-        kernel_table(trace, "forwards")
-    with pytest.raises(ValueError, match="no range 'rward'"):  # the end of a name is no name
-        kernel_table(trace, "rward")
+    assert (product.kind, copy.kind) == (PRODUCT, "memcpy/memset")
+    assert (product.total_ms, softmax.total_ms) == (400e-6, 100e-6)
+    for wrong in ("forwards", "rward"):  # the end of a name is no name
+        with pytest.raises(
+            ValueError, match=f"no range '{wrong}'; allowed: step, step/forward, step/forward/a"
+        ):
+            kernel_table(trace, wrong)
 
 
 def test_a_range_without_kernels_is_empty():
     trace = Trace("nsys", (), (Range("wait", 0, 10, 1, 1),))
-    assert kernel_table(trace, "wait") == [] and kernel_paths(trace) == []
+    assert kernel_table(trace, "wait") == []
     [empty] = usage(trace, "wait")
-    assert empty.busy_ms == empty.span_ms == 0 and empty.product_ms == 0
+    assert empty.host_ms == 10e-6 and empty.busy_ms == empty.idle_ms == empty.kernels == 0
     with pytest.raises(ValueError, match="no range 'x'; allowed: none was recorded"):
         usage(Trace("nsys", (), ()), "x")
 
 
-def test_a_range_in_one_of_its_name_counts_once():
-    ranges = [Range("block", 0, 100, 1, 1), Range("block", 10, 50, 1, 1), Range("x", 20, 30, 1, 1)]
-    ranges += [Range("block", 22, 28, 1, 1), Range("block", 200, 300, 1, 1)]
-    launched = [Kernel(GEMM, t + 1, t + 2, 0, 7, t, 1, 1) for t in (5, 20, 25, 60, 99, 100, 250)]
-    trace = Trace("torch", tuple(launched), tuple(ranges))
-    assert trace.paths[1:4] == ("block/block", "block/block/x", "block/block/x/block")
-    [use] = kernel_table(trace, "block")
-    assert (use.calls, use.occurrences) == (6, 2)  # not that at 100, where the range has ended
-    assert calls(trace, "block/x") == {GEMM: 2}
-
-
 # ------------------------------------------------------------------------------------------------- whose launch
 def random_trace(rng, threads=3):
-    """Properly nested ranges on each thread, a few that overlap, and launches anywhere; small numbers, many ties."""
+    """Nested ranges on each thread, and launches anywhere; small numbers, many ties."""
     ranges, launched = [], []
 
     def nest(low, high, pid, thread, depth):
         at = low
         while depth < 4 and at < high and rng.random() < 0.8:
-            start = rng.randint(at, high)
-            end = rng.randint(start, high)
+            start = rng.randint(at, high - 1)
+            end = rng.randint(start + 1, high)
             ranges.append(Range(rng.choice("abcd"), start, end, pid, thread))
             nest(start, end, pid, thread, depth + 1)
             at = end + rng.randint(0, 2)
@@ -245,54 +184,45 @@ def random_trace(rng, threads=3):
     for pid in (1, 2):
         for thread in range(threads):
             nest(0, 60, pid, thread, 0)
-            if rng.random() < 0.3:  # start/end ranges need not be nested
-                start = rng.randint(0, 40)
-                ranges.append(Range("e", start, start + rng.randint(0, 40), pid, thread))
     for i in range(rng.randint(0, 60)):
-        t = rng.choice([None, rng.randint(0, 62)])
+        t = rng.choice([NEVER, rng.randint(0, 62)])
         start = rng.randint(0, 90)
-        thread = None if t is None else rng.randrange(threads)
         where = (rng.randrange(2), rng.choice([7, 13]))
-        end, process = start + rng.randint(0, 9), rng.choice([1, 2])
-        launched.append(Kernel(rng.choice([GEMM, f"s{i}"]), start, end, *where, t, process, thread))
+        who = (rng.choice([1, 2]), -1 if t == NEVER else rng.randrange(threads))
+        launched.append(
+            Kernel(rng.choice([GEMM, f"s{i}"]), start, start + rng.randint(0, 9), *where, t, *who)
+        )
     rng.shuffle(ranges)
     rng.shuffle(launched)
     return Trace("nsys", tuple(launched), tuple(ranges))
 
 
 def plainly_owned(trace, mine, kernel):
-    """The rule of `trace`'s docstring, said once more without any cleverness."""
+    """The rule of `events`' docstring, said once more without any cleverness."""
 
     def is_open(found):
         return found.start_ns <= kernel.launched_ns < found.end_ns
 
-    if kernel.launched_ns is None or kernel.process != mine.process or not is_open(mine):
+    if kernel.process != mine.process or not is_open(mine):
         return False
-    if kernel.thread == mine.thread:
-        return True
     own = [r for r in trace.ranges if (r.process, r.thread) == (kernel.process, kernel.thread) and is_open(r)]
-    if not own:
-        return True
-    root = own[0]  # ranges are sorted: it has begun first
-    names, at = {mine.name}, next(i for i, found in enumerate(trace.ranges) if found is mine)
-    while (at := trace.parents[at]) >= 0:
-        names.add(trace.ranges[at].name)
-    return mine.start_ns <= root.start_ns and root.end_ns <= mine.end_ns and root.name not in names
+    outside = [r for r in own if not mine.start_ns <= r.start_ns <= r.end_ns <= mine.end_ns]
+    return kernel.thread == mine.thread or not outside
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_ownership_as_the_rule_says(seed):
+def test_ownership_and_usage_as_the_rules_say(seed):
     trace = random_trace(random.Random(seed))
     for i, mine in enumerate(trace.ranges):
-        expected = [k for k, kernel in enumerate(trace.kernels) if plainly_owned(trace, mine, kernel)]
-        assert list(trace.owned(i)) == expected
+        owned = [k for k, kernel in enumerate(trace.kernels) if plainly_owned(trace, mine, kernel)]
+        assert list(trace.owned(i)) == owned
         parent = trace.parents[i]
         if parent >= 0:
             outer = trace.ranges[parent]
             assert outer.start_ns <= mine.start_ns and mine.end_ns <= outer.end_ns
             assert (outer.process, outer.thread) == (mine.process, mine.thread) and parent < i
-    for index, mine in enumerate(trace.ranges):
-        found, use = [trace.kernels[k] for k in trace.owned(index)], usage_of(trace, index)
+        found, use = [trace.kernels[k] for k in owned], usage(trace, trace.paths[i])
+        use = use[trace.find(trace.paths[i]).index(i)]
         assert use.kernels == len(found) and use.host_ms == (mine.end_ns - mine.start_ns) / 1e6
         if found:
             first, last = min(k.launched_ns for k in found), max(k.end_ns for k in found)
@@ -302,10 +232,7 @@ def test_ownership_as_the_rule_says(seed):
             last = max(first, last)
             idle = last - first - len({t for t in running if first <= t < last})
             assert (use.busy_ms, use.idle_ms) == pytest.approx((len(busy) / 1e6, idle / 1e6))
-            products = sum(k.end_ns - k.start_ns for k in found if k.name == GEMM)
-            assert use.product_ms == pytest.approx(products / 1e6)
             assert use.kernel_ms == pytest.approx(sum(k.end_ns - k.start_ns for k in found) / 1e6)
-            assert use.span_ms == pytest.approx((last - first) / 1e6)
 
 
 def test_the_union_of_intervals():
@@ -318,155 +245,33 @@ def test_the_union_of_intervals():
         assert union_ns(*np.array(intervals).T) == len(covered)
 
 
-def test_a_trace_refuses_what_cannot_be():
-    with pytest.raises(ValueError, match="unknown source 'rocprof'; allowed: nsys, torch, torch-cpu"):
-        Trace("rocprof", (), ())
-    with pytest.raises(ValueError, match="'x' ends before it begins"):
-        Trace("nsys", (), (Range("x", 5, 4, 1, 1),))
-
-
 # ------------------------------------------------------------------------------------- what an export may look like
 def test_kernels_of_a_cuda_graph_belong_where_it_was_launched(tmp_path):
     export = Export()
     export.range("forward", 0, 100)
-    launch = export.call(50, name="cudaGraphLaunch_v10000")
+    launch = export.call(50)
     for i in range(3):
         export.kernel(GEMM, 200 + 10 * i, 205 + 10 * i, call=launch, graphNodeId=1000 + i)
     export.range("backward", 190, 300)  # in which they run
     export.kernel(MUL, 260, 270, 195)
-    trace = read(export, tmp_path)
-    assert calls(trace, "forward") == {GEMM: 3} and calls(trace, "backward") == {MUL: 1}
-    whole = Export()
-    whole.range("forward", 0, 100)
-    whole.activity(
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", 200, 235, whole.call(50), graphId=1, graphExecId=2, stream=9
-    )
-    trace = read(whole, tmp_path)
-    assert calls(trace, "forward") == {"[CUDA graph]": 1}
-    assert any("--cuda-graph-trace=node" in note for note in trace.notes)
-    assert any("no table CUPTI_ACTIVITY_KIND_KERNEL" in note for note in trace.notes)
-
-
-def test_tables_that_are_not_there_are_noted(tmp_path):
-    trace = read(training(), tmp_path, without=[KERNELS])
-    assert trace.notes == (f"no kernels were captured: there is no table {KERNELS}",)
-    trace = read(training(), tmp_path, without=[NVTX])
-    assert trace.notes == (f"no ranges were captured: there is no table {NVTX}",) and not trace.ranges
-    assert set(kernel_paths(trace)) == {""}
-    trace = read(training(), tmp_path, without=[RUNTIME])
-    assert trace.notes == (
-        f"no launches were captured: there is no table {RUNTIME}",
-        "18 of 18 operations have no launch in the capture, and so no range",
-    )
-    assert calls(trace, "step") == {} and trace.kernels[0].thread is None
-    trace = read(Export(), tmp_path)  # a program that did nothing of what was traced
-    assert len(trace.notes) == 3 and not trace.kernels
-
-
-@pytest.mark.parametrize(
-    "form", ["_V2", "_V12", "_v3", "view", "view of _V2", "beside an empty one", "beside a poor one"]
-)
-def test_a_table_is_known_by_what_it_holds(tmp_path, form):
-    full, statements = read(training(), tmp_path), []
-    for table in (KERNELS, COPIES, FILLS, RUNTIME, NVTX, "StringIds"):
-        moved = (
-            f"{table}_V10" if "beside" in form else f"{table}{form}" if form[0] == "_" else f"{table}_data"
-        )
-        statements.append(f"ALTER TABLE {table} RENAME TO {table}_moved")
-        statements.append(f"ALTER TABLE {table}_moved RENAME TO {moved}")
-        if form.startswith("view"):
-            name = table + form.removeprefix("view").removeprefix(" of ")
-            statements.append(f"CREATE VIEW {name} AS SELECT * FROM {moved}")
-        elif "beside" in form:
-            statements.append(f"CREATE TABLE {table} AS SELECT * FROM {moved} LIMIT 0")
-            statements.append(f"CREATE TABLE {table}_V2 (start, id, note)")
-            statements.append(f"INSERT INTO {table}_V2 VALUES (1, 1, 'left over')")
-        if form == "beside a poor one":
-            statements += [f"DROP TABLE {table}", f"ALTER TABLE {table}_V2 RENAME TO {table}"]
-    assert read(training(), tmp_path, *statements) == full
-
-
-def test_of_two_whole_tables_the_plain_name_counts_then_the_latest(tmp_path):
-    copies = [f"CREATE TABLE {NVTX}_V{n} AS SELECT * FROM {NVTX} LIMIT {n}" for n in (2, 9, 10)]
-    assert len(read(training(), tmp_path, *copies).ranges) == 10
-    assert len(read(training(), tmp_path, *copies[:2], f"DROP TABLE {NVTX}").ranges) == 9
-    named = f"UPDATE {NVTX} SET text = 'the latest'"
-    renamed = f"ALTER TABLE {NVTX} RENAME TO {NVTX}_V11"
-    assert {found.name for found in read(training(), tmp_path, *copies, named, renamed).ranges} == {
-        "the latest"
+    trace = export.read(tmp_path)
+    assert calls(trace, "forward") == {PRODUCT_NAME: 3} and calls(trace, "backward") == {
+        "elementwise: mul": 1
     }
-    other = f"ALTER TABLE {NVTX} RENAME TO {NVTX}_VERSION"  # another table, whose name only begins so
-    assert read(training(), tmp_path, other).notes == (f"no ranges were captured: there is no table {NVTX}",)
 
 
-def test_an_export_may_count_from_1970(tmp_path):
-    full, since = read(training(), tmp_path), 1_700_000_000_123_456_789
-    moves = [
-        f"UPDATE {table} SET start = start + {since}, end = end + {since}"
-        for table in SCHEMA
-        if "KIND" in table
-    ]
-    moves = [move for move in moves if "GRAPH" not in move]
-    trace = read(
-        training(), tmp_path, *moves, f"UPDATE {NVTX} SET start = start + {since}, end = end + {since}"
-    )
-    assert trace.paths == full.paths and kernel_paths(trace) == kernel_paths(full)
-    assert usage(trace, "step") == usage(full, "step") and trace.ranges[0].start_ns == since
-
-
-def test_columns_that_are_not_there(tmp_path):
-    def lacking(table, *columns):
-        return read(training(), tmp_path, *(f"ALTER TABLE {table} DROP COLUMN {name}" for name in columns))
-
-    full = read(training(), tmp_path)
-    for column in ("mangledName", "contextId", "launchType", "deviceId"):  # older versions, or of no use here
-        assert lacking(KERNELS, column).kernels == full.kernels
-    assert {kernel.name for kernel in lacking(KERNELS, "demangledName").kernels} >= {"softmax forward"}
-    assert lacking(NVTX, "domainId").ranges == full.ranges
-    with pytest.raises(ValueError, match=f"table {KERNELS} lacks streamId; it has start, end, deviceId"):
-        lacking(KERNELS, "streamId")
-    with pytest.raises(ValueError, match=f"table {KERNELS} lacks demangledName"):
-        lacking(KERNELS, "demangledName", "shortName", "mangledName")
-    with pytest.raises(ValueError, match=f"table {NVTX} lacks eventType"):
-        lacking(NVTX, "eventType")
-
-
-@pytest.mark.parametrize(
-    ("statement", "why"),
-    [
-        (f"UPDATE {KERNELS} SET start = 'soon' WHERE start = 30", "KERNEL.start holds 'soon'"),
-        (f"UPDATE {KERNELS} SET streamId = 7.5", "streamId holds '7.5'"),
-        (f"UPDATE {KERNELS} SET end = {2**60} WHERE start = 30", f"KERNEL.end holds '{2**60}'"),
-        (f"UPDATE {KERNELS} SET end = start - 1 WHERE start = 30", "ends before it begins"),
-        (f"UPDATE {KERNELS} SET demangledName = 999", "StringIds has no text 999"),
-        (f"UPDATE {NVTX} SET text = x'ff' WHERE text = 'step'", "NVTX_EVENTS.text holds"),
-        (f"UPDATE {NVTX} SET text = CAST(x'ffff' AS TEXT)", "is damaged"),
-        (f"UPDATE {RUNTIME} SET globalTid = 'x'", "RUNTIME.globalTid holds 'x'"),
-        ("UPDATE StringIds SET value = x'00'", "StringIds.value holds"),
-    ],
-)
-def test_impossible_values_are_refused(tmp_path, statement, why):
-    with pytest.raises(ValueError, match=why):
-        read(training(), tmp_path, statement)
-
-
-def test_ranges_of_all_kinds(tmp_path):
-    export = Export()
-    export.range("start/end", 0, 100, event=60)
+def test_events_that_are_no_ranges_and_launches_that_are_missing(tmp_path):
+    export = training(steps=1)
+    export.range("start/end", 0, 1100, event=60)
     export.range("mark", 5, None, event=34)
-    export.range("NCCL", 0, None, event=75, domain=3)
-    export.range("ncclAllReduce", 10, 20, domain=3, registered=True)
-    export.range("forward", 30, None)  # still open
-    export.range("backward", 32, 0)  # so too, as older versions write it
-    export.range("", 35, 40)
-    export.kernel(GEMM, 200, 300, 15)
-    trace = read(export, tmp_path)
-    assert dict(zip(trace.paths, [(found.start_ns, found.end_ns) for found in trace.ranges], strict=True)) == {
-        "start/end": (0, 100), "start/end/NCCL:ncclAllReduce": (10, 20), "forward": (30, 300),
-        "forward/backward": (32, 300), "forward/backward/(no name)": (35, 40),
-    }  # fmt: skip
-    assert trace.notes == ("2 ranges were open when the capture ended, and end with its last event",)
-    assert kernel_paths(trace) == ["start/end/NCCL:ncclAllReduce"]
+    export.range("open", 5, None)
+    export.range("domain", 5, 9, event=75)
+    export.kernel(SOFT, 150, 160, call=999)
+    trace = export.read(tmp_path)
+    assert Counter(path.split("/")[-1] for path in trace.paths)["end"] == 1 and len(trace.ranges) == 6
+    lost = [kernel for kernel in trace.kernels if kernel.launched_ns == NEVER]
+    assert [(k.name, k.thread) for k in lost] == [(SOFT, -1)]
+    assert calls(trace, "step")["softmax forward"] == 1
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
@@ -478,74 +283,30 @@ def test_the_outer_of_two_nested_calls_launches(tmp_path, outer_first):
         export.call(start)
         export.calls = 0
     export.kernel(GEMM, 50, 60, call=1)
-    trace = read(export, tmp_path)
-    assert trace.kernels[0].launched_ns == 10 and kernel_paths(trace) == ["forward"]
+    trace = export.read(tmp_path)
+    assert trace.kernels[0].launched_ns == 10 and calls(trace, "afterwards") == {}
 
 
-def test_reading_changes_nothing(tmp_path, monkeypatch):
-    path = training().write(tmp_path / "a step?&#.sqlite")  # a name that would mean something else in a URI
-    before = path.read_bytes()
-    opened = []
-    connect = sqlite3.connect
-    monkeypatch.setattr(
-        sqlite3, "connect", lambda *args, **how: opened.append((args, how)) or connect(*args, **how)
-    )
-    read_nsys(path)
-    assert opened[0][0][0].endswith("?mode=ro") and opened[0][1] == {"uri": True}
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_files_that_are_no_exports_are_refused(tmp_path):
-    path = tmp_path / "t.sqlite"
-    with pytest.raises(FileNotFoundError):
-        read_nsys(path)
-    whole = training().write(path).read_bytes()
-    for contents, why in [
-        (b"", "is empty"),
-        (b"PK" * 100, "no SQLite"),
-        (b"SQLite format 3\0", "trunc"),
-        *((whole[:n], f"truncated: {n:,} of {len(whole):,} bytes") for n in (150, 4096, len(whole) - 1)),
-    ]:
-        path.write_bytes(contents)
-        with pytest.raises(ValueError, match=why):
+def test_an_export_without_what_is_needed_is_refused(tmp_path):
+    for table in (KERNELS, RUNTIME, NVTX):
+        export = training()
+        export.rows[table].clear()
+        with pytest.raises(nsys.NsysError, match=f"no export of kernels, launches and ranges: .*{table}"):
+            export.read(tmp_path)
+    for contents in (None, b"PK" * 100):
+        path = tmp_path / "t.sqlite"
+        if contents:
+            path.write_bytes(contents)
+        with pytest.raises(nsys.NsysError, match=r"t\.sqlite is no export"):
             read_nsys(path)
-    report = path.rename(tmp_path / "t.nsys-rep")
-    report.write_bytes(b"NSys" * 50)
-    with pytest.raises(ValueError, match="no SQLite database; `nsys export --type=sqlite` makes one"):
-        read_nsys(report)
-    for table, tables in [("songs (id INTEGER)", "songs"), ("StringIds (id, value)", "StringIds, songs")]:
-        with contextlib.closing(sqlite3.connect(path)) as database, database:
-            database.execute(f"CREATE TABLE {table}")
-        with pytest.raises(ValueError, match=f"no export of Nsight Systems: its tables are {tables}"):
-            read_nsys(path)
-    with pytest.raises(
-        ValueError, match="no export of Nsight Systems: there is no table StringIds; its tables"
-    ):
-        read(training(), tmp_path, without=["StringIds"])
-
-
-def test_damaged_exports_raise_nothing_but_value_errors(tmp_path):
-    path = training().write(tmp_path / "t.sqlite")
-    whole, rng = path.read_bytes(), random.Random(5)
-    refused = 0
-    for _ in range(150):
-        data = bytearray(whole)
-        for _ in range(rng.choice([1, 3, 30])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        if rng.random() < 0.2:
-            start = rng.randrange(len(data))
-            del data[start : start + rng.randrange(1, 5000)]
-        path.write_bytes(data)
-        try:
-            trace = read_nsys(path)
-            assert isinstance(kernel_paths(trace), list)
-        except ValueError as error:
-            assert str(path) in str(error)
-            refused += 1
-    assert refused > 15
 
 
 # ------------------------------------------------------------------------------------------------ torch's profiler
+def write_torch(path, events):
+    path.write_bytes(gzip.compress(json.dumps({"schemaVersion": 1, "traceEvents": events}).encode()))
+    return path
+
+
 def torch_events():
     """A step as the profiler's Chrome trace tells it: µs with fractions, launches by runtime and driver, a graph."""
     on_gpu, copied = {"tid": 7, "device": 0, "stream": 7}, "Memcpy HtoD (Pinned -> Device)"
@@ -572,60 +333,20 @@ def torch_events():
     return events
 
 
-@pytest.mark.parametrize("form", ["events", "contents", "json", "json.gz"])
-def test_torch_traces_in_all_forms(tmp_path, form):
-    contents = {"schemaVersion": 1, "baseTimeNanoseconds": 1, "traceEvents": torch_events()}
-    path = tmp_path / f"t.{form}"
-    packed = gzip.compress(json.dumps(contents).encode())
-    path.write_bytes(packed if form == "json.gz" else json.dumps(contents).encode())
-    trace = read_torch({"events": contents["traceEvents"], "contents": contents}.get(form, path))
+def test_a_trace_of_torch(tmp_path):
+    trace = read_torch(write_torch(tmp_path / "t.json.gz", torch_events()))
     assert trace.source == "torch"
-    assert trace.notes == ("1 of 6 operations have no launch in the recording, and so no range",)
-    assert calls(trace, "forward", by="short") == {
-        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n 128x128x8": 1, "memcpy HtoD": 1,
-    }  # fmt: skip
-    assert calls(trace, "backward") == {"triton_poi_fused_mul_0": 1, SOFT: 2}
+    assert calls(trace, "forward") == {PRODUCT_NAME: 1, "memcpy HtoD": 1}
+    assert calls(trace, "backward") == {"triton_poi_fused_mul_0": 1, "softmax forward": 2}
     assert trace.ranges[1] == Range("forward", 1_001_250, 1_021_750, 9, 1)
     assert trace.kernels[0] == Kernel(GEMM, 1_010_500, 1_040_625, 0, 7, 1_003_000, 9, 1)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_traces_of_older_torch(tmp_path, whole):
-    """Times since 1970, whole or with fractions that a float would lose, other categories, threads as texts."""
-    older = {new: old for old, new in profiler.OLDER.items()}
-    events = torch_events()[1:]
-    for event in events:
-        if whole:
-            event["ts"], event["dur"] = int(event["ts"]), int(event["dur"])
-    new = read_torch(events)
-    path = tmp_path / "t.json"
-    for event in events:
-        event["cat"], event["tid"] = older.get(event["cat"], event["cat"]), str(event["tid"])
-        event["ts"] = (
-            f"@{1_700_000_000_000_000 + event['ts']:.3f}@" if not whole else event["ts"] + 17 * 10**14
-        )
-    path.write_text(json.dumps(events).replace('"@', "").replace('@"', ""))
-    old = read_torch(path)
-    assert old.source == "torch" and old.notes == new.notes and kernel_paths(old) == kernel_paths(new)
-    for before, after in zip(new.kernels + new.ranges, old.kernels + old.ranges, strict=True):
-        moved = {"start_ns": before.start_ns + 17 * 10**17, "end_ns": before.end_ns + 17 * 10**17}
-        if isinstance(before, Kernel) and before.launched_ns is not None:
-            moved["launched_ns"] = before.launched_ns + 17 * 10**17
-        assert after == before._replace(**moved)
-    with pytest.raises(ValueError, match="is no JSON file"):
-        path.write_text('[{"ts": 1e9999999999999999999}]')
-        read_torch(path)
-
-
-def test_launches_without_kernels_are_noted():
-    events = [event for event in torch_events() if event.get("cat") not in profiler.DEVICE]
-    trace = read_torch(events)
+    assert trace.kernels[-1][-4:-1] == (NEVER, -1, -1)
+    events = [event for event in torch_events() if event.get("cat") not in DEVICE]
+    trace = read_torch(write_torch(tmp_path / "t.json.gz", events))
     assert trace.source == "torch-cpu" and calls(trace, "forward") == {"aten::mm": 1}
-    assert trace.notes[1] == "the program has called CUDA, but what it launched was not recorded"
-    assert len(read_torch([event for event in events if "cuda" not in event.get("cat", "")]).notes) == 1
 
 
-def test_operators_have_the_time_of_their_own():
+def test_operators_have_the_time_of_their_own(tmp_path):
     events = [
         {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": thread, "ts": start, "dur": duration}
         for name, start, duration, thread in [
@@ -638,8 +359,7 @@ def test_operators_have_the_time_of_their_own():
         ]
     ]
     events.append({"ph": "X", "cat": "user_annotation", "name": "f", "pid": 9, "tid": 1, "ts": 0, "dur": 160})
-    trace = read_torch(events)
-    assert trace.source == "torch-cpu" and "operators of the CPU" in trace.notes[0]
+    trace = read_torch(write_torch(tmp_path / "t.json.gz", events))
     own = {kernel.name: kernel.work_ns for kernel in trace.kernels}
     assert own == {
         "aten::linear": 20_000, "aten::addmm": 75_000, "aten::copy_": 5_000, "aten::relu": 50_000,
@@ -647,7 +367,6 @@ def test_operators_have_the_time_of_their_own():
     }  # fmt: skip
     [use] = usage(trace, "f")
     assert use.kernel_ms == pytest.approx(0.220002) and use.busy_ms == pytest.approx(0.15)
-    assert use.product_ms == pytest.approx(0.02 + 0.075 + 0.06)
     step = condense(trace, "f")
     assert [stream.label for stream in step.streams] == ["CPU thread 0", "CPU thread 1"]
     product, copy, elementwise = map(CLASSES.index, ("matrix product", "copy/cast", "elementwise"))
@@ -660,56 +379,6 @@ def test_operators_have_the_time_of_their_own():
 def pieces_of(stream):
     """(start, length, class) of what ran on a stream."""
     return zip(stream.starts_ns, stream.lengths_ns, stream.kinds, strict=True)
-
-
-@pytest.mark.parametrize(("place", "value", "why"), [
-    ("ts", DROP, "an event lacks 'ts'"), ("dur", DROP, "an event lacks 'dur'"), ("dur", -1, "a duration of -1"),
-    ("ts", "1", "'1' is no time"), ("ts", float("nan"), "'nan' is no time"), ("ts", 1e300, "is no time"),
-    ("name", 5, "'5' is no name"), ("cat", ["kernel"], "unhashable"), ("args", DROP, "an event lacks 'args'"),
-    ("args", [], "no trace of torch's profiler"), ("args.stream", "7", "'7' is no whole number"),
-    ("args.correlation", {}, "unhashable"),
-])  # fmt: skip
-def test_impossible_torch_events_are_refused(place, value, why):
-    events = torch_events()
-    damage(next(event for event in events if event.get("cat") == "kernel"), place, value)
-    with pytest.raises(ValueError, match=why):
-        read_torch(events)
-
-
-def test_files_that_are_no_torch_traces_are_refused(tmp_path):
-    path = tmp_path / "t.json"
-    with pytest.raises(FileNotFoundError):
-        read_torch(path)
-    for contents in ["5", '"x"', "{}", '{"traceEvents": 5}', '{"traceEvents": "kernel"}', "[5]", "null"]:
-        path.write_text(contents)
-        with pytest.raises(ValueError, match="is no trace of torch's profiler"):
-            read_torch(path)
-    for contents in [b"", b"{", b"\xff\xfe", b"[" * 100_000]:
-        path.write_bytes(contents)
-        with pytest.raises(ValueError, match="is no JSON file"):
-            read_torch(path)
-    path.write_bytes(gzip.compress(json.dumps(torch_events()).encode())[:-20])
-    with pytest.raises(ValueError, match="is damaged"):
-        read_torch(path)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_damaged_torch_traces_raise_nothing_but_value_errors(tmp_path, packed):
-    path, rng = tmp_path / "t.json", random.Random(6)
-    whole = json.dumps({"traceEvents": torch_events()}).encode()
-    whole = gzip.compress(whole) if packed else whole
-    letters = b"\7" if packed else b'0123456789"{}[],:-.eEnt\xff\x00'
-    refused = 0
-    for _ in range(100):
-        data = bytearray(whole)
-        for _ in range(rng.choice([1, 5])):
-            data[rng.randrange(len(data))] = rng.choice(letters)
-        path.write_bytes(data)
-        try:
-            read_torch(path)
-        except ValueError:
-            refused += 1
-    assert refused > 30
 
 
 def test_recording_with_torch_for_real(tmp_path):
@@ -746,8 +415,9 @@ def test_recording_with_torch_for_real(tmp_path):
     assert backward["aten::mm"] == 3 and backward["aten::_softmax_backward_data"] == 3
     assert calls(trace, "optimizer")["aten::addcdiv_"] == 6  # weight and bias
     for use in usage(trace, "step"):
-        assert 0 < use.product_ms < use.kernel_ms <= use.host_ms and use.busy_ms <= use.span_ms <= use.host_ms
-        assert use.idle_ms == pytest.approx(use.span_ms - use.busy_ms)
+        assert (
+            0 < use.kernel_ms <= use.host_ms and 0 < use.busy_ms <= use.busy_ms + use.idle_ms <= use.host_ms
+        )
     with pytest.raises(ZeroDivisionError):
         record_torch(lambda: 1 / 0)
 
@@ -864,131 +534,41 @@ def long_trace(steps=3, layers=60, seed=0):
             ranges.append(Range(phase, begin, t, 1, 1))
         ranges.append(Range("step", start, t + 100 * step, 1, 1))
         t += 2000 + 100 * step
-    return Trace("nsys", tuple(operations), tuple(ranges), ("a note",))
+    return Trace("nsys", tuple(operations), tuple(ranges))
 
 
-def test_a_small_step_is_kept_as_it_is(tmp_path):
-    trace = read(training(steps=3), tmp_path)
-    step = condense(trace, "step", occurrence=1)
-    assert (step.source, step.path, step.occurrence, step.occurrences) == ("nsys", "step", 1, 3)
-    assert step.length_ns == 1000 and step.slot_ns == 0 and step.usage == usage(trace, "step")[1]
+def test_the_step_of_median_length_is_condensed(tmp_path):
+    export = training(steps=2)
+    export.range("step", 3000, 3010)
+    step = condense(export.read(tmp_path), "step")
+    assert (step.source, step.path, step.length_ns) == ("nsys", "step", 1000)
     assert [stream.label for stream in step.streams] == ["stream 7", "stream 13"]
     assert step.streams[1].starts_ns == (470,) and step.streams[1].lengths_ns == (150,)
-    assert step.streams[0].kernels == len(step.streams[0].starts_ns) == 8
     kinds = [CLASSES[kind] for kind in step.streams[0].kinds]
-    assert kinds[:3] == ["memcpy/memset", "matrix product", "softmax"]
-    assert [(use.kind, use.calls) for use in step.kinds] == [
-        ("matrix product", 4), ("elementwise", 2), ("softmax", 1), ("memcpy/memset", 2),
-    ]  # fmt: skip
+    assert kinds[:3] == ["memcpy/memset", "matrix product", "softmax"] and len(kinds) == 8
     assert [(r.name, r.level, r.start_ns, r.length_ns) for r in step.ranges] == [
         ("step", 0, 0, 1000), ("forward", 1, 10, 190), ("attention softmax", 2, 50, 10),
         ("backward", 1, 300, 400), ("optimizer", 1, 800, 190),
     ]  # fmt: skip
-    forward = condense(trace, "forward", occurrence=0)
+    forward = condense(training().read(tmp_path), "forward")
     assert forward.length_ns == 280 and forward.ranges[0].name == "forward"  # to the end of its last kernel
-
-
-def test_the_busiest_stream_comes_first():
-    busy = [Kernel(MUL, 0, length, 0, stream, 0, 1, 1) for stream, length in [(1, 5), (2, 50), (3, 20)]]
-    step = condense(Trace("nsys", tuple(busy), (Range("step", 0, 100, 1, 1),)), "step")
-    assert [stream.label for stream in step.streams] == ["stream 2", "stream 3", "stream 1"]
-    ranks = [kernel._replace(device=kernel.stream % 2) for kernel in busy]
-    step = condense(Trace("nsys", tuple(ranks), (Range("step", 0, 100, 1, 1),)), "step")
-    assert step.streams[0].label == "device 0, stream 2"
-
-
-def test_the_median_occurrence_is_condensed():
-    ranges = [Range("s", t, t + length, 1, 1) for t, length in [(0, 50), (100, 10), (200, 40), (300, 30)]]
-    assert condense(Trace("nsys", (), tuple(ranges)), "s").occurrence == 3
-    with pytest.raises(ValueError, match="occurrence=4; allowed: 0 to 3"):
-        condense(Trace("nsys", (), tuple(ranges)), "s", occurrence=4)
-
-
-def test_ranges_of_other_threads_have_rows_of_their_own():
-    ranges = [Range("step", 0, 100, 1, 1), Range("a", 10, 20, 1, 2), Range("b", 12, 15, 1, 2)]
-    ranges += [Range("outside", 90, 110, 1, 3), Range("other", 10, 20, 2, 1)]
-    step = condense(Trace("nsys", (), tuple(ranges)), "step")
-    assert [(r.name, r.thread, r.level) for r in step.ranges] == [("step", 0, 0), ("a", 1, 0), ("b", 1, 1)]
-
-
-@pytest.mark.parametrize("most", [100, 500])
-def test_pooling_keeps_the_time_of_each_class(most):
-    trace = long_trace()
-    full, pooled = condense(trace, "step", max_kernels=10**6), condense(trace, "step", max_kernels=most)
-    assert full.slot_ns == 0 and sum(len(s.starts_ns) for s in full.streams) == 2520
-    # no wider than needed
-    assert most / 4 < sum(len(stream.starts_ns) for stream in pooled.streams) <= most and pooled.slot_ns > 0
-    for before, after in zip(full.streams, pooled.streams, strict=True):
-        assert (before.label, before.kernels, before.busy_ms) == (after.label, after.kernels, after.busy_ms)
-        old, new = list(pieces_of(before)), list(pieces_of(after))
-        for kind in range(len(CLASSES)):
-            assert sum(n for _, n, k in old if k == kind) == sum(n for _, n, k in new if k == kind)
-        assert all(start + n <= follower[0] for (start, n, _), follower in itertools.pairwise(new))
-        assert {piece for piece in old if piece[1] >= pooled.slot_ns} <= set(new)  # long ones stay
-        ends = [max(start + n for start, n, _ in pieces) for pieces in (old, new)]
-        assert ends[1] <= ends[0] and old[0][0] == new[0][0]
-        for edge in range(0, full.length_ns, pooled.slot_ns):  # and no time moves further than a slot
-            seen = [sum(min(n, max(0, edge - start)) for start, n, _ in pieces) for pieces in (old, new)]
-            assert abs(seen[0] - seen[1]) <= 2 * pooled.slot_ns
-    assert full.kinds == pooled.kinds and full.usage == pooled.usage and pooled.notes == ("a note",)
-
-
-def test_the_innermost_ranges_are_left_out_first():
-    trace = long_trace(steps=1)
-    step = condense(trace, "step", max_ranges=50)
-    assert [found.name for found in step.ranges] == ["step", "forward", "backward"]
-    assert step.notes == ("a note", "120 ranges of inner levels are left out")
-    assert len(condense(trace, "step").ranges) == 123
-    with pytest.raises(ValueError, match="max_kernels=99"):
-        condense(trace, "step", max_kernels=99)
+    with pytest.raises(ValueError, match="no range 'x'"):
+        condense(training().read(tmp_path), "x")
 
 
 def test_a_step_is_read_back_from_a_small_file(tmp_path):
-    trace, path = long_trace(steps=1, layers=400), tmp_path / "s.json"
+    trace, path = long_trace(steps=1, layers=160), tmp_path / "new" / "s.json"
     step = condense(trace, "step")
-    assert len(trace.kernels) == 16_800 and sum(len(s.starts_ns) for s in step.streams) > 2500
+    assert sum(len(s.starts_ns) for s in step.streams) == len(trace.kernels) == 6_720
     step.to_json(path)
     assert path.stat().st_size < 300_000 and '\n {"label":"stream 7"' in path.read_text()
     assert Step.from_json(path) == step
     parts = json.loads(path.read_text())
-    assert parts["classes"] == list(CLASSES)
     parts["classes"].reverse()  # as code with another order would have written it
     for stream in parts["streams"]:
         stream["kinds"] = [len(CLASSES) - 1 - kind for kind in stream["kinds"]]
-    path.write_text(json.dumps(parts))
+    path.write_text(json.dumps(parts | {"slot_ns": 0}))  # and more than is read
     assert Step.from_json(path) == step
-
-
-@pytest.mark.parametrize(("place", "value", "why"), [
-    ("format", "x", "is no trace of a step"), ("version", 2, "version 2; this code reads 1"), ("path", DROP, "path"),
-    ("streams", DROP, "lacks 'streams'"), ("streams", 5, "no valid trace"), ("color", "red", "color"),
-    ("classes", lambda names: [*names, "x"], "not in tuple"), ("length_ns", -1, "below 0"),
-    ("length_ns", "1", "no number"),
-    ("usage.busy_ms", None, "no number"), ("usage.busy_ms", DROP, "busy_ms"), ("notes", [5], "no text"),
-    ("kinds.0.kind", "x", "unknown classes x"), ("kinds.0.calls", True, "no number"), ("ranges.0.name", 5, "no text"),
-    ("ranges.0.length_ns", -5, "below 0"), ("ranges.0.start_ns", "1", "no start"), ("streams.0.label", None, "no text"),
-    ("streams.0.busy_ms", float("nan"), "no number"), ("streams.0.kinds", [0], "different numbers"),
-    ("streams.0.kinds.0", 99, "no valid trace"), ("streams.0.kinds.0", -1, "below 0"),
-    ("streams.0.lengths_ns.0", -1, "ends before it begins"), ("streams.0.starts_ns.0", 0.5, "no list of integers"),
-])  # fmt: skip
-def test_invalid_step_json_is_refused(tmp_path, place, value, why):
-    path = tmp_path / "s.json"
-    condense(read(training(), tmp_path), "step").to_json(path)
-    parts = json.loads(path.read_text())
-    damage(parts, place, value)
-    path.write_text(json.dumps(parts))
-    with pytest.raises(ValueError, match=why):
-        Step.from_json(path)
-
-
-@pytest.mark.parametrize(
-    ("contents", "why"),
-    [(b"\xff\xfe x", "no JSON"), (b"[1]", "no trace of a step"), (b"[" * 10**5, "no JSON")],
-)
-def test_files_that_are_no_step_are_refused(tmp_path, contents, why):
-    (tmp_path / "s.json").write_bytes(contents)
-    with pytest.raises(ValueError, match=why):
-        Step.from_json(tmp_path / "s.json")
 
 
 # ----------------------------------------------------------------------------------------- nsys on the command line
@@ -1017,7 +597,8 @@ def fake_nsys(tmp_path, monkeypatch):
     """Puts an `nsys` into PATH that runs the program, and copies an export made here."""
     if os.name != "posix":
         pytest.skip("needs scripts with #!")
-    made = training().write(tmp_path / "made.sqlite")
+    training().read(tmp_path)
+    [made] = tmp_path.glob("*.sqlite")
 
     def install(export=f"shutil.copy({str(made)!r}, output[0])", reports=True):
         folder = tmp_path / "bin"
@@ -1050,7 +631,6 @@ def test_a_function_under_nsys(tmp_path, fake_nsys):
         f"--output={keep / 'report.sqlite'}", str(keep / "report.nsys-rep"),
     ]  # fmt: skip
     assert nsys.version() == "2025.3.1.90"
-    assert nsys.prefix("x/report")[-1] == "--output=x/report.nsys-rep"
 
 
 def test_what_fails_under_nsys_says_why(tmp_path, fake_nsys):
@@ -1062,21 +642,17 @@ def test_what_fails_under_nsys_says_why(tmp_path, fake_nsys):
     for made, why in (
         ({"reports": False}, r"no report .*inside nsys\.capture"),
         ({"export": failing}, r"nsys export failed with exit code 3: .*cannot open"),
-        ({"export": "print('done')"}, "has not written .*: done"),
+        ({"export": "print('done')"}, "report.sqlite is no export"),
     ):
         fake_nsys(**made)
         with pytest.raises(nsys.NsysError, match=why):
             nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=60, keep=tmp_path)
 
 
-def test_nsys_that_does_not_start_or_end(tmp_path, fake_nsys):
+def test_nsys_that_does_not_end_or_say(tmp_path, fake_nsys):
     fake_nsys(export="import time; time.sleep(60)")
-    report = tmp_path / "report.nsys-rep"
-    report.write_bytes(b"a report")
-    with pytest.raises(nsys.NsysError, match=r"nsys export took longer than 0\.5 s"):
-        nsys.export(report, timeout_s=0.5)
-    with pytest.raises(nsys.NsysError, match="nsys --version does not start"):
-        nsys.version(str(report))
+    with pytest.raises(nsys.NsysError, match=r"nsys export took longer than 0\.3 s"):
+        nsys._run([nsys.require(), "export"], 0.3)
     (tmp_path / "bin" / "nsys").write_text("#!/bin/sh\necho no version here\n")
     with pytest.raises(nsys.NsysError, match="says 'no version here'"):
         nsys.version()
@@ -1085,10 +661,7 @@ def test_nsys_that_does_not_start_or_end(tmp_path, fake_nsys):
 def test_without_nsys(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nsys.find() is None
-    for call in (
-        nsys.require, nsys.version, lambda: nsys.prefix("x"),
-        lambda: nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=1),
-    ):  # fmt: skip
+    for call in (nsys.version, lambda: nsys.record_nsys("json:dumps", {"obj": 1}, timeout_s=1)):
         with pytest.raises(Skip, match="needs Nsight Systems"):
             call()
 
@@ -1169,7 +742,7 @@ def test_areas_are_time(drawn):
             ns = sum(length for _, length, kind in pieces_of(stream) if CLASSES[kind] in classes)
             assert found.get(name, 0) == pytest.approx(ns / 1e6, rel=2e-3), name
     # two kernels at once share the height; columns that are alike are one outline
-    streams = [condensed.Stream(name, 1, 1.0, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
+    streams = [condensed.Stream(name, (0,), (10**6,), (kind,)) for name, kind in (("7", 0), ("8", 3))]
     both = dataclasses.replace(step, length_ns=2 * 10**6, streams=tuple(streams))
     assert areas(drawn, both) == pytest.approx(
         {"GEMMs": 0.5, "elementwise, softmax, reductions": 0.5}, rel=2e-3

@@ -172,6 +172,19 @@ def replace(texts: Mapping[Path, str]) -> None:
                 temporary.unlink()
 
 
+def json_text(parts: Mapping[str, Any]) -> str:
+    """An object as JSON with a line for each of its parts, and for each entry of a list of objects."""
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(value)}" for name, value in parts.items()) + "\n}\n"
+    )
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
+        return "[\n " + ",\n ".join(map(_lines, value)) + "\n]"
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def make_folder(option: str, folder: str | Path) -> Path:
     """Makes a folder, and returns its path; ValueError, before the work whose results it is for, where nothing can be
     written into it, or where its name is blank."""

@@ -264,7 +264,6 @@ def _traced(cases: list[Case]) -> list[dict[str, Any]]:
         everyones, version = _with_torch(cases)
     for case, by_rank in zip(cases, everyones, strict=True):
         path = overlap_path(case, machine.machine_name())
-        path.parent.mkdir(parents=True, exist_ok=True)
         overlap.to_json([steps[-1] for steps in by_rank], path)
     return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
 

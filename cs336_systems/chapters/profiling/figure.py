@@ -66,7 +66,7 @@ def _draw_phases(ax: Axes, step: Step, length: float) -> None:
     """The ranges right inside the step; those with room for their name have it."""
     top, bottom = _HOST
     for found in step.ranges:
-        if found.level != 1 or found.thread != 0:
+        if found.level != 1:
             continue
         start, width = found.start_ns / 1e6, found.length_ns / 1e6
         bar = [(start, width)], (top, bottom - top)

@@ -132,7 +132,6 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         whole = not said["status"]
         if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
             path = step_path(case.size, case.context_length, case.dtype, machine_name())
-            path.parent.mkdir(parents=True, exist_ok=True)
             condensed.condense(recorded, "step").to_json(path)
         return found
     return [dict(failed) for _ in cases]
@@ -243,7 +242,7 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     count, path = said["steps"], RANGES[case.range]
     each: Callable[[str], float] = lambda field: sum(getattr(u, field) for u in used) / count
     used = events.usage(recorded, path)
-    table = events.kernel_table(recorded, path, by="short")
+    table = events.kernel_table(recorded, path)
     sums = dict.fromkeys(kernels.CLASSES, 0.0)
     for use in table:
         sums[use.kind] += use.total_ms / count

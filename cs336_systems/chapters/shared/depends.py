@@ -48,7 +48,6 @@ PARALLEL = (
 PARALLEL_STEP = (*STEP, *PARALLEL, *RANK_CLOCK, "chapters/shared/parallel_step.py")
 NSYS = (
     "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/nsys.py", "measure/trace/profiler.py",
-    "measure/trace/sqlite.py",
 )  # fmt: skip
 # the loop that trains, on stories
 TRAINING = (

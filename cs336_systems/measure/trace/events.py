@@ -1,42 +1,40 @@
 """What a GPU did, and at whose request: kernels and named ranges of one recording, whichever tool has made it.
 
-    trace = sqlite.read_nsys("step.sqlite")          # or profiler.record_torch(step)
+    trace = nsys.read_nsys("step.sqlite")            # or profiler.record_torch(step)
     kernel_table(trace, "forward")                   # which kernels, how often, how long
-    usage(trace, "step")                             # busy, idle, share of matmuls: one entry per step
+    usage(trace, "step")                             # busy and idle time: one entry per step
     condensed.condense(trace, "step").to_json("step.json")
 
 Whose kernel it is: a kernel runs long after the host has launched it, so what counts is the time of the launch (the
 call of the CUDA runtime or driver with the kernel's correlation id), not that of the execution. A kernel belongs to
 all ranges that are open on the launching thread at that time. The backward pass launches from autograd's own thread,
 while the thread that called it waits inside its `backward` range: so a kernel belongs to ranges open on other threads
-of the process as well, unless its own thread has a range open that is not part of them: one that is not wholly inside,
-or that bears the name of one of them, as threads do that run the same program side by side.
+of the process as well, unless its own thread has a range open that is not wholly inside of them.
 
-Ranges are named by their paths, the names from the outermost on: `step/forward/attention softmax`. Where a range is
-asked for, the end of its path does: `forward`, `forward/attention softmax`.
+Ranges nest, and are named by their paths, the names from the outermost on: `step/forward/attention softmax`. Where a
+range is asked for, the end of its path does: `forward`, `forward/attention softmax`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cs336_systems.measure.trace.kernels import PRODUCT, class_of, short_name
+from cs336_systems.measure.trace.kernels import class_of, short_name
 
-SOURCES = ("nsys", "torch", "torch-cpu")
-BY = ("name", "short", "class")
-NEVER = np.iinfo(np.int64).min
+NEVER = -(2**63)  # the launch of an operation whose launch is not in the recording
 
 
 class Kernel(NamedTuple):
     """One operation of a device: a kernel, a copy, a fill; where the source is `torch-cpu`, an operator of the CPU.
 
-    `launched_ns` and `thread` are None where the recording has no launch for it. `own_ns` is the time of an operator
-    without that of the operators it calls; None for kernels, whose time is their own.
+    `launched_ns` is NEVER, and `thread` -1, where the recording has no launch for it. `own_ns` is the time of an
+    operator without that of the operators it calls; None for kernels, whose time is their own.
     """
 
     name: str
@@ -44,9 +42,9 @@ class Kernel(NamedTuple):
     end_ns: int
     device: int
     stream: int
-    launched_ns: int | None
+    launched_ns: int
     process: int
-    thread: int | None
+    thread: int
     own_ns: int | None = None
 
     @property
@@ -73,20 +71,13 @@ class Trace:
         source: `nsys`, `torch` (torch's profiler), or `torch-cpu` (the same, without a GPU).
         kernels: by start.
         ranges: by start, the longer one first.
-        notes: what is missing, and what the reader had to assume.
     """
 
     source: str
     kernels: tuple[Kernel, ...]
     ranges: tuple[Range, ...]
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise ValueError(f"unknown source {self.source!r}; allowed: {', '.join(SOURCES)}")
-        for what in (*self.kernels, *self.ranges):
-            if what.end_ns < what.start_ns:
-                raise ValueError(f"{what.name!r} ends before it begins")
         kernels = sorted(self.kernels, key=lambda k: (k.start_ns, k.end_ns))
         object.__setattr__(self, "kernels", tuple(kernels))
         object.__setattr__(self, "ranges", tuple(sorted(self.ranges, key=lambda r: (r.start_ns, -r.end_ns))))
@@ -94,15 +85,14 @@ class Trace:
     # ------------------------------------------------------------------------------------------------- ranges
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
-        """For each range the index of the innermost one of its thread that holds it wholly, or -1."""
+        """For each range the index of the innermost one of its thread that it is in, or -1."""
         out = []
         stacks: dict[tuple[int, int], list[int]] = {}
         for i, inner in enumerate(self.ranges):
-            stack = stacks.setdefault((inner.process, inner.thread), [])
-            while stack and self.ranges[stack[-1]].end_ns <= inner.start_ns:
+            stack = stacks.setdefault((inner.process, inner.thread), [-1])
+            while stack[-1] >= 0 and self.ranges[stack[-1]].end_ns <= inner.start_ns:
                 stack.pop()
-            holding = (j for j in reversed(stack) if self.ranges[j].end_ns >= inner.end_ns)
-            out.append(next(holding, -1))
+            out.append(stack[-1])
             stack.append(i)
         return tuple(out)
 
@@ -115,65 +105,43 @@ class Trace:
         return tuple(out)
 
     def find(self, name: str) -> list[int]:
-        """The indices of the ranges whose path is `name` or ends in it, by start; ValueError if there is none.
-
-        A range inside another of them is left out, so that no kernel counts twice.
-        """
-        found: list[int] = []
-        inside: set[int] = set()
-        for i, (path, parent) in enumerate(zip(self.paths, self.parents, strict=True)):
-            if parent in inside:
-                inside.add(i)
-            elif path == name or path.endswith(f"/{name}"):
-                inside.add(i)
-                found.append(i)
+        """The indices of the ranges whose path is `name` or ends in it, by start; ValueError if there is none."""
+        found = [i for i, path in enumerate(self.paths) if f"/{path}".endswith(f"/{name}")]
         if not found:
-            known = list(dict.fromkeys(self.paths))
-            more = f", … ({len(known)} in all)" if len(known) > 20 else ""
-            raise ValueError(
-                f"no range {name!r}; allowed: {', '.join(known[:20]) or 'none was recorded'}{more}"
-            )
+            known = ", ".join(list(dict.fromkeys(self.paths))[:20])
+            raise ValueError(f"no range {name!r}; allowed: {known or 'none was recorded'}")
         return found
 
     # ---------------------------------------------------------------------------------------------- ownership
     @functools.cached_property
     def _columns(self) -> dict[str, np.ndarray]:
-        columns = {
-            "start": [k.start_ns for k in self.kernels],
-            "end": [k.end_ns for k in self.kernels],
-            "work": [k.work_ns for k in self.kernels],
-            "device": [k.device for k in self.kernels],
-            "launched": [NEVER if k.launched_ns is None else k.launched_ns for k in self.kernels],
-            "process": [k.process for k in self.kernels],
-            "thread": [-1 if k.thread is None else k.thread for k in self.kernels],
-            "range_start": [r.start_ns for r in self.ranges],
-            "range_end": [r.end_ns for r in self.ranges],
-        }
-        arrays = {name: np.array(values, np.int64) for name, values in columns.items()}
-        return arrays | {"reach": np.maximum.accumulate(arrays["end"])}  # the latest end up to each kernel
+        kernels = ("start_ns", "end_ns", "work_ns", "device", "launched_ns", "process", "thread")
+        columns = {name: np.array([getattr(k, name) for k in self.kernels], np.int64) for name in kernels}
+        for name in ("start_ns", "end_ns"):
+            columns[f"range_{name}"] = np.array([getattr(r, name) for r in self.ranges], np.int64)
+        return columns
 
     @functools.cached_property
     def _by_launch(self) -> tuple[np.ndarray, np.ndarray]:
-        """The kernels that have a launch, in its order, and its times."""
-        launched = self._columns["launched"]
+        """The kernels in the order of their launches, and the times of these."""
+        launched = self._columns["launched_ns"]
         order = np.argsort(launched, kind="stable")
-        order = order[launched[order] != NEVER]
         return order, launched[order]
 
     @functools.cached_property
     def _roots(self) -> np.ndarray:
-        """For each kernel the earliest range open on its own thread at its launch, or -1."""
-        roots = np.full(len(self.kernels), -1)
+        """For each kernel the outermost range open on its own thread at its launch, or -1."""
+        columns, roots = self._columns, np.full(len(self.kernels), -1)
         threads: dict[tuple[int, int], list[int]] = {}
         for i, found in enumerate(self.ranges):
-            threads.setdefault((found.process, found.thread), []).append(i)
-        columns = self._columns
-        for (process, thread), mine in threads.items():
-            times, open_from = _earliest_open(columns["range_start"][mine], columns["range_end"][mine])
-            here = (columns["process"] == process) & (columns["thread"] == thread)
-            chosen = np.flatnonzero(here & (columns["launched"] != NEVER))
-            place = open_from[np.searchsorted(times, columns["launched"][chosen], side="right")]
-            roots[chosen] = np.where(place < 0, -1, np.array(mine)[place])
+            if self.parents[i] < 0:
+                threads.setdefault((found.process, found.thread), []).append(i)
+        for (process, thread), outermost in threads.items():
+            mine = np.flatnonzero((columns["process"] == process) & (columns["thread"] == thread))
+            launched = columns["launched_ns"][mine]
+            place = np.searchsorted(columns["range_start_ns"][outermost], launched, side="right") - 1
+            root = np.array(outermost)[place]
+            roots[mine] = np.where((place >= 0) & (launched < columns["range_end_ns"][root]), root, -1)
         return roots
 
     def owned(self, index: int) -> np.ndarray:
@@ -182,70 +150,35 @@ class Trace:
         order, times = self._by_launch
         found = order[slice(*np.searchsorted(times, [mine.start_ns, mine.end_ns]))]
         found = np.sort(found[columns["process"][found] == mine.process])
-        own = columns["thread"][found] == mine.thread
-        if own.all():
-            return found
-        names, at = {mine.name}, index
-        while (at := self.parents[at]) >= 0:
-            names.add(self.ranges[at].name)
-        strangers = [
-            root for root in np.unique(self._roots[found[~own]]) if root >= 0
-            and not (
-                mine.start_ns <= self.ranges[root].start_ns
-                and self.ranges[root].end_ns <= mine.end_ns
-                and self.ranges[root].name not in names
-            )
-        ]  # fmt: skip
-        return found[own | ~np.isin(self._roots[found], strangers)]
-
-
-def _earliest_open(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of these ranges, sorted by start, is the earliest one open: (n,) times, (n + 1,) places between them."""
-    times = np.unique(np.concatenate([starts, ends]))
-    places = np.full(len(times) + 1, -1)
-    for i in reversed(range(len(starts))):  # the earlier ones overwrite
-        places[slice(*(np.searchsorted(times, [starts[i], ends[i]]) + 1))] = i
-    return times, places
+        root = self._roots[found]
+        inside = columns["range_start_ns"][root] >= mine.start_ns
+        inside &= columns["range_end_ns"][root] <= mine.end_ns
+        return found[(columns["thread"][found] == mine.thread) | (root < 0) | inside]
 
 
 # --------------------------------------------------------------------------------------------------- tables
 @dataclass(frozen=True)
 class KernelUse:
-    """Kernels of one name (or class) within all occurrences of a range: how often, how long, at which share of all."""
+    """Kernels of one short name within all occurrences of a range: their class, how often, how long."""
 
     name: str
     kind: str
-    occurrences: int
     calls: int
     total_ms: float
-    share: float
 
 
-def kernel_table(trace: Trace, range_name: str, *, by: str = "name") -> list[KernelUse]:
-    """The kernels of all occurrences of a range, the longest total first.
-
-    by:  `"name"` (in full), `"short"` (`kernels.short_name`) or `"class"` (`kernels.CLASSES`).
+def kernel_table(trace: Trace, range_name: str) -> list[KernelUse]:
+    """The kernels of all occurrences of a range by `kernels.short_name`, the longest total first.
 
     Copies and fills of the device's memory count as kernels here. Times are summed up, also where kernels overlap.
-    Raises ValueError for an unknown range or `by`.
+    Raises ValueError for an unknown range.
     """
-    if by not in BY:
-        raise ValueError(f"unknown grouping {by!r}; allowed: {', '.join(BY)}")
-    ranges = trace.find(range_name)
-    sums: dict[tuple[str, str], list[int]] = {}
-    for index in ranges:
-        for i in trace.owned(index):
-            name = trace.kernels[i].name
-            kind = class_of(name)
-            key = ({"name": name, "class": kind}.get(by) or short_name(name), kind)
-            entry = sums.setdefault(key, [0, 0])
-            entry[0] += 1
-            entry[1] += trace.kernels[i].work_ns
-    total = sum(ns for _, ns in sums.values())
-    table = [
-        KernelUse(name, kind, len(ranges), calls, ns / 1e6, ns / total if total else 0.0)
-        for (name, kind), (calls, ns) in sums.items()
-    ]
+    works: dict[tuple[str, str], list[int]] = {}
+    for index in trace.find(range_name):
+        for kernel in (trace.kernels[i] for i in trace.owned(index)):
+            key = short_name(kernel.name), class_of(kernel.name)
+            works.setdefault(key, []).append(kernel.work_ns)
+    table = [KernelUse(name, kind, len(ns), sum(ns) / 1e6) for (name, kind), ns in works.items()]
     return sorted(table, key=lambda use: (-use.total_ms, use.name))
 
 
@@ -255,50 +188,41 @@ class Usage:
 
     Attributes:
         host_ms: the range itself, on the host's clock.
-        span_ms: from its first launch to the end of its last kernel.
         kernels: how many belong to it.
         kernel_ms: the sum of their times.
         busy_ms: the time in which at least one of them ran.
-        idle_ms: the part of `span_ms` in which nothing ran on their devices, of whatever range.
-        product_ms: the sum of the times of matmuls.
+        idle_ms: from its first launch to the end of its last kernel, the time in which nothing ran on their devices,
+            of whatever range.
     """
 
     host_ms: float
-    span_ms: float
-    kernels: int
-    kernel_ms: float
-    busy_ms: float
-    idle_ms: float
-    product_ms: float
+    kernels: int = 0
+    kernel_ms: float = 0.0
+    busy_ms: float = 0.0
+    idle_ms: float = 0.0
 
 
 def usage(trace: Trace, range_name: str) -> list[Usage]:
     """How each occurrence of a range used the device, in order; ValueError for an unknown range."""
-    return [usage_of(trace, index) for index in trace.find(range_name)]
+    return [_usage_of(trace, index) for index in trace.find(range_name)]
 
 
-def usage_of(trace: Trace, index: int) -> Usage:
-    """How one occurrence of a range used the device, by its index in `trace.ranges`."""
+def _usage_of(trace: Trace, index: int) -> Usage:
     mine, found, columns = trace.ranges[index], trace.owned(index), trace._columns
     host_ms = (mine.end_ns - mine.start_ns) / 1e6
     if not len(found):
-        return Usage(host_ms, 0.0, 0, 0.0, 0.0, 0.0, 0.0)
-    start, end, work = columns["start"], columns["end"], columns["work"]
-    first = int(columns["launched"][found].min())
+        return Usage(host_ms)
+    start, end = columns["start_ns"], columns["end_ns"]
+    first = int(columns["launched_ns"][found].min())
     last = max(first, int(end[found].max()))
-    # what may have run then: from the first kernel up to which an end is late enough, to the last that began in time
-    near = slice(np.searchsorted(columns["reach"], first), np.searchsorted(start, last))
-    here = np.isin(columns["device"][near], np.unique(columns["device"][found]))
-    running = union_ns(start[near][here].clip(first, last), end[near][here].clip(first, last))
-    products = [i for i in found if class_of(trace.kernels[i].name) == PRODUCT]
+    near = (start < last) & (end > first) & np.isin(columns["device"], np.unique(columns["device"][found]))
+    running = union_ns(start[near].clip(first, last), end[near].clip(first, last))
     return Usage(
         host_ms=host_ms,
-        span_ms=(last - first) / 1e6,
         kernels=len(found),
-        kernel_ms=int(work[found].sum()) / 1e6,
+        kernel_ms=int(columns["work_ns"][found].sum()) / 1e6,
         busy_ms=union_ns(start[found], end[found]) / 1e6,
         idle_ms=(last - first - running) / 1e6,
-        product_ms=int(work[products].sum()) / 1e6,
     )
 
 
@@ -311,3 +235,22 @@ def union_ns(starts: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarra
     starts, reach = starts[order], np.maximum.accumulate(ends[order])
     covered = np.concatenate([starts[:1], np.maximum(starts[1:], reach[:-1])])
     return int(np.maximum(reach - covered, 0).sum())
+
+
+def innermost(calls: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Of calls (start, end) that call one another, by start and the longer first, the innermost one at each time:
+    (index, start, end) in the order of time."""
+    out: list[tuple[int, int, int]] = []
+    open_calls: list[int] = []
+    now: float = 0
+    for i, (start, _) in enumerate([*calls, (math.inf, math.inf)]):
+        while open_calls and now < start:
+            end = calls[open_calls[-1]][1]
+            if min(end, start) > now:
+                out.append((open_calls[-1], int(now), int(min(end, start))))
+            now = max(now, min(end, start))
+            if end <= now:  # rounded times may let a call end after its caller
+                open_calls.pop()
+        now = start
+        open_calls.append(i)
+    return out

@@ -3,21 +3,36 @@
     result, trace = record_nsys("cs336_systems.chapters.profiling.measure:child", {"size": "small"}, timeout_s=600)
 
 The function warms up, and runs what is to be seen inside `capture()`: only that part is recorded.
+
+What is read is the SQLite file that `nsys export --type=sqlite` makes of a report. Its tables, as the manual describes
+them (https://docs.nvidia.com/nsight-systems/AnalysisGuide, "SQLite Schema Reference"); those without events are left
+out:
+
+    CUPTI_ACTIVITY_KIND_KERNEL        start, end (ns), deviceId, streamId, correlationId, globalPid, demangledName
+    CUPTI_ACTIVITY_KIND_MEMCPY        the same with copyKind instead of the name
+    CUPTI_ACTIVITY_KIND_MEMSET        the same without either
+    CUPTI_ACTIVITY_KIND_RUNTIME       calls of the CUDA runtime and driver: start, correlationId, globalTid
+    NVTX_EVENTS                       start, end, eventType, text or textId, globalTid
+    StringIds                         id, value
+
+A global thread id holds the process in the bits from 24 on, and the thread in those below. Within a process a
+correlation id ties what the device did to the call that launched it; all kernels of a CUDA graph carry the one of
+their cudaGraphLaunch.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.measure.trace.events import Trace
-from cs336_systems.measure.trace.sqlite import read_nsys
+from cs336_systems.measure.trace.events import NEVER, Kernel, Range, Trace
 from cs336_systems.store import process
 from cs336_systems.store.status import Skip
 
@@ -33,6 +48,20 @@ OPTIONS = (
     "--stats=false",
     "--force-overwrite=true",
 )
+
+
+# CUpti_ActivityMemcpyKind, spelled as torch's profiler does
+COPIES = ("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
+_KIND = "CUPTI_ACTIVITY_KIND"
+# Of nested calls with one correlation id (the runtime's, and the driver's in it) the outer one launches: SQLite takes
+# the other columns from the row that has the minimum.
+_LAUNCHES = f"""SELECT globalTid >> 24, correlationId, MIN(start), globalTid FROM {_KIND}_RUNTIME
+                GROUP BY globalTid >> 24, correlationId"""
+_OPERATIONS = "SELECT {name}, start, end, deviceId, streamId, globalPid >> 24, correlationId FROM {table}"
+_KERNEL_NAME = "(SELECT value FROM StringIds WHERE id = demangledName)"
+# those of push and pop, and of start and end
+_RANGES = """SELECT COALESCE(text, (SELECT value FROM StringIds WHERE id = textId), ''), start, end, globalTid >> 24,
+             globalTid FROM NVTX_EVENTS WHERE eventType IN (59, 60) AND end IS NOT NULL"""
 
 
 class NsysError(RuntimeError):
@@ -52,67 +81,65 @@ def require() -> str:
     return path
 
 
-def version(nsys: str | None = None, *, timeout_s: float = 60) -> str:
+def version() -> str:
     """The version, such as `2025.3.1.90`. Raises `Skip` where there is no nsys, NsysError if it does not say."""
-    said = _run([nsys or require(), "--version"], timeout_s)
+    said = _run([require(), "--version"], 60)
     match = re.search(r"\d{4}(?:\.\d+)+", said)
     if match is None:
         raise NsysError(f"nsys --version says {said.strip()[:200]!r}")
     return match[0]
 
 
-def prefix(report: str | Path, *, nsys: str | None = None) -> list[str]:
-    """The command before the program's own that records it to `report` (`….nsys-rep`); only what `capture` encloses."""
-    return [nsys or require(), "profile", *OPTIONS, f"--output={_report(report)}"]
-
-
-def export(
-    report: str | Path, sqlite: str | Path | None = None, *, nsys: str | None = None, timeout_s: float = 600
-) -> Path:
-    """Turns a report into an SQLite file, by default beside it; returns its path. An older file is replaced.
-
-    Raises NsysError, with what nsys wrote, if it fails, takes longer than `timeout_s`, or leaves no file.
-    """
-    report = _report(report)
-    if not report.is_file():
-        raise NsysError(
-            f"there is no report {report}; nsys writes none if the program never calls cudaProfilerStart: "
-            "run what is to be seen inside nsys.capture()"
-        )
-    target = Path(sqlite) if sqlite is not None else report.with_suffix(".sqlite")
-    command = [nsys or require(), "export", "--type=sqlite", "--force-overwrite=true"]
-    said = _run([*command, f"--output={target}", str(report)], timeout_s)
-    if not target.is_file():
-        raise NsysError(f"nsys export has not written {target}: {_end(said)}")
-    return target
-
-
 def record_nsys(
-    function: str, arguments: Mapping[str, Any], *, timeout_s: float, keep: str | Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[Any, Trace]:  # fmt: skip
+    function: str, arguments: Mapping[str, Any], *, timeout_s: float, keep: Path | None = None
+) -> tuple[Any, Trace]:
     """`module:function(**arguments)` in a fresh process under Nsight Systems; returns its result and the trace.
 
-    timeout_s:    for the program and for the export, each.
-    keep:         a folder for `report.nsys-rep` and `report.sqlite`; by default they are removed.
-    environment:  variables to set for the program.
+    timeout_s:  for the program and for the export, each.
+    keep:       a folder for `report.nsys-rep` and `report.sqlite`; by default they are removed.
 
-    Raises `Skip` where there is no nsys, `process.ChildError` if the program fails, NsysError if nsys does, and
-    ValueError if its export cannot be read.
+    Raises `Skip` where there is no nsys, `process.ChildError` if the program fails, and NsysError, with what nsys
+    wrote, if nsys does, if its report is missing or its export cannot be read.
     """
     nsys = require()
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
-        report = Path(keep or folder) / "report.nsys-rep"
+        report = (keep or Path(folder)) / "report.nsys-rep"
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)  # or a run that records nothing would find an older one
-        result = process.call(
-            function,
-            arguments,
-            timeout_s=timeout_s,
-            prefix=prefix(report, nsys=nsys),
-            environment=environment,
-        )
-        return result, read_nsys(export(report, nsys=nsys, timeout_s=timeout_s))
+        profile = [nsys, "profile", *OPTIONS, f"--output={report}"]
+        result = process.call(function, arguments, timeout_s=timeout_s, prefix=profile)
+        if not report.is_file():
+            raise NsysError(
+                f"there is no report {report}; nsys writes none if the program never calls cudaProfilerStart: "
+                "run what is to be seen inside nsys.capture()"
+            )
+        database = report.with_suffix(".sqlite")
+        export = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}"]
+        _run([*export, str(report)], timeout_s)
+        return result, read_nsys(database)
+
+
+def read_nsys(path: Path) -> Trace:
+    """Reads an export of Nsight Systems; NsysError where it lacks a table or a column that is needed."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            launches = {
+                (process, call): (start, process, thread)
+                for process, call, start, thread in database.execute(_LAUNCHES)
+            }
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+            kernels = []
+            for kind, name in (("KERNEL", _KERNEL_NAME), ("MEMCPY", "copyKind"), ("MEMSET", "'Memset'")):
+                if kind != "KERNEL" and f"{_KIND}_{kind}" not in tables:
+                    continue
+                for what, *place, process, call in database.execute(
+                    _OPERATIONS.format(name=name, table=f"{_KIND}_{kind}")
+                ):
+                    what = f"Memcpy {COPIES[what]}" if kind == "MEMCPY" else what
+                    kernels.append(Kernel(what, *place, *launches.get((process, call), (NEVER, process, -1))))
+            return Trace("nsys", tuple(kernels), tuple(Range(*row) for row in database.execute(_RANGES)))
+    except sqlite3.Error as error:
+        raise NsysError(f"{path} is no export of kernels, launches and ranges: {error}") from error
 
 
 @contextmanager
@@ -134,12 +161,6 @@ def capture() -> Iterator[None]:
         torch.cuda.profiler.stop()
 
 
-def _report(path: str | Path) -> Path:
-    """The report's path with the suffix that nsys adds where it is missing."""
-    path = Path(path)
-    return path if path.suffix == ".nsys-rep" else path.with_name(f"{path.name}.nsys-rep")
-
-
 def _run(command: list[str], timeout_s: float) -> str:
     what = f"nsys {command[1]}"
     try:
@@ -149,14 +170,7 @@ def _run(command: list[str], timeout_s: float) -> str:
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise NsysError(f"{what} took longer than {timeout_s:g} s and was ended") from error
-    except OSError as error:
-        raise NsysError(f"{what} does not start: {error}") from error
     if done.returncode != 0:
-        raise NsysError(f"{what} failed with exit code {done.returncode}: {_end(done.stdout)}")
+        last = [line.strip() for line in done.stdout.splitlines() if line.strip()][-5:]
+        raise NsysError(f"{what} failed with exit code {done.returncode}: {' | '.join(last)}")
     return done.stdout
-
-
-def _end(text: str) -> str:
-    """The last lines of an output."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-5:]) or "it wrote nothing"

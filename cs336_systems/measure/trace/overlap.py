@@ -12,19 +12,17 @@ A communication kernel spins while it waits for the other ranks: that time is pa
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cs336_systems.measure.trace.events import Trace, union_ns
+from cs336_systems.measure.trace.events import Kernel, Range, Trace, union_ns
 from cs336_systems.measure.trace.kernels import COMMUNICATION, class_of
-from cs336_systems.store.files import content
+from cs336_systems.store import files
 
-FORMAT, VERSION = "cs336_systems overlap of a step", 1
 PIECES = 1500  # what a lane's gaps are measured by: shorter ones than this part of the step are closed
 _CPU_COMMUNICATION = ("gloo:", "nccl:")
 
@@ -59,11 +57,6 @@ class Overlap:
     compute: Intervals
     communication: Intervals
 
-    @property
-    def share(self) -> float | None:
-        """The share of communication that is overlapped; None if there was none."""
-        return self.overlap_ms / self.communication_ms if self.communication_ms else None
-
 
 def overlap(trace: Trace, range_name: str, phases: Sequence[str] = ()) -> list[Overlap]:
     """Every occurrence of a range, in order; `phases` name ranges inside it. ValueError for an unknown range."""
@@ -72,63 +65,56 @@ def overlap(trace: Trace, range_name: str, phases: Sequence[str] = ()) -> list[O
 
 def _one(trace: Trace, index: int, phases: Sequence[str]) -> Overlap:
     whole = trace.ranges[index]
-    owned = trace.owned(index)
-    communicates = {i for i in owned if _communicates(trace, i)}
-    sent = [(trace.kernels[i].start_ns, trace.kernels[i].end_ns) for i in communicates]
+    owned = [trace.kernels[i] for i in trace.owned(index)]
+    sent = _spans(kernel for kernel in owned if _communicates(kernel))
     if trace.source == "torch-cpu":  # there, operators only issue communication
-        sent = [
-            (r.start_ns, r.end_ns) for r in trace.ranges
+        sent = _spans(
+            r for r in trace.ranges
             if r.process == whole.process and r.name.startswith(_CPU_COMMUNICATION)
             and whole.start_ns <= r.start_ns < whole.end_ns
-        ]  # fmt: skip
-    computed = {i for i in owned if i not in communicates}
-    found: list[tuple[str, int, int]] = []
-    backward: set[int] = set()
-    for i, inner in enumerate(trace.ranges):
-        if trace.parents[i] != index or inner.name not in phases:
-            continue
-        mine = [k for k in trace.owned(i) if k in computed]
-        if inner.name == "backward":
-            backward |= set(mine)
-        if mine:
-            start = min(trace.kernels[k].start_ns for k in mine)
-            end = max(trace.kernels[k].end_ns for k in mine)
-            found.append((inner.name, start - whole.start_ns, end - start))
-    spans = [(trace.kernels[i].start_ns, trace.kernels[i].end_ns) for i in sorted(computed)]
-    end = max([whole.end_ns, *(e for _, e in spans), *(e for _, e in sent)])
+        )  # fmt: skip
+    computed = _spans(kernel for kernel in owned if not _communicates(kernel))
+    of_phases = {
+        inner.name: [kernel for kernel in mine if not _communicates(kernel)]
+        for i, inner in enumerate(trace.ranges)
+        if trace.parents[i] == index and inner.name in phases
+        for mine in [[trace.kernels[k] for k in trace.owned(i)]]
+    }
+    end = max([whole.end_ns, *(end for _, end in computed), *(end for _, end in sent)])
     closed = (end - whole.start_ns) // PIECES
     return Overlap(
         source=trace.source,
         length_ms=(end - whole.start_ns) / 1e6,
-        communication_ms=_ms(sent),
-        compute_ms=_ms(spans),
-        overlap_ms=_both_ms(sent, spans),
-        backward_overlap_ms=_both_ms(
-            sent, [(trace.kernels[i].start_ns, trace.kernels[i].end_ns) for i in sorted(backward)]
-        ),
+        communication_ms=_union_ns(sent) / 1e6,
+        compute_ms=_union_ns(computed) / 1e6,
+        overlap_ms=_both_ms(sent, computed),
+        backward_overlap_ms=_both_ms(sent, _spans(of_phases.get("backward", ()))),
         collectives=len(sent),
-        phases=tuple(found),
-        compute=merged(spans, whole.start_ns, closed),
+        phases=tuple(
+            (name, spans[0][0] - whole.start_ns, max(end for _, end in spans) - spans[0][0])
+            for name, spans in ((name, _spans(mine)) for name, mine in of_phases.items() if mine)
+        ),
+        compute=merged(computed, whole.start_ns, closed),
         communication=merged(sent, whole.start_ns, closed),
     )
 
 
-def _communicates(trace: Trace, index: int) -> bool:
-    name = trace.kernels[index].name
-    return name.startswith(("c10d::", "gloo:", "nccl")) or class_of(name) == COMMUNICATION
+def _communicates(kernel: Kernel) -> bool:
+    return kernel.name.startswith(("c10d::", "gloo:", "nccl")) or class_of(kernel.name) == COMMUNICATION
 
 
-def _union(spans: Sequence[tuple[int, int]]) -> int:
-    return union_ns([s for s, _ in spans], [e for _, e in spans])
+def _spans(found: Iterable[Kernel | Range]) -> list[tuple[int, int]]:
+    """Start and end of each, by start."""
+    return sorted((one.start_ns, one.end_ns) for one in found)
 
 
-def _ms(spans: Sequence[tuple[int, int]]) -> float:
-    return _union(spans) / 1e6
+def _union_ns(spans: Sequence[tuple[int, int]]) -> int:
+    return union_ns([start for start, _ in spans], [end for _, end in spans])
 
 
 def _both_ms(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> float:
     """The time in which an interval of both is running: |A| + |B| - |A ∪ B|."""
-    return (_union(a) + _union(b) - _union([*a, *b])) / 1e6
+    return (_union_ns(a) + _union_ns(b) - _union_ns([*a, *b])) / 1e6
 
 
 def merged(spans: Sequence[tuple[int, int]], zero: int, gap: int) -> Intervals:
@@ -144,34 +130,14 @@ def merged(spans: Sequence[tuple[int, int]], zero: int, gap: int) -> Intervals:
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-def to_json(steps: Sequence[Overlap], path: str | Path) -> None:
-    """Writes one step of each rank, in the order of ranks: some kilobytes, a line for each part."""
-    lines = [
-        f"{json.dumps(name)}: {json.dumps(value)}"
-        for name, value in (("format", FORMAT), ("version", VERSION))
-    ]
-    ranks = [
-        ",\n  ".join(
-            f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in asdict(step).items()
-        )
-        for step in steps
-    ]
-    lines.append('"ranks": [\n {' + "},\n {".join(ranks) + "}\n]")
-    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+def to_json(steps: Sequence[Overlap], path: Path) -> None:
+    """Writes one step of each rank, in the order of ranks: some kilobytes, a line for each rank."""
+    files.replace({path: files.json_text({"ranks": [asdict(step) for step in steps]})})
 
 
-def from_json(path: str | Path) -> list[Overlap]:
-    """Reads what `to_json` has written; ValueError, which says why, for anything else."""
-    try:
-        parts = json.loads(content(Path(path)))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from error
-    if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path} is no overlap of a step, version {VERSION}")
-    try:
-        return [from_dict(rank) for rank in parts["ranks"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no valid overlap of a step: {error}") from error
+def from_json(path: Path) -> list[Overlap]:
+    """Reads what `to_json` has written."""
+    return [from_dict(rank) for rank in files.read_json(path)["ranks"]]
 
 
 def from_dict(parts: dict[str, Any]) -> Overlap:
