@@ -101,7 +101,7 @@ def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_only_regular_files_are_read(tmp_path, kind):
     """Others have no end, or nobody writes them: reading would wait for ever."""
-    from cs336_systems.measure.memory import memory, timeline
+    from cs336_systems.measure.memory import timeline
     from cs336_systems.measure.trace import condensed, overlap
     from cs336_systems.training import config, documents, outputs, text, tokens
 
@@ -116,7 +116,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         lambda: config.load(place("b.json")), lambda: config.load(place("a.toml")),
         lambda: text.prepare(source, tmp_path / "text"), lambda: documents.opened(tmp_path / "a.txt"),
         lambda: condensed.Step.from_json(place("c.json")), lambda: overlap.from_json(place("d.json")),
-        lambda: timeline.Timeline.from_json(place("e.json")), lambda: memory.read_snapshot(place("s.pickle")),
+        lambda: timeline.Timeline.from_json(place("e.json")),
         lambda: tokens.load_tokenizer(place("tokenizer.json")), lambda: outputs.sha256(place("weights")),
     ):  # fmt: skip
         with pytest.raises((ValueError, OSError), match="not a regular file"):

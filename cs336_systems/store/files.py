@@ -146,19 +146,22 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
 
 
 # ------------------------------------------------------------------------------------------------- writing
-def replace(texts: Mapping[Path, str]) -> None:
-    """Replaces files whole. All new texts are on the disk before the first of them takes its place: where that cannot
+def replace(contents: Mapping[Path, str | bytes]) -> None:
+    """Replaces files whole. All that is new is on the disk before the first of them takes its place: where that cannot
     be (StoreError), every file stays as it was."""
     written: dict[Path, Path] = {}
     try:
-        for path, text in texts.items():
+        for path, new in contents.items():
             place = path.resolve()  # of a link, what it leads to
             with naming("write into", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 written[place] = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-                # what an exception says may hold anything; a row is not lost for that
+                if isinstance(
+                    new, str
+                ):  # what an exception says may hold anything; a row is not lost for that
+                    new = new.encode("utf-8", "backslashreplace")
                 with open(written[place], "wb") as file:
-                    file.write(text.encode("utf-8", "backslashreplace"))
+                    file.write(new)
                     file.flush()
                     os.fsync(file.fileno())
         for place, temporary in written.items():

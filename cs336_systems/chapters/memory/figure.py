@@ -34,10 +34,8 @@ def cropped(timeline: Timeline, first: str) -> Timeline:
     return dataclasses.replace(
         timeline,
         events=timeline.events[place:],
-        time_ms=timeline.time_ms[place:],
         bytes={name: values[place:] for name, values in timeline.bytes.items()},
         stages=stages,
-        peak=max(stages, key=lambda stage: stage.peak.bytes).peak,
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from cs336_systems import accounting
 from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.device import comparable
-from cs336_systems.measure.memory.memory import read_snapshot, recording
+from cs336_systems.measure.memory.memory import recording
 from cs336_systems.measure.memory.replay import Snapshot
 from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
@@ -174,17 +173,14 @@ def alone(case: dict[str, Any], raw: str | None, file: str | None) -> dict[str, 
     import torch
 
     wanted, metrics = Case(**case), {}
-    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
-        path = Path(raw) if raw else Path(folder) / "snapshot.pickle"
-        with failure_is_a_row(metrics), recording(path) as mark:
-            alive = take_steps(wanted, "cuda", mark)
-        alive = None  # noqa: F841  until the history had been written
-        if metrics.get("status") not in (None, "oom"):
-            return metrics
-        snapshot = read_snapshot(path)
+    with failure_is_a_row(metrics), recording(Path(raw) if raw else None) as (mark, snapshot):
+        alive = take_steps(wanted, "cuda", mark)
+    alive = None  # noqa: F841  until the history had been taken
+    if metrics.get("status") not in (None, "oom"):
+        return metrics
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     device = {"source": "allocator", "device_bytes": properties.total_memory}
-    return metrics | condense(snapshot, file) | device
+    return metrics | condense(snapshot(), file) | device
 
 
 def take_steps(case: Case, device: str, mark: Callable[[str], None]) -> Any:
@@ -221,7 +217,7 @@ def condense(snapshot: Snapshot, file: str | Path | None) -> dict[str, Any]:
     """The metrics of a recording; with `file` the condensed timeline is kept there."""
     found = timeline(snapshot)
     if file:
-        _keep(found, Path(file))
+        found.to_json(Path(file))
     stage = peak_stage(found)
     alive, asked = stage.peak.by_category, None
     if found.out_of_memory:
@@ -248,18 +244,8 @@ def condense(snapshot: Snapshot, file: str | Path | None) -> dict[str, Any]:
 
 def peak_stage(found: Timeline) -> Stage:
     """The stage in which the most memory was active, the last of equals; the model's only where nothing follows it."""
-    steps = [stage for stage in found.stages if stage.name not in ("start", "model")]
+    steps = [stage for stage in found.stages if stage.name != "model"]
     return max(reversed(steps or found.stages), key=lambda stage: stage.peak.bytes)
-
-
-def _keep(found: Timeline, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        found.to_json(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------- on a CPU: tensors

@@ -340,7 +340,7 @@ def _snapshots(candidates: list[Candidate], path: Path) -> None:
         case = candidate.case
         with (
             failure_is_a_row(candidate.metrics),
-            recording(snapshot_path(path, case, len(candidates))) as mark,
+            recording(snapshot_path(path, case, len(candidates))) as (mark, _),
         ):
             mark("model")
             work = _workload(case, "cuda")

@@ -14,7 +14,7 @@ from cs336_systems.measure.memory.replay import Mark, Snapshot, replay
 
 @contextlib.contextmanager
 def watching_tensors() -> Iterator[tuple[Callable[[str], None], Callable[[], Snapshot]]]:
-    """As `memory.recording`, of tensors instead of an allocator's blocks: gives `mark(name)` and `snapshot()`.
+    """As `memory.recording`, of tensors instead of an allocator's blocks; `snapshot()` tells of the block so far.
 
     Every operation that torch's dispatcher sees is looked at for storages that it has made, and these for when they go.
     What a kernel allocates for itself is not seen.
@@ -50,13 +50,7 @@ def watching_tensors() -> Iterator[tuple[Callable[[str], None], Callable[[], Sna
         marks.append(Mark(name, len(trace)))
 
     def snapshot() -> Snapshot:
-        now, events = list(live.values()), list(trace)  # other threads let storages go, at any time
-        blocks = [
-            {"address": event["addr"], "total_size": event["size"],
-             "blocks": [{"size": event["size"], "state": "active_allocated"}]}
-            for event in now
-        ]  # fmt: skip
-        return replay(events, blocks, max_entries=len(events) + 1, marks=marks)
+        return replay(list(trace), marks)  # other threads let storages go, at any time
 
     try:
         with Watch():
