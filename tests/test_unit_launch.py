@@ -208,7 +208,7 @@ FIRST_LINES = {
     "stubborn": r"rank 1 of 2: ValueError: size=7 is odd",
     "exit": r"rank 1 of 2: SystemExit: 0",
     "skip": r"rank 0 of 2: RuntimeError: .*Timed out waiting 4000ms.*",
-    "tensor": r"rank 1 of 2: TypeError: the result of a rank is not JSON: .*Tensor.*",
+    "tensor": r"rank 1 of 2: TypeError: Object of type Tensor is not JSON serializable",
 }
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import running
 
-from cs336_systems.launch.group import TEAM_VARIABLE
-from cs336_systems.store.process import ChildError, call
+from cs336_systems.store.process import TEAM_VARIABLE, ChildError, call
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +33,7 @@ def child(tmp_path, monkeypatch):
         "    os.replace(path + '.part', path)\n"
         "    time.sleep(600)\n"
     )
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     return "child_functions"
 

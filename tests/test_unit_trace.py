@@ -625,7 +625,7 @@ def test_a_function_under_nsys(tmp_path, fake_nsys):
     only_the_capture = {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"}
     assert only_the_capture < set(nsys.OPTIONS)
     assert {"--sample=none", "--cpuctxsw=none", "--kill=none", "--force-overwrite=true"} < set(nsys.OPTIONS)
-    assert profile[program + 1 : program + 3] == ["-m", "cs336_systems.store.process"]
+    assert "cs336_systems.store.process" in profile[program + 3]
     assert export == [
         "export", "--type=sqlite", "--force-overwrite=true",
         f"--output={keep / 'report.sqlite'}", str(keep / "report.nsys-rep"),

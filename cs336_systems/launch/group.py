@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from cs336_systems.store.process import TEAM_VARIABLE
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# set by `team.leading`: how many ranks torchrun started, of which this process is the first
-TEAM_VARIABLE = "CS336_TEAM"
 # What NCCL's watchdog reads when a group is made. By default it writes a dump when a collective takes too long, and
 # sleeps for four times this limit, a minute, before it ends the process. Other ranks would have given up by then, and
 # be taken for the cause. The request for a dump also stays in the store, where the next task of a team would find it.

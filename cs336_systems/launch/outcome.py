@@ -8,8 +8,6 @@ last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank o
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import time
@@ -17,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store import process
 from cs336_systems.store.lifeline import ending
 
 
@@ -31,43 +30,35 @@ class LaunchError(RuntimeError):
         self.rank = rank
 
 
-# ---- files of a rank
-
-
-def write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text("utf-8", "replace").strip().splitlines() if file.is_file() else []
-
-
 # ---- outcomes
 
 # What NCCL's watchdog writes before it aborts the process.
 _NCCL_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: .*")
+# An error, or what it was raised from, that may be the consequence of another rank's failure.
+_OF_COMMUNICATION = re.compile(
+    r"^torch\.distributed\.Dist\w*Error|^RuntimeError: .*(gloo/|NCCL|by peer)", re.MULTILINE
+)
 
 
 def outcome(folder: Path, exit_code: int) -> dict[str, Any]:
     """What is known of a rank that has just ended by itself, from its folder."""
-    said = _lines(folder / "stderr.log")
+    answer, said = process.answer(folder), _lines(folder / "stderr.log")
     timeout = _NCCL_TIMEOUT.search("\n".join(said))
+    aborted = exit_code == -signal.SIGABRT and any("NCCL" in line for line in said)
     return {
         "time_ns": time.time_ns(),
-        "of_communication": exit_code == -signal.SIGABRT and any("NCCL" in line for line in said),
-        **read(folder / "answer.json"),
+        **answer,
+        "of_communication": aborted or bool(_OF_COMMUNICATION.search(answer.get("traceback", ""))),
         "exit_code": exit_code,
         "stopped": False,
-        "stack": _main_stack(folder / "answer.stack"),
+        "stack": _main_stack(folder / "stack.log"),
         "stderr": said[-20:],
         "watchdog": timeout[0] if timeout else "",
     }
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text("utf-8", "replace").strip().splitlines() if file.is_file() else []
 
 
 def has_failed(found: dict[str, Any]) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +12,10 @@ from subprocess import Popen
 from typing import Any, Protocol
 
 from cs336_systems.launch.outcome import has_failed, outcome
-from cs336_systems.store.lifeline import Held
+from cs336_systems.store import process
 
 _SAY_S = 5.0  # what a rank has to end by itself, when it has been told to
 _GRACE_S = 60.0  # what is waited for ranks that have been told to end, and cannot be killed or heard of
-# It finds the modules that the caller finds.
-_RANK = (
-    "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; "
-    "from cs336_systems.launch.worker import work; work(sys.argv[1])"
-)
 
 
 class Member(Protocol):
@@ -61,22 +53,19 @@ def started(
 ) -> Iterator[Member]:
     """A rank as a process of this one's, which is gone afterwards. `log` is called with each line that it prints, if it
     is one of the task's `log_ranks`."""
-    with tempfile.TemporaryDirectory(prefix="cs336-") as name:
-        folder = Path(name)
-        path = [entry or os.getcwd() for entry in sys.path]
-        (folder / "task.json").write_text(json.dumps({**task, "path": path}), encoding="utf-8")
-        own = {"RANK": str(rank), "WORLD_SIZE": str(task["world_size"])}
-        own["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 serves no store
-        command = [sys.executable, "-u", "-c", _RANK, str(folder / "task.json")]
-        with (
-            open(folder / "stdout.log", "wb") as stdout,
-            open(folder / "stderr.log", "wb") as stderr,
-            Held(
-                command, folder / "lifeline", env={**environment, **own}, stdout=stdout, stderr=stderr
-            ) as held,
-        ):
-            files = [stdout.name, stderr.name] if rank in task["log_ranks"] else []
-            yield _Process(held.process, folder, Log(files, lambda line: log(f"[rank {rank}] {line}")))
+    own = {"RANK": str(rank), "WORLD_SIZE": str(task["world_size"])}
+    own["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 serves no store
+    with (
+        tempfile.TemporaryDirectory(prefix="cs336-") as name,
+        open(f"{name}/stdout.log", "wb") as stdout,
+        open(f"{name}/stderr.log", "wb") as stderr,
+        process.started(
+            Path(name), "cs336_systems.launch.worker:work", {**task["call"], "stack": f"{name}/stack.log"},
+            {**environment, **own}, stdout=stdout, stderr=stderr,
+        ) as held,
+    ):  # fmt: skip
+        files = [stdout.name, stderr.name] if rank in task["log_ranks"] else []
+        yield _Process(held.process, Path(name), Log(files, lambda line: log(f"[rank {rank}] {line}")))
 
 
 class _Process:

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
-import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from cs336_systems.launch.group import BACKENDS, DEVICES, backend_and_device, process_group, team_size
+from cs336_systems.launch import team
+from cs336_systems.launch.group import BACKENDS, DEVICES, backend_and_device, team_size
 from cs336_systems.launch.outcome import LaunchError, failure, others
 from cs336_systems.launch.processes import started, watch
-from cs336_systems.launch.worker import as_json, found
-from cs336_systems.store.lifeline import end_at_once
 
 __all__ = ["LaunchError", "launch"]
 
@@ -61,21 +60,22 @@ def launch(
         raise ValueError(f"world_size={world_size}: expected at least 1")
     if "rank" in (arguments or {}):
         raise ValueError("argument 'rank' is what launch itself gives to the function")
-    team = team_size()
-    if team and world_size > team:
+    ranks = team_size()
+    if ranks and world_size > ranks:
         raise ValueError(
-            f"world_size={world_size}: torchrun started {team} ranks here; allowed: 1 ... {team}"
+            f"world_size={world_size}: torchrun started {ranks} ranks here; allowed: 1 ... {ranks}"
         )
-    local = min(world_size, int(os.environ["LOCAL_WORLD_SIZE"])) if team else world_size
+    local = min(world_size, int(os.environ["LOCAL_WORLD_SIZE"])) if ranks else world_size
     backend, device = backend_and_device(backend, device, local)
     task = {
-        "function": function, "arguments": dict(arguments or {}), "world_size": world_size, "backend": backend,
-        "device": device, "collective_timeout_s": collective_timeout_s, "log_ranks": list(log_ranks),
+        "world_size": world_size,
+        "log_ranks": list(log_ranks),
+        "call": {
+            "function": function, "arguments": dict(arguments or {}), "backend": backend, "device": device,
+            "collective_timeout_s": collective_timeout_s,
+        },
     }  # fmt: skip
-    if team:
-        from cs336_systems.launch.team import lead as run
-    else:
-        run = _on_this_machine
+    run = team.lead if ranks else _on_this_machine
     outcomes, in_time = run(task, timeout_s, log)
     if not in_time:
         first_line = f"{function} on {world_size} ranks took longer than {timeout_s:g} s and was ended"
@@ -113,41 +113,20 @@ def _on_this_machine(
 
 def main() -> None:
     """A rank that torchrun started, on one node or several: rank 0 prints the results of all as a line of JSON."""
-    from torch import distributed as dist
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     parser = argparse.ArgumentParser(prog="torchrun ... -m cs336_systems.launch.start")
     parser.add_argument("function", help="module:function")
     parser.add_argument("arguments", nargs="?", default={}, type=json.loads, help="its arguments, as JSON")
     parser.add_argument("--backend", default="auto", choices=BACKENDS)
     parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--collective-timeout-s", default=180.0, type=float)
-    given = parser.parse_args()
-
-    @record  # so that torchrun reports the traceback
-    def run() -> None:
-        function = found(given.function)
-        with process_group(given.backend, given.device, given.collective_timeout_s) as rank:
-            results = [""] * rank.world_size
-            try:
-                result = as_json(function(rank=rank, **given.arguments))
-            except SystemExit as error:  # which torchrun may take for success
-                raise RuntimeError(f"{given.function} called sys.exit({error.code})") from error
-            dist.all_gather_object(results, result)
-        if rank.rank == 0:
-            print(f"[{', '.join(results)}]", flush=True)
-
-    try:
-        run()
-    except KeyboardInterrupt:  # of which torchrun tells
-        end_at_once(130)
-    except Exception:
-        traceback.print_exc()
-        end_at_once(1)
+    given = vars(parser.parse_args())
+    if rank := team.rank_here():
+        team.follow()
+        return
+    with nullcontext() if rank is None else team.leading():
+        results = launch(world_size=team_size() or 1, timeout_s=math.inf, **given)
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
-    # The functions import this module under its name: there should be one of it.
-    from cs336_systems.launch.start import main as run
-
-    run()
+    main()

@@ -9,7 +9,7 @@ wait again, until rank 0 says that there are no more. A task has a number, and w
 which torchrun's ranks meet:
 
     count               tasks so far
-    task N              function, arguments, backend, ...: as `launch` got them
+    task N              what `launch` was asked to call, and for how many ranks
     stop N              the task is over: a rank has failed, or the time is up
     outcome N R         how rank R of it ended
     end, left           there are no more tasks; how many followers have gone
@@ -30,8 +30,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.launch.group import TEAM_VARIABLE, rendezvous
+from cs336_systems.launch.group import rendezvous
 from cs336_systems.launch.processes import Member, started, watch
+from cs336_systems.store.process import TEAM_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -88,7 +89,7 @@ def lead(
     """Has the team's first `world_size` ranks run a task, this process as rank 0; as `processes.watch`."""
     store = _store()
     number = store.add("count", 1)
-    task = {**task, "meeting": f"task {number}"}
+    task = {**task, "call": {**task["call"], "meeting": f"task {number}"}}
     store.set(f"task {number}", json.dumps(task))
     with ExitStack() as stack:
         stack.callback(store.set, f"stop {number}", "")  # also where this is interrupted
@@ -149,5 +150,4 @@ def _started(
         **os.environ,
         "LOCAL_WORLD_SIZE": str(min(local_size, task["world_size"] - (rank - local_rank))),
     }
-    environment.pop(TEAM_VARIABLE, None)  # this process leads nobody
     return started(task, rank, environment, log)

@@ -1,9 +1,7 @@
 """A function called in a fresh Python process: nothing that ran before has left caches, contexts or memory behind.
 
-    python -m cs336_systems.store.process FILE       (the child; `call` starts it)
-
-Arguments and results are JSON. The child's output goes where the parent's goes, so that its progress and tracebacks
-are seen.
+What the process is to do lies in a folder as a *task*, JSON with the function, its arguments and the search path of
+modules; its answer will lie beside it: its result, or its error. It holds on to its starter, and ends with it.
 """
 
 from __future__ import annotations
@@ -11,19 +9,27 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from cs336_systems.store.lifeline import Held, ending, hold_to_lifeline, leave_threads
+from cs336_systems.store import files
+from cs336_systems.store.lifeline import Held, end_at_once, ending, hold_to_lifeline, leave_threads
 
-_ROOT = Path(__file__).resolve().parents[2]
 # Says that ranks which torchrun started are this process's to use (`launch.team`). A child that starts ranks starts
 # its own, so that a profiler around it sees them.
-_TEAM = "CS336_TEAM"
+TEAM_VARIABLE = "CS336_TEAM"
+# It finds the modules that the caller finds.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/task.json'))['path']; "
+    "from cs336_systems.store.process import work; work(sys.argv[1])"
+)
 
 
 class ChildError(RuntimeError):
@@ -36,6 +42,8 @@ def call(
 ) -> Any:  # fmt: skip
     """`module:function(**arguments)` in a fresh process of this interpreter; returns what it returns.
 
+    Arguments and results are JSON. The child's output goes where this process's goes, so that its progress is seen.
+
     prefix:       a command to run it under, such as `["nsys", "profile", ...]`.
     environment:  variables to set for it.
     timeout_s:    after this time the child and what it started are killed.
@@ -44,51 +52,54 @@ def call(
     process ends, the child ends with it.
     """
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
-        task = Path(folder) / "task.json"
-        task.write_text(json.dumps({"function": function, "arguments": dict(arguments)}), encoding="utf-8")
-        command = [*prefix, sys.executable, "-m", __name__, str(task)]
-        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]  # where the package is not installed, too
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
-        inherited = {name: value for name, value in os.environ.items() if name != _TEAM}
-        with Held(command, _lifeline(task), env={**inherited, **variables}) as child:
+        variables = {**os.environ, **(environment or {})}
+        with started(Path(folder), function, arguments, variables, prefix) as child:
             try:
                 code = child.process.wait(timeout_s)
             except TimeoutExpired:
                 raise ChildError(f"{function} took longer than {timeout_s:g} s and was ended") from None
-        answer = _read(task.with_suffix(".out"))
-    if "result" in answer:
-        return answer["result"]
-    raise ChildError(answer.get("error") or f"{function} ended with {ending(code)}")
+        said = answer(Path(folder))
+    if "result" in said:
+        return said["result"]
+    print(said.get("traceback", ""), file=sys.stderr, end="", flush=True)
+    raise ChildError(said.get("error") or f"{function} ended with {ending(code)}")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def started(
+    folder: Path, function: str, arguments: Mapping[str, Any], environment: Mapping[str, str],
+    prefix: Sequence[str] = (), **options: Any,
+) -> Held:  # fmt: skip
+    """`module:function(**arguments)` in a fresh process, whose `answer` will be in `folder`; options as for `Held`."""
+    path = [entry or os.getcwd() for entry in sys.path]
+    task = json.dumps({"function": function, "arguments": dict(arguments), "path": path})
+    (folder / "task.json").write_text(task, encoding="utf-8")
+    environment = {name: value for name, value in environment.items() if name != TEAM_VARIABLE}
+    command = [*prefix, sys.executable, "-u", "-c", _CHILD, str(folder)]
+    return Held(command, folder / "lifeline", env=environment, **options)
 
 
-def _lifeline(task: Path) -> Path:
-    return task.with_suffix(".lifeline")
+def answer(folder: Path) -> dict[str, Any]:
+    """What a process that has ended has left: `result`, or `error`, its `traceback` and `time_ns`; or nothing."""
+    return files.read_json(folder / "answer.json")
 
 
-def _main(path: str) -> None:
-    hold_to_lifeline(_lifeline(Path(path)))
-    task = json.loads(Path(path).read_text(encoding="utf-8"))
+def work(folder: str) -> None:
+    """What the process does."""
+    hold_to_lifeline(Path(folder, "lifeline"))
+    task = json.loads(Path(folder, "task.json").read_text(encoding="utf-8"))
     module, _, name = task["function"].partition(":")
     try:
-        answer = json.dumps({"result": getattr(importlib.import_module(module), name)(**task["arguments"])})
-    except Exception as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        _answer(path, json.dumps({"error": f"{type(error).__name__}: {first_line}"}))
-        raise
-    _answer(path, answer)
-
-
-def _answer(path: str, answer: str) -> None:
-    out = Path(path).with_suffix(".out")
-    temporary = out.with_suffix(".tmp")
-    temporary.write_text(answer, encoding="utf-8")
-    os.replace(temporary, out)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+        said = json.dumps({"result": getattr(importlib.import_module(module), name)(**task["arguments"])})
+    except BaseException as error:  # sys.exit and Ctrl-C are its end as well
+        # the starter may have seen another process of a run fail: this one has its say
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        words = "".join(traceback.format_exception_only(error))  # also of one that cannot be printed
+        what = {
+            "error": words.splitlines()[0],
+            "traceback": traceback.format_exc(),
+            "time_ns": time.time_ns(),
+        }
+        files.replace({Path(folder, "answer.json"): json.dumps(what)})
+        end_at_once(1)
+    files.replace({Path(folder, "answer.json"): said})
     leave_threads()
