@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336_systems.cli.terminal import EXHAUSTED
 from cs336_systems.store import numbers
 from cs336_systems.store.files import alone, make_folder, read_json
 from cs336_systems.training.config import TrainingConfig, describe, load
@@ -79,7 +80,8 @@ def _told_in_a_line() -> Iterator[None]:
             yield
         why = "out of memory; `--dry-run` says what a run needs" if ended else ""
     except (ValueError, FileNotFoundError) as error:
-        code, why = 2, str(error)
+        # a disk that is full is no wrong input
+        code, why = 1 if getattr(error.__cause__, "errno", None) in EXHAUSTED else 2, str(error)
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EPIPE):
             raise  # of the output, which `terminal` tells

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
+from cs336_systems.store.files import replace
 from cs336_systems.training import outputs
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -132,7 +133,7 @@ def _told_to_keep(path: Path) -> int | None:
 
 def mark_best(path: Path) -> None:
     """Remembers that a checkpoint is the best of its folder."""
-    outputs.write(path.parent / "best", path.name)
+    replace({path.parent / "best": path.name})
 
 
 def best_of(folder: Path) -> Path | None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cs336_systems.store import files
 from cs336_systems.store.machine import has_module
-from cs336_systems.training import outputs
 
 COLUMNS = (
     "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
@@ -97,7 +97,7 @@ class RunLog:
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._lines)
-        outputs.write(self.file, text.getvalue())
+        files.replace({self.file: text.getvalue()})
 
     def _tell(self, step: int, known: Mapping[str, Any]) -> None:
         forms = {

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import content, lock, opened
+from cs336_systems.store.files import content, lock, opened, replace
 
 _FORMAT = 1  # of the files that stages write: what has another is made anew
 
@@ -87,15 +87,6 @@ def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -
             )
 
 
-def write(path: Path, content: str) -> None:
-    """A small file, there whole or not at all; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(content, encoding="utf-8")
-    synced(new)
-    os.replace(new, path)
-
-
 def sha256(path: Path) -> str:
     """Of a file's content, in hexadecimal."""
     with opened(path) as file:
@@ -135,7 +126,7 @@ def _made(
         for file in files:
             os.replace(new / file, folder / file)
         sync_folder(folder)
-        write(folder / f"{name}.json", told + "\n")
+        replace({folder / f"{name}.json": told + "\n"})
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return json.loads(told)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.store import files
 from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
@@ -102,7 +103,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
                 f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's tokenizer; "
                 f"tokenizer.path={theirs} takes it"
             )
-    outputs.write(Path(config.out) / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+    files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
     return start
 
 
@@ -232,7 +233,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
 
     out = Path(config.out)
     result = {**result, "digest": digest(config)}
-    outputs.write(out / "result.json", json.dumps(result, indent=1) + "\n")
+    files.replace({out / "result.json": json.dumps(result, indent=1) + "\n"})
     if (out / "log.csv").is_file():
         picture(out, result["floor"])
     if result["stopped"]:
@@ -258,7 +259,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
             )
             result["samples"].append(how.prompt + "".join(pieces))
             say(f"\n{result['samples'][-1]}")
-        outputs.write(out / "samples.txt", "\n\n".join(result["samples"]) + "\n")
+        files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
     return result
 
 

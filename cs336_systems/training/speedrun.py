@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store import files
 from cs336_systems.store.files import alone, make_folder
-from cs336_systems.training import outputs
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 from cs336_systems.training.forecast import largest_batch, what_fits
 
@@ -149,7 +149,7 @@ def write(plan: Plan) -> None:
 
 
 def _write(plan: Plan) -> None:
-    outputs.write(plan.file, json.dumps(plan.config.to_dict(), indent=1) + "\n")
+    files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
 
 
 # ------------------------------------------------------------------------------------------------ where it runs
