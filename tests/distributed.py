@@ -83,6 +83,13 @@ def _rank(
         raise
 
 
+def ranks_agree(value: Any) -> bool:
+    """Whether all ranks of the group, which all call this, have the same value."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return len(set(map(str, found))) == 1
+
+
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """What the package starts with this interpreter (ranks, fresh processes) is forked, unless there is a GPU."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import ranks_agree
 
 from cs336_systems.chapters.shared.parallel_step import (
     OPTIMIZERS,
     WITH_BUCKETS,
     WRAPPERS,
     ParallelWorkload,
-    ranks_agree,
 )
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks.ranks import RankSteps

@@ -24,11 +24,9 @@ from cs336_systems.accounting.attention_memory import (
     ATTENTION_IMPLS,
     BEFORE_BACKWARD,
     Kernel,
-    attention_before_backward_bytes,
     attention_kernels,
     attention_moments,
     attention_peak_bytes,
-    attention_saved_bytes,
     kernels_ms,
 )
 from cs336_systems.accounting.collectives import (
@@ -36,9 +34,8 @@ from cs336_systems.accounting.collectives import (
     all_reduce_steps,
     bus_factor,
     fit_line,
-    ring_all_reduce_s,
 )
-from cs336_systems.accounting.hardware import Peaks, exps_ms, peaks, ridge_flops_per_byte, roofline_ms
+from cs336_systems.accounting.hardware import Peaks, exps_ms, peaks, roofline_ms
 from cs336_systems.accounting.memory import (
     MEMORY_MODES,
     autocast_copy_bytes,
@@ -69,7 +66,6 @@ from cs336_systems.accounting.zero import (
     zero_memory,
     zero_optimizer_ms,
     zero_peak_memory,
-    zero_stage_bytes,
     zero_step_bytes,
     zero_step_memory,
 )
@@ -87,14 +83,12 @@ __all__ = [
     "Peaks",
     "Work",
     "all_reduce_steps",
-    "attention_before_backward_bytes",
     "attention_bytes",
     "attention_exps",
     "attention_flops",
     "attention_kernels",
     "attention_moments",
     "attention_peak_bytes",
-    "attention_saved_bytes",
     "autocast_copy_bytes",
     "backward_work",
     "bus_factor",
@@ -116,8 +110,6 @@ __all__ = [
     "peaks",
     "product_shared_bytes",
     "residual_bytes",
-    "ridge_flops_per_byte",
-    "ring_all_reduce_s",
     "roofline_ms",
     "saved_activation_bytes",
     "saved_layer_bytes",
@@ -129,7 +121,6 @@ __all__ = [
     "zero_memory",
     "zero_optimizer_ms",
     "zero_peak_memory",
-    "zero_stage_bytes",
     "zero_step_bytes",
     "zero_step_memory",
 ]

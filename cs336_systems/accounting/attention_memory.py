@@ -89,20 +89,6 @@ def _check(impl: str, device: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- memory
-def attention_saved_bytes(
-    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
-    impl: str = "reference",
-) -> dict[str, int]:  # fmt: skip
-    """Tensor → bytes of what the forward pass saves for the backward pass, the inputs among it.
-
-    ValueError for an unknown `impl` or a size that is not positive.
-    """
-    _check(impl, "cuda")
-    t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
-    inputs = {"Q": t.query, "K": t.key, "V": t.key}
-    return inputs | ({"O": t.query, "L": t.row} if impl in _FLASH else {"P": t.matrix})
-
-
 def attention_moments(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
     impl: str = "reference", device: str = "cuda",
@@ -110,8 +96,8 @@ def attention_moments(
     """Moment → tensor → bytes: what is alive at each moment of a forward and a backward pass, in their order.
 
     A moment is named after the operation that has just computed its output and not yet released its inputs. The moment
-    `before backward` has nothing but inputs, output and what the graph keeps. ValueError as above, and for an unknown
-    `device`.
+    `before backward` has nothing but inputs, output and what the graph keeps. ValueError for an unknown `impl` or
+    `device`, or a size that is not positive.
     """
     _check(impl, device)
     t = _Sizes(batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
@@ -151,15 +137,6 @@ def attention_moments(
     if impl == "reference":  # its matmul gives dKᵀ, which becomes K's gradient by a copy
         moments["dK in K's layout"] = out | grads | {"dKᵀ": t.key}
     return {moment: inputs | tensors for moment, tensors in moments.items()}
-
-
-def attention_before_backward_bytes(
-    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, bytes_per_element: int,
-    impl: str = "reference",
-) -> int:  # fmt: skip
-    """Bytes alive between the passes: Q, K, V, dO, O, and P or L. Errors as for `attention_saved_bytes`."""
-    sizes = (batch_heads, num_queries, num_keys, head_dim, bytes_per_element)
-    return sum(attention_moments(*sizes, impl)[BEFORE_BACKWARD].values())
 
 
 def attention_peak_bytes(

@@ -32,19 +32,6 @@ def bus_factor(world_size: int) -> float:
     return all_reduce_steps(world_size) / world_size
 
 
-def ring_all_reduce_s(
-    num_bytes: float, world_size: int, link_bytes_per_s: float, step_s: float = 0.0
-) -> float:
-    """Seconds of an all-reduce of `num_bytes` over a ring, by the formula above; 0 for one rank.
-
-    ValueError for sizes or a bandwidth that are not positive, and for a negative latency.
-    """
-    check_sizes(num_bytes=num_bytes, link_bytes_per_s=link_bytes_per_s)
-    if step_s < 0:
-        raise ValueError(f"step_s={step_s}; it must not be negative")
-    return all_reduce_steps(world_size) * step_s + bus_factor(world_size) * num_bytes / link_bytes_per_s
-
-
 @dataclass(frozen=True)
 class Line:
     """t(S) = latency_s + S / bytes_per_s, fitted to measured times; `bytes_per_s` may be infinite.

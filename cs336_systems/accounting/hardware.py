@@ -17,12 +17,6 @@ def roofline_ms(flops: float, num_bytes: float, tflops: float, tb_per_s: float) 
     return max(flops / (tflops * 1e9), num_bytes / (tb_per_s * 1e9))
 
 
-def ridge_flops_per_byte(tflops: float, tb_per_s: float) -> float:
-    """The arithmetic intensity above which work is compute-bound."""
-    check_sizes(tflops=tflops, tb_per_s=tb_per_s)
-    return tflops / tb_per_s
-
-
 def exps_ms(exps: float, sms: int, sm_mhz: float, per_clock: int = 16) -> float:
     """The least time in ms for this many exponentials on the special function units.
 

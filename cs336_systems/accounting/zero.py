@@ -146,32 +146,6 @@ def zero_peak_memory(
     }
 
 
-def zero_stage_bytes(
-    num_parameters: int, num_ranks: int, stage: int, parameter: int = 2, gradient: int = 2, state: int = 12
-) -> dict[str, float]:
-    """Component → bytes on each of N ranks if shares are equal, after the paper's figure 1.
-
-    stage: 0 shards nothing, 1 the optimizer state, 2 gradients as well, 3 parameters as well. parameter, gradient,
-    state: bytes of one parameter's; the defaults are the paper's mixed precision, with an fp32 copy of the weights in
-    the state (K = 12). Plain fp32 has 4, 4 and 8. `ShardedOptimizer` is stage 1. ValueError for an unknown stage or a
-    size that is not positive.
-    """
-    check_sizes(
-        num_parameters=num_parameters,
-        num_ranks=num_ranks,
-        parameter=parameter,
-        gradient=gradient,
-        state=state,
-    )
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage}; allowed: 0, 1, 2, 3")
-    return {
-        "parameters": parameter * num_parameters / (num_ranks if stage >= 3 else 1),
-        "gradients": gradient * num_parameters / (num_ranks if stage >= 2 else 1),
-        "optimizer_state": state * num_parameters / (num_ranks if stage >= 1 else 1),
-    }
-
-
 # ----------------------------------------------------------------------------------------------- communication
 def zero_step_bytes(
     scheme: str, num_ranks: int, parameter_bytes: float, gradient_bytes: float

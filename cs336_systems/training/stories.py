@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, count
-from math import fsum, inf, log, sqrt
+from math import fsum, inf, log
 from pathlib import Path
 from random import Random
 
@@ -310,15 +310,6 @@ def story(seed: int, index: int) -> Story:
 
 def stories(seed: int, start: int, count: int) -> Iterator[Story]:
     return (story(seed, index) for index in range(start, start + count))
-
-
-def entropy_nats(seed: int = 0, num_stories: int = 10_000) -> dict[str, float]:
-    """The generator's entropy, estimated from stories as the mean of -log p, and per byte of text; standard errors."""
-    sample = [(one.nats, len(one.text.encode())) for one in stories(seed, 0, num_stories)]
-    nats, size = (fsum(column) / num_stories for column in zip(*sample, strict=True))
-    spread = [fsum((n - nats) ** 2 for n, _ in sample), fsum((n - nats / size * s) ** 2 for n, s in sample)]
-    errors = [sqrt(squares / (num_stories - 1) / num_stories) for squares in spread]
-    return {"story": nats, "byte": nats / size, "story_error": errors[0], "byte_error": errors[1] / size}
 
 
 def _block(seed: int, start: int) -> list[Story]:

@@ -87,36 +87,19 @@ def devices_worth(num_bytes: int, capacity: float) -> int:
     return math.ceil(Fraction(num_bytes) / Fraction(capacity))
 
 
-def memory_per_device(
-    stack: Stack, devices: float, tokens: float, nonlinearity: str = "relu", sharded: float = 0.5
-) -> dict[str, float]:
-    """Component → bytes on each of N devices that share the fp32 state and a part of the activations.
-
-    m(N) = (16·P + s·a·t) / N + (1 - s)·a·t, with a the bytes saved for a token, t = `tokens` the tokens that a
-    device's forward pass takes part in, and s = `sharded` the share of the activations that is spread over the N.
-
-    s = 1/2 is the handout's part (b). s = 0 is FSDP as it is usually run, t tokens of its own for each device;
-    s = 1 is a batch of t tokens that is spread evenly over all. ValueError for a share outside [0, 1], negative tokens,
-    or devices that are not positive.
-    """
-    check_sizes(devices=devices)
-    _check_tokens(tokens)
-    _check_share(sharded)
-    activations = tokens * sum(saved_bytes_per_token(stack, nonlinearity).values())
-    states = {name: size / devices for name, size in state_bytes(stack).items()}
-    return states | {
-        "activations, sharded": sharded * activations / devices,
-        "activations, whole": (1 - sharded) * activations,
-    }
-
-
 def fewest_devices(
     stack: Stack, capacity: float, tokens: int, nonlinearity: str = "relu", sharded: float = 0.5
 ) -> int | None:
-    """The smallest N with `memory_per_device` below `capacity` bytes; None if there is none.
+    """The smallest N of devices that share the fp32 state and a part of the activations, and need less than `capacity`
+    bytes each; None if there is none.
 
+    m(N) = (16·P + s·a·t) / N + (1 - s)·a·t, with a the bytes saved for a token, t = `tokens` the tokens that a
+    device's forward pass takes part in, and s = `sharded` the share of the activations that is spread over the N.
     m(N) < c holds for N > (16·P + s·a·t) / (c - (1 - s)·a·t), if what every device holds whole leaves room at all.
-    Errors as for `memory_per_device`.
+
+    s = 1/2 is the handout's part (b). s = 0 is FSDP as it is usually run, t tokens of its own for each device;
+    s = 1 is a batch of t tokens that is spread evenly over all. ValueError for a share outside [0, 1], negative tokens,
+    or a capacity that is not positive.
     """
     check_sizes(capacity=capacity)
     _check_tokens(tokens)
@@ -132,7 +115,7 @@ def fewest_devices(
 def most_tokens(
     stack: Stack, capacity: float, devices: int, nonlinearity: str = "relu", sharded: float = 0.5
 ) -> int | None:
-    """The largest t with `memory_per_device` below `capacity` bytes; None if the fp32 state alone does not fit."""
+    """The largest t with m(N) of `fewest_devices` below `capacity` bytes; None if the fp32 state alone does not fit."""
     check_sizes(capacity=capacity, devices=devices)
     _check_share(sharded)
     share = Fraction(sharded)
@@ -326,11 +309,6 @@ def stage_send_share(stack: Stack, chip: Chip, layout: Layout, bytes_per_s: floa
     sent = layout.activation_bytes * stack.d_model / (layout.fsdp * layout.tensor)
     compute = block_times(stack, chip, layout, 1).compute * stack.num_blocks / layout.stages
     return sent / bytes_per_s / compute
-
-
-def gathered_bytes(stack: Stack, layout: Layout) -> float:
-    """Bytes of all weights of a device's blocks, gathered at once: s_w·P / (Y·Z)."""
-    return layout.weight_bytes * stack.num_parameters / (layout.tensor * layout.stages)
 
 
 def _check_tokens(tokens: float) -> None:

@@ -21,7 +21,7 @@ Wrappers, by name:
 
 Optimizers, by name: `adamw` (fused, the whole state on every rank), `sharded` (`parallel.zero.ShardedOptimizer` over
 it), `zero_redundancy` (torch's ZeroRedundancyOptimizer over it). A workload makes each when it is first asked for and
-keeps it, state and all, until `drop_optimizer`.
+keeps it, state and all.
 
 Phases of a step, in order: `forward` (the loss), `backward` (with the communication that it overlaps; torch's DDP also
 waits for it here), `synchronization` (`finish_gradient_synchronization`; nothing for `none` and torch's),
@@ -36,7 +36,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -93,11 +92,6 @@ class ParallelWorkload:
         if name not in self._optimizers:
             self._optimizers[name] = _new_optimizer(name, self.parameters)
         return self._optimizers[name]
-
-    def drop_optimizer(self, name: str) -> None:
-        """Frees the optimizer and its state, if there is one; the next use makes a fresh one."""
-        self._optimizers.pop(name, None)
-        _empty(self.rank.device)
 
     def drop_gradients(self) -> None:
         """`model.zero_grad()` without traversing the modules."""
@@ -239,11 +233,3 @@ def _empty(device: str, cycles: bool = True) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def ranks_agree(value: float) -> bool:
-    """Whether all ranks have the same value: a check after a step, which all of them call."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    both = torch.tensor([value, -value], dtype=torch.float64, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return bool(both[0] == -both[1])
