@@ -188,13 +188,15 @@ def test_a_full_ring_buffer_is_refused(monkeypatch):
 
 def test_what_another_stream_still_uses_is_active():
     gpu = FakeAllocator()
-    first = gpu.alloc(100)
+    before, first = gpu.alloc(7, record=False), gpu.alloc(100)
     gpu.free(first, completed=False)
     gpu.free(gpu.alloc(10))
     gpu.free(first, requested=False)
     gpu.event("segment_map", addr=1, size=1000)
     gpu.free(gpu.alloc(40), completed=False)
-    assert list(gpu.replayed().active()) == [0, 100, 100, 110, 110, 100, 0, 0, 40, 40]
+    gpu.free(before, completed=False)
+    base = [0, 100, 100, 110, 110, 100, 0, 0, 40, 40, 40]
+    assert list(gpu.replayed().active()) == [7 + num_bytes for num_bytes in base]
 
 
 def test_out_of_memory_is_an_event():

@@ -47,6 +47,13 @@ def test_sums_of_a_step():
     assert step.communication == ((15 * MS, 10 * MS), (28 * MS, 12 * MS))
 
 
+def test_gaps_too_short_to_see_are_closed():
+    first, second = kernel("gemm", 11, 20, 11), kernel("gemm", 20, 30, 12)
+    second = second._replace(start_ns=second.start_ns + MS // 50)
+    [step] = overlap(Trace("nsys", (first, second), tuple(ranges())), "step", PHASES)
+    assert step.compute == ((1 * MS, 19 * MS),) and step.compute_ms == pytest.approx(18.98)
+
+
 def test_nothing_sent_overlaps_nothing():
     kernels = tuple(k for k in trace().kernels if k.name != NCCL)
     [step] = overlap(Trace("nsys", kernels, tuple(ranges())), "step", PHASES)

@@ -95,9 +95,8 @@ def _kernels(events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Kern
     launches: dict[int, tuple[int, int, int]] = {}  # correlation → start, process, thread
     for event in (event for category in LAUNCH for event in events.get(category, ())):
         call, launch = event["args"].get("correlation"), (_interval(event)[0], event["pid"], event["tid"])
-        launches[call] = min(
-            launches.get(call, launch), launch
-        )  # of the runtime's call and the driver's in it
+        # of the runtime's call and the driver's in it the outer one launches
+        launches[call] = min(launches.get(call, launch), launch)
     for event in (event for category in DEVICE for event in events.get(category, ())):
         args = event["args"]
         launch = launches.get(args.get("correlation"), (NEVER, -1, -1))
@@ -119,6 +118,6 @@ def _operators(events: Sequence[Mapping[str, Any]]) -> Iterator[Kernel]:
 
 
 def _interval(event: Mapping[str, Any]) -> tuple[int, int]:
-    """Start and end in ns."""
+    """Start and end in ns. Times count from some months ago at most: a float of µs holds them to the nanosecond."""
     start = round(event["ts"] * 1000)
     return start, start + round(event["dur"] * 1000)
