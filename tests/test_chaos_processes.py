@@ -179,7 +179,7 @@ def test_a_killed_book_leaves_the_one_before_it(tmp_path):
     good.parent.mkdir(parents=True)
     good.write_text("good")
     root = f"pathlib.Path({str(tmp_path)!r})"
-    code = f"import pathlib; from cs336_systems.report.build import build; build(root={root})"
+    code = f"import pathlib; from cs336_systems.report.build import build; build(list, root={root})"
     for name in ("SIGKILL", "SIGTERM"):
         (tmp_path / "up").unlink(missing_ok=True)
         with Tree(["-c", code], tmp_path) as tree:

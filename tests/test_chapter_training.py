@@ -79,7 +79,8 @@ def test_all_cells_of_a_group_learn_the_same():
     found = trials.measure(cells)
     assert not [m["status"] for m in found if "status" in m]
     for case, metrics in zip(cells, found, strict=True):
-        assert set(metrics) | {"peak_gib"} == set(trials.METRICS)  # whose reading a CPU lacks
+        without = set() if torch.cuda.is_available() else {"peak_gib"}
+        assert set(metrics) == set(trials.METRICS) - without
         assert len(metrics["losses"].split()) == trials.WARMUP + case.steps and metrics["step_ms_p50"] > 0
         rate = case.sequences * 16 / metrics["step_ms_p50"] * 1e3
         assert metrics["tokens_per_s"] == pytest.approx(rate) and metrics["backend"] in ("gloo", "nccl")
@@ -291,11 +292,11 @@ def test_the_notebook_on_a_laptops_rows_and_on_none(results_root, project_root):
     notebook = project_root / "book" / "training.ipynb"
     assert {s.outcome for s in execute(notebook)[0]} == {None}
     origin = {"status": "ok", "run": "r", "time_utc": "2026-01-01T00:00:00Z", "env": "0", "code": "0"}
-    measured = {
-        training.TABLE: {"step_ms_p50": 7.0},
-        training_ladder.TABLE: {"losses": "7 6 5 4 3 2", "step_ms_p50": 9.0},
-    }
-    for table, more in measured.items():
+    measured = (
+        (training.TABLE, {"step_ms_p50": 7.0}),
+        (training_ladder.TABLE, {"losses": "7 6 5 4 3 2", "step_ms_p50": 9.0}),
+    )
+    for table, more in measured:
         rows = [dataclasses.asdict(case) | origin | more for case in table.grid("smoke")]
         store.write(table, "cpu-2", rows, results_root)
     (results_root / "reference.json").write_text(json.dumps({"training": ["cpu-2"]}))
