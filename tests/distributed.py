@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +88,18 @@ def ranks_agree(value: Any) -> bool:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return len(set(map(str, found))) == 1
+
+
+def assert_same_on_all_ranks(
+    tensors: Iterable[torch.Tensor | None], group: dist.ProcessGroup | None = None
+) -> None:
+    """The same on all ranks of the group, bit for bit; None where there is none."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    mine = [None if tensor is None else tensor.detach().cpu() for tensor in tensors]
+    dist.all_gather_object(everyones, mine, group=group)
+    for theirs in everyones:
+        for number, (one, other) in enumerate(zip(everyones[0], theirs, strict=True)):
+            assert one is other is None or torch.equal(one, other), f"tensor {number}"
 
 
 @contextlib.contextmanager

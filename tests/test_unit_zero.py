@@ -17,10 +17,10 @@ import distributed
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import assert_same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from cs336_systems.accounting import peak_bytes, saved_activation_bytes
 from cs336_systems.accounting import zero as accounting
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.counters.collectives import Collectives
@@ -77,6 +77,34 @@ class Counting(torch.optim.SGD):
                     p -= factor * group["lr"] / group["taken"] * p.grad
 
 
+class Odd(torch.optim.SGD):
+    """Keeps numbers, nothing, tensors with gaps and empty ones."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    gaps = (torch.arange(12.0).reshape(3, 4) + p.grad.sum())[:, 1::2]
+                    self.state[p] |= {"gaps": gaps, "count": 3, "nothing": None, "empty": torch.zeros(0, 2)}
+                    p -= group["lr"] * p.grad
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, ADAMW(), Toy),
+    "AdamW foreach": (torch.optim.AdamW, ADAMW(foreach=True), Toy),
+    "AdamW fused": (torch.optim.AdamW, ADAMW(fused=True), Toy),
+    "AdamW amsgrad, tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}, Toy),
+    "SGD": (torch.optim.SGD, {"lr": 0.01}, Toy),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}, Toy),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}, Toy),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}, Toy),
+    "ASGD": (torch.optim.ASGD, {}, Toy),
+    "Muon": (torch.optim.Muon, {"lr": 0.01}, Matrices),
+    "Odd": (Odd, {"lr": 0.01}, Toy),
+}
+
+
 class Hidden(torch.optim.SGD):
     """Keeps a setting where its groups do not tell it."""
 
@@ -96,18 +124,21 @@ def loss_of(model, step):
     return F.mse_loss(model(x), y)
 
 
-def train(model, optimizer, steps, after_backward=lambda: None):
+def backward(model, step):
+    loss_of(model, step).backward()
+
+
+def random_gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+
+
+def train(model, optimizer, steps, backward=backward):
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, step).backward()
-        after_backward()
+        backward(model, step)
         optimizer.step()
-
-
-def pair(make=Toy):
-    """Two models with the same weights."""
-    model = make()
-    return model, copy.deepcopy(model)
 
 
 class Both:
@@ -118,14 +149,15 @@ class Both:
     ):
         settings = settings or (ADAMW() if cls is torch.optim.AdamW else {})
         rounds = {} if num_rounds is None else {"num_rounds": num_rounds}
-        self.one, self.other = pair(make)
+        self.one = make()
+        self.other = copy.deepcopy(self.one)
         self.plain = cls(chosen(self.one), **settings)
         self.sharded = ShardedOptimizer(chosen(self.other), cls, **rounds, **settings)
         self.sides = (self.one, self.plain), (self.other, self.sharded)
 
-    def train(self, steps):
+    def train(self, steps, backward=backward):
         for model, optimizer in self.sides:
-            train(model, optimizer, steps)
+            train(model, optimizer, steps, backward)
 
     def assert_same(self):
         assert_same(self.one.parameters(), self.other.parameters())
@@ -150,24 +182,13 @@ def assert_same(parameters, others):
         assert torch.equal(one, other), f"parameter {i}"
 
 
-def assert_same_on_all_ranks(parameters, group=None):
-    for i, p in enumerate(parameters):
-        everyones = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, p.detach().cpu(), group=group)
-        assert all(torch.equal(other, everyones[0]) for other in everyones), f"parameter {i}"
-
-
 def assert_same_state(state, other):
-    """Of two state dicts: what they say of each parameter, and of each group."""
+    """Of two state dicts: what they say of each parameter, in its order, and of each group."""
     assert state.keys() == other.keys() == {"state", "param_groups"}
     assert list(state["state"]) == list(other["state"])
-    for index in state["state"]:
-        assert list(state["state"][index]) == list(other["state"][index])
-        for name, value in state["state"][index].items():
-            theirs = other["state"][index][name]
-            same = torch.equal(value.cpu(), theirs.cpu()) if torch.is_tensor(value) else value == theirs
-            assert same, (index, name)
-            assert type(value) is type(theirs)
+    for one, theirs in zip(state["state"].values(), other["state"].values(), strict=True):
+        assert list(one) == list(theirs)
+    torch.testing.assert_close(state["state"], other["state"], rtol=0, atol=0, check_device=False)
     assert state["param_groups"] == other["param_groups"]
 
 
@@ -176,21 +197,6 @@ def raised(error, *words):
 
 
 # ---------------------------------------------------------------------------------------------------- on 2 ranks
-OPTIMIZERS = {
-    "AdamW": (torch.optim.AdamW, ADAMW(), Toy),
-    "AdamW foreach": (torch.optim.AdamW, ADAMW(foreach=True), Toy),
-    "AdamW fused": (torch.optim.AdamW, ADAMW(fused=True), Toy),
-    "AdamW amsgrad, tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}, Toy),
-    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}, Toy),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}, Toy),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}, Toy),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}, Toy),
-    "NAdam": (torch.optim.NAdam, {}, Toy),
-    "ASGD": (torch.optim.ASGD, {}, Toy),
-    "Muon": (torch.optim.Muon, {"lr": 0.01}, Matrices),
-}
-
-
 def two_equal_the_plain_optimizer():
     for name, (cls, kwargs, make) in OPTIMIZERS.items():
         for rounds in (1, 4) if cls is torch.optim.AdamW else (3,):
@@ -216,12 +222,6 @@ def two_behind_a_container():
             container.finish_gradient_synchronization()
             optimizer.step()
     both.assert_same()
-
-
-def two_shares_are_equal_in_bytes_not_in_elements():
-    wide, narrow = torch.zeros(100, dtype=torch.float64), [torch.zeros(100) for _ in range(2)]
-    optimizer = ShardedOptimizer([p.requires_grad_() for p in (wide, *narrow)], torch.optim.SGD, lr=0.1)
-    assert [optimizer.owner(p) for p in (wide, *narrow)] == [0, 1, 1]
 
 
 class Awkward(nn.Module):
@@ -324,25 +324,20 @@ def groups_of(model):
 
 
 def two_groups_and_schedulers():
-    for schedule in (
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.1, 0.03], total_steps=12),  # lr and betas
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (s + 1)]),
-    ):
-        both = Both(chosen=groups_of)
-        assert both.sharded.defaults == both.plain.defaults
-        schedulers = schedule(both.plain), schedule(both.sharded)
-        for step in range(10):
-            both.train([step])
-            for scheduler in schedulers:
-                scheduler.step()
-            both.assert_same()
-            for group, expected in zip(both.sharded.param_groups, both.plain.param_groups, strict=True):
-                assert group.keys() == expected.keys()
-                assert all(group[k] == expected[k] for k in group.keys() - {"params"})
-        for _, optimizer in both.sides:
-            optimizer.param_groups[1]["weight_decay"] = 0.5
-        both.train([10])
+    both = Both(chosen=groups_of)
+    assert both.sharded.defaults == both.plain.defaults
+    settings = {"max_lr": [0.1, 0.03], "total_steps": 12}  # it changes lr and betas
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, **settings) for o in (both.plain, both.sharded)]
+    for step in range(10):
+        both.train([step])
+        for scheduler in schedulers:
+            scheduler.step()
         both.assert_same()
+        both.assert_same_state()
+    for _, optimizer in both.sides:
+        optimizer.param_groups[1]["weight_decay"] = 0.5
+    both.train([10])
+    both.assert_same()
 
 
 def two_named_parameters():
@@ -409,22 +404,11 @@ def two_dtypes_and_layouts():
         torch.randn(0, 3),
         torch.randn(4, 4)[1:3],
     ]
-    one, other = ([nn.Parameter(t.clone()) for t in tensors] for _ in range(2))
-    assert not other[1].is_contiguous() and not other[2].is_contiguous()
-    plain = torch.optim.AdamW(one, lr=0.1)
-    sharded = ShardedOptimizer(other, torch.optim.AdamW, lr=0.1)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        for p, q in zip(one, other, strict=True):
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
-            q.grad = p.grad.clone()
-        plain.step()
-        sharded.step()
-    assert_same(one, other)
-    assert_same_on_all_ranks(other)
-    whole = sharded.state_dict()
-    if dist.get_rank() == 0:
-        assert_same_state(plain.state_dict(), whole)
+    both = Both(make=lambda: nn.ParameterList(t.clone() for t in tensors), lr=0.1)
+    assert not both.other[1].is_contiguous() and not both.other[2].is_contiguous()
+    both.train(range(4), random_gradients)
+    both.assert_same()
+    both.assert_same_state()
 
 
 def two_frozen_parameters_stay_at_home():
@@ -454,18 +438,13 @@ def two_frozen_parameters_stay_at_home():
 
 
 def two_sparse_gradients_and_scaled_ones():
-    one, other = (nn.Embedding(30, 8, sparse=True) for _ in range(2))
-    other.load_state_dict(one.state_dict())
-    dist.broadcast(one.weight.detach(), 0)
-    dist.broadcast(other.weight.detach(), 0)
-    plain = torch.optim.SparseAdam(one.parameters(), lr=0.1)
-    sharded = ShardedOptimizer(other.parameters(), torch.optim.SparseAdam, lr=0.1)
-    for step in range(3):
-        for model, optimizer in ((one, plain), (other, sharded)):
-            optimizer.zero_grad()
-            model(torch.tensor([step, 3, 7])).square().sum().backward()
-            optimizer.step()
-    assert_same(one.parameters(), other.parameters())
+    def look_up(model, step):
+        model(torch.tensor([step, 3, 7])).square().sum().backward()
+
+    torch.manual_seed(4)
+    both = Both(torch.optim.SparseAdam, lambda: nn.Embedding(30, 8, sparse=True), lr=0.1)
+    both.train(range(3), look_up)
+    both.assert_same()
 
     both = Both()
     for model, optimizer in both.sides:
@@ -504,181 +483,116 @@ def two_autograd_hears_of_updates():
 
 def two_bytes():
     """What the closed forms say is what the optimizer holds."""
+    config = size("tiny")
     for num_rounds in (1, 4):
-        model = build(size("tiny"))
+        model = build(config)
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, num_rounds=num_rounds, fused=True)
         assert optimizer.state_bytes == 0
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
+        random_gradients(model, 0)
         optimizer.step()
-        shares = accounting.shards(size("tiny"), 2)
+        shares = accounting.shards(config, 2)
         assert bytes_of_ranks(optimizer, model.parameters(), 2) == [4 * sum(share) for share in shares]
-        expected = accounting.zero_memory(size("tiny"), 2, rank=dist.get_rank())["after_step"]
+        expected = accounting.zero_memory(config, 2, rank=dist.get_rank())["after_step"]
         assert optimizer.state_bytes == expected["optimizer_state"]
-        assert sum(p.nbytes for p in model.parameters()) == expected["parameters"]
-        assert sum(p.grad.nbytes for p in model.parameters()) == expected["gradients"]
     # as the model's class counts them, so do the closed forms
-    assert sorted(p.numel() for p in model.parameters()) == sorted(accounting.tensor_sizes(size("tiny")))
+    assert sorted(p.numel() for p in model.parameters()) == sorted(accounting.tensor_sizes(config))
 
 
 def two_errors():
     """Raised on all ranks alike, so none waits for another."""
-    model = Toy()
-    with raised(ValueError, "parameter 1", r"\(3,\)", "rank 0", r"\(4,\)", "rank 1"):
-        parts = [torch.zeros(2), torch.zeros(3 + dist.get_rank())]
-        ShardedOptimizer([p.requires_grad_() for p in parts], torch.optim.SGD, lr=0.1)
-    with raised(ValueError, "parameter 1", "None", "rank 1"):
-        parts = [torch.zeros(2), torch.zeros(2)][: 2 - dist.get_rank()]
-        ShardedOptimizer([p.requires_grad_() for p in parts], torch.optim.SGD, lr=0.1)
-    rank, groups = dist.get_rank(), lambda *cuts: [{"params": [*model.parameters()][c]} for c in cuts]
-    adamw = torch.optim.AdamW
+    rank, model = dist.get_rank(), Toy()
+    parameters = list(model.parameters())
+    zeros = lambda *sizes: {"params": [torch.zeros(n, requires_grad=True) for n in sizes]}
+    groups = lambda *cuts: {"params": [{"params": parameters[cut]} for cut in cuts]}
+    good = {"params": parameters, "optimizer_cls": torch.optim.AdamW}
     for first, second, words in (
-        ((adamw, {}), (torch.optim.Adam, {}), ["optimizer_cls", "AdamW.* on rank 0", "Adam.* on rank 1"]),
+        (zeros(2, 3), zeros(2, 4), [r"parameter 1 is \(\(3,\).* on rank 0 and \(\(4,\).* on rank 1"]),
+        (zeros(2, 2), zeros(2), ["parameter 1", "None on rank 1"]),
+        (groups(slice(2)), groups(slice(3)), ["number of parameters of group 0 is 2 on rank 0 and 3"]),
+        (groups(slice(2)), {"params": []}, ["empty parameter list"]),  # noticed by one rank alone
+        ({}, {"optimizer_cls": torch.optim.Adam}, ["optimizer_cls", "AdamW.* on rank 0", "Adam.* on rank 1"]),
+        ({}, {"optimizer_cls": torch.optim.LBFGS}, ["optimizer_cls=LBFGS"]),
+        ({}, {"lr": torch.tensor(0.01)}, ["lr of group 0 is 0.001 on rank 0 and 0.00999.* on rank 1"]),
+        ({"lr": -1}, {}, ["Invalid learning rate: -1"]),
+        ({"lr": -1}, {"lr": -1}, ["Invalid learning rate: -1"]),
+        ({"num_rounds": 2}, {"num_rounds": 3}, ["num_rounds is 2 on rank 0 and 3"]),
         (
-            (adamw, {}),
-            (adamw, {"lr": torch.tensor(0.01)}),
-            ["lr of group 0 is 0.001 on rank 0 and 0.00999.* on rank 1"],
+            {"optimizer_cls": Hidden, "factor": 2},
+            {"optimizer_cls": Hidden, "factor": 3},
+            ["factor is 2 .* 3"],
         ),
-        ((adamw, {"betas": (0.9, 0.99)}), (adamw, {}), ["betas of group 0", "0.99"]),
-        ((adamw, {"foreach": True}), (adamw, {}), ["foreach of group 0 is True"]),
-        ((adamw, {"num_rounds": 2}), (adamw, {"num_rounds": 3}), ["num_rounds is 2 on rank 0 and 3"]),
-        ((Hidden, {"factor": 2}), (Hidden, {"factor": 3}), ["factor is 2 on rank 0 and 3"]),
-        ((adamw, {}), (torch.optim.LBFGS, {}), ["optimizer_cls=LBFGS"]),  # noticed by one rank alone
-        ((adamw, {"lr": -1}), (adamw, {}), ["Invalid learning rate: -1"]),
     ):
-        cls, settings = (first, second)[rank]
         with raised(ValueError, *words):
-            ShardedOptimizer(model.parameters(), cls, **settings)
-    for mine in (groups(slice(2), slice(2, None)), groups(slice(3), slice(3, None))), ([], groups(slice(2))):
-        with raised(
-            ValueError, "(the number of parameters of group 0 is 2 on rank 0 and 3|empty parameter list)"
-        ):
-            ShardedOptimizer(mine[rank], torch.optim.AdamW)
+            ShardedOptimizer(**good | (first, second)[rank])
     # the same settings, said otherwise
     alike = ({"lr": 1, "betas": [0.9, 0.999]}, {"lr": torch.tensor(1.0)})[rank]
-    optimizer = ShardedOptimizer(groups(slice(2)), torch.optim.AdamW, **alike)
-    later = {"params": [*model.parameters()][2:4], "lr": 0.5 + rank}
-    for wrong in (later, {"params": [*model.parameters()][1 + rank : 2 + rank]}):
+    optimizer = ShardedOptimizer(parameters[:2], torch.optim.AdamW, **alike)
+    later = {"params": parameters[2:4], "lr": 0.5 + rank}
+    for wrong in (later, {"params": parameters[1 + rank : 2 + rank]}):
         with raised(ValueError, "(lr of group 0 is 0.5 on rank 0|more than one parameter group)"):
             optimizer.add_param_group(wrong)
         assert len(optimizer.param_groups) == 1
     optimizer.add_param_group(later | {"lr": 0.5})
+    # also on a rank that owns nothing
     with raised(ValueError, "Muon only supports 2D"):
-        ShardedOptimizer(model.parameters(), torch.optim.Muon)
-    optimizer = ShardedOptimizer(Matrices().parameters(), torch.optim.Muon)
-    with raised(ValueError, "Muon only supports 2D"):
-        optimizer.add_param_group({"params": [model.norm.weight]})
+        ShardedOptimizer(parameters, torch.optim.Muon)
     with raised(TypeError, "no_such_setting"):
-        ShardedOptimizer(model.parameters(), torch.optim.AdamW, no_such_setting=1)
-    with raised(ValueError, "Invalid learning rate: -1"):
-        ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=-1)
+        ShardedOptimizer(**good, no_such_setting=1)
 
 
 # ---------------------------------------------------------------------------------------------------- on 4 ranks
 def four_with_few_parameters():
-    """More ranks than parameters, and a parameter larger than all others together."""
-    for widths in ((3, 2), (1000, 3, 2, 2, 1)):
-        one = [nn.Parameter(torch.arange(float(n))) for n in widths]
-        other = copy.deepcopy(one)
-        plain = torch.optim.AdamW(one, lr=0.1)
-        sharded = ShardedOptimizer(other, torch.optim.AdamW, lr=0.1)
-        for _ in range(3):
-            for p, q in zip(one, other, strict=True):
-                p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-            plain.step()
-            sharded.step()
-        assert_same(one, other)
-        assert_same_on_all_ranks(other)
-        assert bytes_of_ranks(sharded, other, 4) == ([12, 8, 0, 0] if len(widths) == 2 else [4000, 12, 12, 8])
-        whole = sharded.state_dict()
-        if dist.get_rank() == 0:
-            assert_same_state(plain.state_dict(), whole)
-
-
-def four_save_load_reshard(folder):
-    """Train on 4 ranks, go on with 2, then with 1, then plain: the same as plain all the time, state and weights."""
-    rank = dist.get_rank()
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    alone = [dist.new_group([r]) for r in range(4)]
-    one, other = pair()
-    plain = torch.optim.AdamW(groups_of(one), **ADAMW())
-    train(one, plain, range(3))
-    sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, **ADAMW())
-    train(other, sharded, range(3))
-    step = 3
-    for group in (halves[rank // 2], alone[rank], None):
-        saved = sharded.state_dict()
-        last = dist.get_rank(sharded.process_group) == 0
-        name = folder / f"{step}-{rank if sharded.world_size == 1 else rank // sharded.world_size}.pt"
-        if last:
-            assert_same_state(plain.state_dict(), saved)
-            torch.save(saved, name)
-        dist.barrier()
-        name = name if sharded.world_size <= 2 else folder / f"{step}-0.pt"
-        loaded = torch.load(name, weights_only=True)
-        assert_same_state(plain.state_dict(), loaded)
-        if group is not None:
-            # other settings than the saved ones, which the loaded ones replace
-            sharded = ShardedOptimizer(groups_of(other), torch.optim.AdamW, group, lr=5.0, num_rounds=2)
-            assert sharded.world_size == dist.get_world_size(group)
-        else:
-            sharded = torch.optim.AdamW(groups_of(other), lr=5.0)
-        sharded.load_state_dict(loaded)
-        for optimizer, model in ((plain, one), (sharded, other)):
-            train(model, optimizer, range(step, step + 3))
-        step += 3
-        assert_same(one.parameters(), other.parameters())
-    # and from the plain one's to four ranks
-    everyone = ShardedOptimizer(groups_of(other), torch.optim.AdamW)
-    everyone.load_state_dict(copy.deepcopy(plain.state_dict()))
-    train(one, plain, range(step, step + 3))
-    train(other, everyone, range(step, step + 3))
-    assert_same(one.parameters(), other.parameters())
-    assert everyone.state_bytes < sum(v.nbytes for s in plain.state.values() for v in s.values()) / 2
-    # each rank's own dict is good for itself, and for no other
-    own = everyone.state_dict()
-    everyone.load_state_dict(own)
-    train(one, plain, [step + 3])
-    train(other, everyone, [step + 3])
-    assert_same(one.parameters(), other.parameters())
-    theirs = [None] * 4
-    dist.all_gather_object(theirs, own)
-    with raised(ValueError, "shard=", "without parameters", "rank 0"):
-        everyone.load_state_dict(theirs[3 if rank != 3 else 2])
-    everyone.load_state_dict(theirs[0])
-
-
-def four_state_of_many_kinds():
-    """State as other optimizers keep it: none, numbers, tensors with gaps, state made in the constructor."""
-    for cls in (torch.optim.SGD, torch.optim.Adagrad, Odd, torch.optim.ASGD):
-        both = Both(cls, lr=0.1)
-        both.train(range(2))
+    """More ranks than parameters; and shares that are balanced in bytes, not in elements."""
+    for dtypes, expected in (
+        (2 * [torch.float32], [12, 12, 0, 0]),
+        ([torch.float64, *5 * [torch.float32]], [24, 24, 24, 12]),
+    ):
+        make = lambda dtypes=dtypes: nn.ParameterList(torch.arange(3, dtype=dtype) for dtype in dtypes)
+        both = Both(make=make, lr=0.1)
+        both.train(range(3), random_gradients)
+        both.assert_same()
+        assert bytes_of_ranks(both.sharded, both.other.parameters(), 4) == expected
         both.assert_same_state()
 
 
-class Odd(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    gaps = (torch.arange(12.0).reshape(3, 4) + p.grad.sum())[:, 1::2]
-                    self.state[p] |= {"gaps": gaps, "count": 3, "nothing": None, "empty": torch.zeros(0, 2)}
-                    p -= group["lr"] * p.grad
-
-
-def four_groups_of_ranks():
-    member = dist.new_group([0, 2])
-    if dist.get_rank() in (0, 2):
-        model = Toy()
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, member)
-        assert (optimizer.rank, optimizer.world_size) == (dist.get_rank() // 2, 2)
-        train(model, optimizer, range(2))
-        assert_same_on_all_ranks(model.parameters(), member)
-        optimizer.state_dict()
-    else:
-        with raised(ValueError, "process_group=", "None, or a process group that this rank is in"):
-            ShardedOptimizer(Toy().parameters(), torch.optim.AdamW, member)
+def four_save_load_reshard(folder):
+    """Train on 4 ranks, go on with 2, then with 1, then plain, then on 4: the same as plain all the time."""
+    rank, both = dist.get_rank(), Both(chosen=groups_of)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([r]) for r in range(4)]
+    with raised(ValueError, "process_group=", "None, or a process group that this rank is in"):
+        ShardedOptimizer(Toy().parameters(), torch.optim.AdamW, halves[1 - rank // 2])
+    both.train(range(3))
+    optimizer, world_size = both.sharded, 4
+    for step, group in enumerate((halves[rank // 2], alone[rank], "plain", None), 3):
+        saved, file = optimizer.state_dict(), folder / f"{step}-{rank // world_size}.pt"
+        if rank % world_size == 0:
+            torch.save(saved, file)
+        dist.barrier()
+        loaded = torch.load(file, weights_only=True)
+        assert_same_state(both.plain.state_dict(), loaded)
+        parameters = groups_of(both.other)
+        # other settings than the saved ones, which the loaded ones replace
+        if group == "plain":
+            optimizer, world_size = torch.optim.AdamW(parameters, lr=5.0), 1
+        else:
+            optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, group, lr=5.0, num_rounds=2)
+            world_size = dist.get_world_size(group)
+        optimizer.load_state_dict(loaded)
+        both.sides = both.sides[0], (both.other, optimizer)
+        both.train([step])
+        both.assert_same()
+    assert optimizer.state_bytes < sum(v.nbytes for s in both.plain.state.values() for v in s.values()) / 2
+    # each rank's own dict is good for itself, and for no other
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)
+    both.train([7])
+    both.assert_same()
+    theirs = [None] * 4
+    dist.all_gather_object(theirs, own)
+    with raised(ValueError, "shard=", "without parameters", "rank 0"):
+        optimizer.load_state_dict(theirs[3 if rank != 3 else 2])
+    optimizer.load_state_dict(theirs[0])
 
 
 # -------------------------------------------------------------------------------------------------- on one, on GPUs
@@ -811,8 +725,6 @@ def test_alone_it_is_the_plain_optimizer():
         both.train(range(3))
         both.assert_same()
         both.assert_same_state()
-        states = [optimizer.state[next(model.parameters())].keys() for model, optimizer in both.sides]
-        assert states[0] == states[1]
 
 
 @pytest.mark.parametrize(
@@ -827,9 +739,7 @@ def test_alone_it_is_the_plain_optimizer():
         ({"process_group": "world"}, ["process_group='world'", "None"]),
         ({"params": []}, ["empty parameter list"]),
         ({"params": [torch.zeros(4, 4)[:, :2].requires_grad_()]}, [r"\(4, 2\)", r"\(4, 1\)", "without gaps"]),
-        ({"params": [torch.zeros(2, requires_grad=True) * 2]}, ["non-leaf"]),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments(arguments, words):
     good = {"params": Matrices().parameters(), "optimizer_cls": torch.optim.AdamW}
@@ -837,31 +747,17 @@ def test_wrong_arguments(arguments, words):
         ShardedOptimizer(**good | arguments)
 
 
-def test_states_and_parameters_that_are_not_its_own():
-    p = torch.zeros(2, requires_grad=True)
-    optimizer = ShardedOptimizer([p], torch.optim.AdamW)
-    with raised(ValueError, "doesn't match the size"):
-        optimizer.load_state_dict(torch.optim.AdamW([p, torch.zeros(1, requires_grad=True)]).state_dict())
-    with pytest.raises(KeyError):
-        optimizer.owner(torch.zeros(2))
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda saved: {},
         lambda saved: None,
-        lambda saved: [saved],
         lambda saved: {"state": saved["state"]},
-        lambda saved: {"param_groups": saved["param_groups"]},
         lambda saved: saved | {"state": None},
         lambda saved: saved | {"param_groups": {}},
-        lambda saved: saved | {"param_groups": [3]},
         lambda saved: saved | {"param_groups": [{"lr": 0.1}]},
-        lambda saved: saved | {"param_groups": []},
         lambda saved: saved | {"param_groups": 2 * saved["param_groups"]},
-        lambda saved: saved | {"param_groups": [{"params": [0]}]},
-        lambda saved: saved | {"param_groups": [{"params": [0, 1]}]},
+        lambda saved: saved | {"param_groups": [{"params": [0]}]},  # of another size
+        lambda saved: saved | {"param_groups": [{"params": [0, 1]}]},  # without settings
     ],
 )
 def test_malformed_states_are_refused_and_change_nothing(change):
@@ -881,22 +777,13 @@ def test_it_is_not_copied(duplicate):
         duplicate(ShardedOptimizer(Matrices().parameters(), torch.optim.AdamW))
 
 
-@pytest.mark.parametrize(
-    "change, sizes",
-    [
-        (lambda groups: groups[0].update(params=[]), [r"\[0, 1\]"]),
-        (lambda groups: groups[1]["params"].append(nn.Parameter(torch.ones(2))), [r"\[1, 2\]"]),
-        (lambda groups: groups.pop(), [r"\[1\]"]),
-    ],
-)
-def test_parameters_are_not_slipped_into_groups(change, sizes):
+def test_parameters_are_not_slipped_into_groups():
     model = Matrices()
     optimizer = ShardedOptimizer([{"params": [p]} for p in model.parameters()], torch.optim.SGD, lr=0.1)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    change(optimizer.param_groups)
+    random_gradients(model, 0)
+    optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(2)))
     before = [p.detach().clone() for p in model.parameters()]
-    with raised(ValueError, *sizes, r"\[1, 1\]", "add_param_group"):
+    with raised(ValueError, r"\[1, 2\]", r"\[1, 1\]", "add_param_group"):
         optimizer.step()
     assert_same(before, model.parameters())
 
@@ -924,28 +811,23 @@ def test_who_reads_what():
 
 
 # ------------------------------------------------------------------------------------------------ whose is what
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
 @pytest.mark.parametrize("rounds", [1, 4])
-def test_assignment_is_balanced_and_stable(num_ranks, rounds):
+def test_assignment_is_balanced(num_ranks, rounds):
     sizes = [*torch.randint(0, 1000, (60,)).tolist(), 5000]
-    loads = [[0] * rounds for _ in range(num_ranks)]
-    homes = assign(sizes, loads)
-    first = copy.deepcopy(loads)
     later = torch.randint(0, 3000, (17,)).tolist()
-    homes_later = assign(later, loads)
-    expected = [[0] * rounds for _ in range(num_ranks)]
-    for number, (rank, round_) in zip(sizes + later, homes + homes_later, strict=True):
-        expected[rank][round_] += number
-    assert loads == expected
-    for held in (first, loads):
-        by_rank = [sum(rounds) for rounds in held]
-        assert max(by_rank) - min(by_rank) <= max(sizes + later)
-        for of_rank in held:
-            assert max(of_rank) - min(of_rank) < 2 * max(sizes + later)
-    assert assign(sizes, [[0] * rounds for _ in range(num_ranks)]) == homes
+    loads, expected = ([[0] * rounds for _ in range(num_ranks)] for _ in range(2))
+    homes = assign(sizes, loads)
     # Graham's bound, against what no assignment can beat
     least = max(sum(sizes) / num_ranks, max(sizes))
-    assert max(sum(rounds) for rounds in first) <= 4 / 3 * least + max(sorted(sizes)[:-1])
+    assert max(map(sum, loads)) <= 4 / 3 * least + max(sorted(sizes)[:-1])
+    homes += assign(later, loads)
+    for number, (rank, round_) in zip(sizes + later, homes, strict=True):
+        expected[rank][round_] += number
+    assert loads == expected
+    by_rank = [sum(of_rank) for of_rank in loads]
+    assert max(by_rank) - min(by_rank) <= max(sizes + later)
+    assert all(max(of_rank) - min(of_rank) < 2 * max(sizes + later) for of_rank in loads)
 
 
 def test_assignment_by_hand():
@@ -965,83 +847,35 @@ def test_assignment_by_hand():
 
 def test_memory_of_xl_on_two_ranks():
     config = size("xl")
-    parameters = 48 * (4 * 1600**2 + 3 * 1600 * 6400 + 2 * 1600) + 1600 + 2 * 10_000 * 1600
-    plain, sharded = accounting.zero_memory(config, 1), accounting.zero_memory(config, 2)
-    assert list(plain) == list(sharded) == list(accounting.MOMENTS)
-    assert plain["initialized"] == {"parameters": 4 * parameters, "gradients": 0, "optimizer_state": 0}
-    assert plain["before_step"] == {**plain["initialized"], "gradients": 4 * parameters}
+    weights = 4 * (48 * (4 * 1600**2 + 3 * 1600 * 6400 + 2 * 1600) + 1600 + 2 * 10_000 * 1600)
     tensors = 48 * 9 + 3
-    assert plain["after_step"] == {
-        **plain["before_step"],
-        "optimizer_state": 8 * parameters + 4 * tensors,
+    both = {"parameters": weights, "gradients": weights}
+    expected = {
+        "initialized": {"parameters": weights, "gradients": 0, "optimizer_state": 0},
+        "before_step": both | {"optimizer_state": 0},
+        "after_step": both | {"optimizer_state": 2 * weights + 4 * tensors},
     }
-    assert accounting.shard_imbalance(config, 2) == pytest.approx(1600 / parameters)
+    assert accounting.zero_memory(config, 1) == expected
     # all matrices come in even numbers; one of the 97 gains is left over
-    assert [sum(share) for share in accounting.shards(config, 2)] == [
-        (parameters + 1600) // 2,
-        (parameters - 1600) // 2,
-    ]
-    assert sharded["before_step"] == plain["before_step"]
-    assert sharded["after_step"]["optimizer_state"] == 4 * (parameters + 1600) + 4 * 218
+    fuller, other = (weights + 4 * 1600) + 4 * 218, (weights - 4 * 1600) + 4 * 217
+    expected["after_step"]["optimizer_state"] = fuller
+    assert accounting.zero_memory(config, 2) == expected
     later = accounting.zero_memory(config, 2, rank=1, first_step=False)
-    assert (
-        later["before_step"]
-        == later["after_step"]
-        == {
-            **plain["before_step"],
-            "optimizer_state": 4 * (parameters - 1600) + 4 * 217,
-        }
-    )
-
-
-def test_memory_of_a_step():
-    """Beside the plain form: what is saved after forward, and buckets that are there all the time."""
-    config = size("xl")
-    first, later = accounting.zero_memory(config, 2), accounting.zero_memory(config, 2, first_step=False)
-    found = accounting.zero_step_memory(config, 2, 128, 2, buckets=1000)
-    assert tuple(found) == accounting.STEP_MOMENTS
-    assert all(tuple(sorted(parts)) == tuple(sorted(accounting.COMPONENTS)) for parts in found.values())
-    assert {parts["buckets"] for parts in found.values()} == {1000}
-    saved = sum(saved_activation_bytes(config, 2, 128).values())
-    assert [parts["activations"] for parts in found.values()] == [0, 0, 0, saved, 0, 0]
-    for moment, expected in {
-        "initialized": first["initialized"], "first_before": first["before_step"], "first_after": first["after_step"],
-        "later_forward": later["before_step"] | {"gradients": 0}, "later_before": later["before_step"],
-        "later_after": later["after_step"],
-    }.items():  # fmt: skip
-        assert {k: found[moment][k] for k in expected} == expected
-
-
-@pytest.mark.parametrize("context", [128, 512])
-def test_peak_of_a_step(context):
-    """What the plain form has, but for the state; its moment is the same with any share of the state."""
-    config = size("xl")
-    plain = peak_bytes(config, 2, context, "train_step", optimizer="fused")
-    for num_ranks in (1, 2, 8):
-        parts = accounting.zero_peak_memory(config, 2, context, num_ranks, buckets=7)
-        state = accounting.zero_memory(config, num_ranks)["after_step"]["optimizer_state"]
-        assert parts["optimizer_state"] == state and parts["buckets"] == 7
-        assert sum(parts.values()) - state - 7 == sum(plain.values()) - plain["optimizer_state"]
-    # at the end of backward with few tokens, at its beginning with many
-    assert (parts["gradients"] == parts["parameters"]) == (context == 128)
+    assert later["before_step"] == later["after_step"] == both | {"optimizer_state": other}
+    assert accounting.shard_imbalance(config, 2) == pytest.approx(4 * 1600 / weights)
 
 
 def test_times_of_an_optimizer_step():
     whole = {"num_parameters": 10**9, "tb_per_s": 2.8, "link_gb_per_s": 400.0}
-    one = accounting.zero_optimizer_ms(num_ranks=2, **whole)
     # 28 bytes at 2.8 TB/s; half of it; half of 4 bytes at 400 GB/s
-    assert one == pytest.approx(
-        {"plain": 10.0, "update": 5.0, "broadcast": 5.0, "sharded": 10.0}
-    )  # w = β / 7
+    expected = {"plain": 10.0, "update": 5.0, "broadcast": 5.0, "sharded": 10.0}
+    assert accounting.zero_optimizer_ms(num_ranks=2, **whole) == pytest.approx(expected)
     four = accounting.zero_optimizer_ms(num_ranks=2, rounds=4, **whole)
     assert four["sharded"] == pytest.approx(5.0 + 5.0 / 4)  # of equal parts all is hidden but one round
-    for num_ranks in (2, 4, 16):  # the break-even does not depend on the number of ranks
-        even = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole)
-        assert even["sharded"] == pytest.approx(even["plain"])
-        faster = accounting.zero_optimizer_ms(num_ranks=num_ranks, **whole | {"link_gb_per_s": 401.0})
-        assert faster["sharded"] < faster["plain"]
-        many = accounting.zero_optimizer_ms(num_ranks=num_ranks, rounds=1000, **whole)
-        assert many["sharded"] == pytest.approx(max(many["update"], many["broadcast"]), rel=2e-3)
+    sixteen = accounting.zero_optimizer_ms(num_ranks=16, **whole)
+    assert sixteen["sharded"] == pytest.approx(sixteen["plain"])  # w = β / 7, whatever the number of ranks
+    many = accounting.zero_optimizer_ms(num_ranks=16, rounds=1000, **whole)
+    assert many["sharded"] == pytest.approx(max(many["update"], many["broadcast"]), rel=2e-3)
     alone = accounting.zero_optimizer_ms(num_ranks=1, **whole)
     assert alone["sharded"] == alone["plain"] == alone["update"] and alone["broadcast"] == 0
 
@@ -1065,9 +899,6 @@ def test_communication_of_a_step():
         (lambda: accounting.zero_step_bytes("ddp", 0, 1, 1), ["num_ranks=0", "positive"]),
         (lambda: accounting.zero_memory(size("tiny"), 2, rank=2), ["rank=2", "0 ... 1"]),
         (lambda: accounting.zero_memory(size("tiny"), 0), ["num_ranks=0", "positive"]),
-        (lambda: accounting.shards(size("tiny"), -1), ["num_ranks=-1", "positive"]),
-        (lambda: accounting.zero_step_memory(size("tiny"), 2, 0, 1), ["sequence=0", "positive"]),
-        (lambda: accounting.zero_peak_memory(size("tiny"), 0, 8, 1), ["batch=0", "positive"]),
         (lambda: accounting.zero_optimizer_ms(10, 2, 1.0, 0.0), ["link_gb_per_s=0.0", "positive"]),
     ],
 )
