@@ -142,15 +142,18 @@ def test_root_is_found_from_below(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------ reading and writing
 def test_a_row_comes_back_in_its_types(fake, root, write):
-    path = write(
-        {"ms_p50": 1 / 3, "rate": 1 / 3}, {"impl": "b", "causal": False, "ms_p50": None, "source": ""}
+    write(
+        {"ms_p50": 1 / 3, "rate": 1 / 3},
+        {"impl": "b", "causal": False, "ms_p50": None, "source": ""},
+        {"impl": "c", "ms_p50": float("inf")},
     )
     frame = rows.read(fake, "m", root)
-    assert list(frame.columns) == path.read_text().splitlines()[0].split(",") == rows.columns(fake)
-    first, second = frame.to_dict("records")
+    assert list(frame.columns) == rows.columns(fake)
+    first, second, third = frame.to_dict("records")
     assert (first["size"], first["impl"], first["causal"], first["rate"]) == (1, "a", True, 0.333333)
     assert first["ms_p50"] == 0.333333  # six digits
     assert second["causal"] is False and pd.isna(second["ms_p50"]) and second["source"] == ""
+    assert pd.isna(third["ms_p50"])
     assert frame["size"].dtype.kind == "i" and frame["causal"].dtype.kind == "b"
     nothing = rows.read(fake, "nowhere", root)
     assert nothing.empty and list(nothing.columns) == rows.columns(fake)
@@ -195,18 +198,14 @@ def csv(write):
     ("lines", "named"),
     [
         (["{}", GOOD, "2" + GOOD[1:] + ",more"], "line 3: 12 cells for 11 columns"),
-        (["{}", "<<<<<<< HEAD", GOOD], "line 2: 1 cells"),
-        (["{}", "{}"], "line 2: size=size: expected"),
         (["{}", GOOD, GOOD], "line 3: the same case"),
         (["{}", "9x" + GOOD[1:]], "line 2: size=9x: expected"),
         (["{}", "9" * 20 + GOOD[1:]], "line 2: size=9{20}: expected"),
         (["{}", GOOD.replace("True", "Tru")], "line 2: causal=Tru: expected"),
         (["{}", GOOD.replace("0.1", "nan")], "line 2: rate=nan: expected"),
         (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
-        (["{}", GOOD.replace(",1,", ",nan,")], "line 2: ms_p50=nan: expected"),
         (["{}", GOOD.replace(",1,", ",-inf,")], "line 2: ms_p50=-inf: expected a finite number"),
         (["{}", GOOD.replace(",1,", ",1;2;3,")], "line 2: ms_p50=1;2;3: expected a finite number"),
-        (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1e999,")], "line 3: ms_p50=1e999: expected"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1_0,")], "line 3: ms_p50=1_0: expected"),
@@ -215,10 +214,9 @@ def csv(write):
         (["{},source", GOOD + ",1"], "columns twice: source"),
         (["size,causal", "1,True"], "lacks the columns impl"),
         (
-            ["size,impl,causal,rate,source,ms_p50,status,run,time_utc,env,code", GOOD],
+            ["size,impl,causal,rate,source,ms_p50,status,run,time_utc,env,code"],
             "column 5 is source; .* ms_p50",
         ),
-        (["1;2;3"], "does not know: 1;2;3"),
         ([], "is empty"),
     ],
 )
@@ -230,23 +228,25 @@ def test_a_damaged_file_is_named_with_the_place(fake, root, csv, lines, named):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_file_that_is_no_text_or_cannot_be_read_is_named(fake, root, csv):
-    before, text = rows.read(fake, "m", root), csv.read_bytes()
-    csv.write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n")  # as some editors save it
+def test_a_file_that_an_editor_saved_is_read(fake, root, csv):
+    before = rows.read(fake, "m", root)
+    csv.write_bytes(b"\xef\xbb\xbf" + csv.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
     pd.testing.assert_frame_equal(rows.read(fake, "m", root), before)
-    csv.write_bytes(text[:-2])
-    with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 2: cut off"):
-        rows.read(fake, "m", root)
-    csv.write_bytes(text + b"\xff\xfe")
-    with pytest.raises(files.StoreError, match=r"fake_chapter\.csv, line 3: no text in UTF-8"):
-        rows.read(fake, "m", root)
-    csv.unlink()
-    csv.symlink_to("nowhere")
-    with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: No such file"):
-        rows.read(fake, "m", root)
-    csv.unlink()
-    csv.mkdir()
-    with pytest.raises(files.StoreError, match=r"cannot read .*fake_chapter\.csv: "):
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda csv: csv.write_bytes(csv.read_bytes()[:-2]), ", line 2: cut off"),
+        (lambda csv: csv.write_bytes(csv.read_bytes() + b"\xff\xfe"), ", line 3: no text in UTF-8"),
+        (lambda csv: (csv.unlink(), csv.symlink_to("nowhere")), ": No such file"),
+        (lambda csv: (csv.unlink(), csv.mkdir()), ": "),
+    ],
+    ids=["cut off", "no text", "a link to nothing", "a folder"],
+)
+def test_a_file_that_cannot_be_read_is_named(fake, root, csv, damage, named):
+    damage(csv)
+    with pytest.raises(files.StoreError, match=rf"fake_chapter\.csv{named}"):
         rows.read(fake, "m", root)
 
 
@@ -316,16 +316,9 @@ def test_what_a_killed_writer_left_is_swept(write, csv):
 
 
 # ------------------------------------------------------------------------------------ measuring
-def test_numbers_that_are_not_finite_leave_their_cells_empty(write):
-    path = write({"ms_p50": float("inf")}, {"ms_p50": float("nan"), "impl": "b"})
-    assert [line.split(",")[4] for line in path.read_text().splitlines()] == ["ms_p50", "", ""]
-
-
 def test_without_torch_nothing_is_measured_and_no_row_is_an_error(fake, root, monkeypatch):
     monkeypatch.setattr(measuring, "has_module", lambda name: name != "torch")
-    with pytest.raises(
-        ModuleNotFoundError, match="measuring fake_chapter needs torch, which is not installed"
-    ):
+    with pytest.raises(ModuleNotFoundError, match="fake_chapter needs torch, which is not installed"):
         measure(fake, root)
     assert not root.exists()
 
@@ -335,18 +328,14 @@ def test_second_run_measures_nothing(fake, root, monkeypatch):
     assert count == 3 and len(fake.CALLS) == 6
     assert "3 of 3 groups" in log[0] and log[1].startswith("  [1/3] size=1: ok in")
     frame = rows.read(fake, "cpu-test", root)
-    assert set(frame["status"]) == {"ok"} and frame.groupby("size")["run"].nunique().eq(1).all()
-    assert frame["run"].nunique() == 3
-    assert json.loads((root / "cpu-test" / "machine.json").read_text()) == {"env00001": {"cores": 2}}
+    assert set(frame["status"]) == {"ok"} and frame["run"].nunique() == 3
+    assert frame.groupby("size")["run"].nunique().eq(1).all()
+    assert rows.environments("cpu-test", root) == {"env00001": {"cores": 2}}
 
-    def read_only(*anything, **more):
-        raise PermissionError
-
-    for name in ("lock", "write", "write_environment"):
-        monkeypatch.setattr(measuring, name, read_only)
-    count, log = measure(fake, root)
-    assert count == 0 and len(fake.CALLS) == 6
-    assert log == ["fake_chapter on cpu-test: all 3 groups are measured"]
+    for name in ("lock", "write", "write_environment"):  # nothing is written either
+        monkeypatch.delattr(measuring, name)
+    assert measure(fake, root) == (0, ["fake_chapter on cpu-test: all 3 groups are measured"])
+    assert len(fake.CALLS) == 6
 
 
 def test_only_the_groups_with_missing_rows_are_measured(fake, root):
@@ -373,51 +362,34 @@ def test_refresh(fake, root, monkeypatch):
 
 
 OOM = [
-    "CUDA out of memory. Tried to allocate 2 GiB",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
-    "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory",
+    MemoryError(),
+    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
 ]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), *map(RuntimeError, OOM)])
-def test_out_of_memory_is_a_row(fake, root, error, monkeypatch):
-    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 0.0)
+@pytest.mark.parametrize("error", OOM)
+def test_out_of_memory_is_a_row_and_stays_one_unless_others_held_it(fake, root, error, monkeypatch):
     fake.RAISES[2, "b"] = error
+    held = iter([23.4, 0.0])
+    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: next(held))
     measure(fake, root)
-    assert status_of(fake, root) == {(2, "b"): "oom"}
-    assert measure(fake, root)[0] == 0  # and stays one
-
-
-def test_out_of_memory_that_others_held_says_so_and_is_due_until_it_is_measured(fake, root, monkeypatch):
-    fake.RAISES[2, "b"] = MemoryError()
-    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 23.4)
-    for _ in range(2):
-        assert measure(fake, root)[0] > 0
-        assert status_of(fake, root) == {(2, "b"): "oom: other processes held 23 GiB"}
-    monkeypatch.setattr(measuring, "memory_of_others_gib", lambda: 0.0)
+    assert status_of(fake, root) == {(2, "b"): "oom: other processes held 23 GiB"}
     assert measure(fake, root)[0] == 1
     assert status_of(fake, root) == {(2, "b"): "oom"}
     assert measure(fake, root)[0] == 0
 
 
-def test_rows_of_a_wrong_clock_are_measured_anew(fake, root):
-    measure(fake, root)
-    path = rows.csv_path("fake_chapter", "cpu-test", root)
-    old = {r["run"] for r in rows.load(fake, path).values()}
-    for time in ("2099-01-01T00:00:00Z", "yesterday"):
-        path.write_text(re.sub(r"[^,]*,env00001", f"{time},env00001", path.read_text()))
-        assert measure(fake, root, refresh="all")[0] == 3
-        assert time not in path.read_text() and not old & {r["run"] for r in rows.load(fake, path).values()}
-
-
-@pytest.mark.parametrize("changes", [{"size": 10**20}, {"size": -(2**63) - 1}, {"rate": float("nan")}])
-def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, root, changes):
-    case = fake.Case(**{"size": 1, "impl": "a", "causal": True} | changes)
-    [(field, value)] = changes.items()
+@pytest.mark.parametrize(
+    ("field", "value"), [("size", 10**20), ("size", -(2**63) - 1), ("rate", float("nan"))]
+)
+def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, root, field, value):
+    case = dataclasses.replace(fake.Case(1, "a", True), **{field: value})
     with pytest.raises(ValueError, match=f"{field}={value}: expected"):
         measuring.measure(fake, [fake.Case(1, "b", True), case], root=root)
     with pytest.raises(ValueError, match=f"{field}={value}: expected"):
-        rows.write(fake, "m", [row(fake, **changes)], root)
+        rows.write(fake, "m", [row(fake, **{field: value})], root)
     assert not fake.CALLS and not list(root.rglob("*.csv"))
 
 
@@ -482,12 +454,6 @@ def test_an_interrupt_is_no_row(fake, root):
     assert set(rows.read(fake, "cpu-test", root)["size"]) == {1}
 
 
-def test_a_metric_without_a_column_is_a_mistake(fake, root):
-    fake = dataclasses.replace(fake, run_group=lambda cases: [{"tflops": 1.0} for _ in cases])
-    with pytest.raises(AssertionError, match="tflops, which METRICS does not name"):
-        measure(fake, root)
-
-
 @pytest.fixture
 def script(tmp_path):
     """Starts a process that runs code with the experiment above, and returns it."""
@@ -535,22 +501,6 @@ def test_killed_in_the_middle_the_next_run_goes_on(script, tmp_path):
     assert names(path.parent) == ["fake_chapter.csv", "machine.json"]
 
 
-def test_two_writers_lose_nothing(script, tmp_path):
-    """Several processes write rows of one chapter at the same time."""
-    code = """
-        import sys
-        from fake_chapter import TABLE as fake_chapter
-        from cs336_systems.store import rows
-        base = {"impl": "a", "causal": True, "rate": 0.1, "status": "ok", "run": "r", "env": "e", "code": "c"}
-        for i in range(10):
-            size = 10 * int(sys.argv[1]) + i
-            rows.write(fake_chapter, "m", [base | {"size": size, "time_utc": "2026-01-01T00:00:00Z"}])
-    """
-    writers = [script(code, str(i)) for i in range(2)]
-    assert [writer.communicate(timeout=60)[0] for writer in writers] == ["", ""]
-    assert list(pd.read_csv(tmp_path / "results" / "m" / "fake_chapter.csv")["size"]) == list(range(20))
-
-
 # ------------------------------------------------------------------------------------ merging
 def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, read):
     other = tmp_path / "other"
@@ -571,8 +521,8 @@ def test_what_is_written_can_be_merged(fake, root, tmp_path, write, read):
     assert read("status", "gpu-x1") == ["error: RuntimeError:  [31m red "]
 
 
-@pytest.mark.parametrize("name", ["<b>", "a b", "a`", "../x", ".x", "a\n"])
-def test_a_machine_whose_name_is_none_is_refused(fake, root, tmp_path, write, name):
+@pytest.mark.parametrize("name", ["a b", "../x", ".x", "a\n"])
+def test_a_machine_whose_name_is_none_is_refused(fake, root, name):
     with pytest.raises(ValueError, match="allowed are letters"):
         rows.read(fake, name, root)
 
@@ -593,44 +543,23 @@ def test_a_case_that_could_not_be_run_does_not_take_the_place_of_a_measured_one(
         assert read("status", machine) == read("status", f"{machine}-merged") == [measured]
 
 
+CSV_THERE, JSON_THERE = "there/b/fake_chapter.csv", "there/b/machine.json"
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "named"),
     [
-        ("there/b/fake_chapter.csv", lambda text: text.replace("\n1,", "\n1x,"), "line 2: size=1x"),
-        ("there/b/fake_chapter.csv", lambda text: text.replace("ok", "o,k"), "line 2: 12 cells"),
-        ("there/b/fake_chapter.csv", lambda text: text + "=======\n", "line 3: 1 cells"),
-        ("there/b/fake_chapter.csv", lambda text: text.replace("2026-", "26-"), "time_utc=26-"),
-        ("there/b/fake_chapter.csv", lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
-        ("there/b/fake_chapter.csv", lambda text: text.replace("ms_p50", "ms"), "does not know: ms"),
-        (
-            "there/b/fake_chapter.csv",
-            lambda text: text.replace(",2,", ",-2,"),
-            "1 a True 0.1: ms_p50=-2: expected",
-        ),
-        (
-            "there/b/fake_chapter.csv",
-            lambda text: text.replace(",2,", ",0,"),
-            "1 a True 0.1: ms_p50=0: expected",
-        ),
-        ("there/b/fake_chapter.csv", lambda text: text.replace(",2,", ",3;-0.5,"), "ms_p50=3;-0.5: expected"),
+        (CSV_THERE, lambda text: text.replace("\n1,", "\n1x,"), "line 2: size=1x"),
+        (CSV_THERE, lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
+        (CSV_THERE, lambda text: text.replace(",2,", ",0,"), "1 a True 0.1: ms_p50=0: expected"),
+        (CSV_THERE, lambda text: text.replace(",2,", ",3;-0.5,"), "ms_p50=3;-0.5: expected"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
-        ("there/b/machine.json", lambda text: text[:-3], "line 4"),
+        (JSON_THERE, lambda text: text[:-3], "line 4"),
         ("here/b/machine.json", lambda text: text[:-3], "line 4"),
-        ("there/b/machine.json", lambda text: text.replace("cores", "co\\u001bres"), "control character"),
-        ("there/b/machine.json", lambda text: text.replace("2.0", '"a\\nb"'), "control character"),
-        ("there/b/machine.json", lambda text: text.replace("2.0", "[2]"), "expected a text or a number"),
-        (
-            "there/b/machine.json",
-            lambda text: text.replace("cores", "driver"),
-            "driver is .2.0.; expected a text",
-        ),
-        ("there/b/machine.json", lambda text: text.replace('"cores": 2.0', '"gpu": {}'), "expected a text"),
-        (
-            "there/b/fake_chapter.csv",
-            lambda text: text.replace(",ok,", ",ok: \x1b[31m,"),
-            "control character",
-        ),
-        ("there/b/fake_chapter.csv", lambda text: text.replace(",ok,", ",ok: \u202e,"), "control character"),
+        (JSON_THERE, lambda text: text.replace("cores", "co\\u001bres"), "control character"),
+        (JSON_THERE, lambda text: text.replace("2.0", "[2]"), "expected a text or a number"),
+        (JSON_THERE, lambda text: text.replace('"cores": 2.0', '"gpu": {}'), "expected a text"),
+        (CSV_THERE, lambda text: text.replace(",ok,", ",ok: \u202e,"), "control character"),
         ("there/b/fake_chapter/c.json", lambda text: text.replace("there", "\\u0007"), "control character"),
         ("here/b/fake_chapter.csv", lambda text: text.replace("a,True", "a,Tru"), "line 2: causal=Tru"),
     ],
@@ -671,17 +600,6 @@ def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path
     pd.read_csv(path).drop(columns="ms_p50").to_csv(path, index=False)
     assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1)]
     assert pd.isna(read("ms_p50")).all()
-
-
-def test_merge_refuses_what_it_does_not_know(fake, root, tmp_path):
-    with pytest.raises(ValueError, match="is not a folder"):
-        rows.merge([fake], tmp_path / "nowhere", root)
-    (tmp_path / "other" / "m").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"holds no <machine>/<table>.csv"):
-        rows.merge([fake], tmp_path / "other", root)
-    (tmp_path / "other" / "m" / "poetry.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"poetry.csv is no table.*fake_chapter"):
-        rows.merge([fake], tmp_path / "other", root)
 
 
 def test_codes_are_of_the_sources_at_the_start(fake, root):
