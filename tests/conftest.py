@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import random
 import secrets
 import signal
 import sys
@@ -112,18 +113,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return WorkStealingScheduling(config, log)
 
 
+@functools.cache
+def _seed(test: str) -> int:
+    return int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Of Python's own, for tests that need no torch; seeded as `fresh_numbers` is."""
+    return random.Random(_seed(request.node.nodeid))
+
+
 @pytest.fixture(autouse=True)
 def fresh_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test draws other random inputs in each run; CS336_TEST_SEED=<the seed shown on failure> repeats them. The
     precision of fp32 matmuls is left as it was."""
+    seed = _seed(request.node.nodeid)
+    request.node.add_report_section("setup", "seed", f"CS336_TEST_SEED={seed}")
     if importlib.util.find_spec("torch") is None:
         yield
         return
     import torch
 
-    seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
     torch.manual_seed(seed)
-    request.node.add_report_section("setup", "seed", f"CS336_TEST_SEED={seed}")
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)

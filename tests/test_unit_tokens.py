@@ -1,10 +1,10 @@
 """Tokens: lossless, the same for any number of processes, of the right width; the stage is taken by content."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -23,13 +23,7 @@ from cs336_systems.training import documents, outputs, text, tokens
 from cs336_systems.training.config import load
 
 MARK = documents.END_OF_TEXT
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("CS336_TEST_SEED") or secrets.randbits(31))
-    print(f"CS336_TEST_SEED={seed}")
-    return random.Random(seed)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
 
 
 def settings(**keys):
@@ -39,19 +33,8 @@ def settings(**keys):
 def unicode(rng, length):
     """Any characters that UTF-8 can have, and what tokenizers stumble on."""
     hard = [
-        MARK,
-        "<|",
-        "\r\n",
-        "\n\n",
-        "  ",
-        " \u00a0",
-        "\u3000",
-        "e\u0301",
-        "👩\u200d👧",
-        "'s",
-        "\x00",
-        "\ufeff",
-    ]
+        MARK, "<|", "\r\n", "\n\n", "  ", " \u00a0", "\u3000", "e\u0301", "👩\u200d👧", "'s", "\x00", "\ufeff",
+    ]  # fmt: skip
     kinds = [
         lambda: chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])),
         lambda: rng.choice(hard), lambda: rng.choice("aeiou tnsr"), lambda: chr(rng.randrange(128)),
@@ -72,9 +55,8 @@ def prepare(tmp_path):
         source = tmp_path / "source.txt"
         source.write_bytes(b"".join(document.encode() + documents.END for document in told))
         out = out or tmp_path / secrets.token_hex(4)
-        chosen = load(
-            None, {"text.source": str(source), "text.train_mb": train_mb, "text.valid_mb": valid_mb}
-        )
+        limits = {"text.train_mb": train_mb, "text.valid_mb": valid_mb}
+        chosen = load(None, {"text.source": str(source), **limits})
         info = text.prepare(chosen.text, out / "text", log=lambda line: None)
         log = [] if log is None else log
         return info, tokens.prepare(settings(**keys), info, out / "tokens", log.append)
@@ -92,13 +74,6 @@ def documents_of(info, ids):
 
 
 # ------------------------------------------------------------------------------------------------------------- lossless
-def test_any_text_comes_back(prepare, rng):
-    told = ["x" + unicode(rng, rng.randrange(1, 300)).replace(MARK, "|") + "." for _ in range(60)]
-    _, info = prepare(told, vocab_size=300)
-    assert documents_of(info, info.train) + documents_of(info, info.valid) == told
-    assert info.train.dtype == np.dtype("<u2") and isinstance(info.train, np.memmap)
-
-
 def test_a_tokenizer_reads_no_end_of_text_out_of_a_text(prepare, rng):
     _, info = prepare([prose(rng, 50) for _ in range(20)], vocab_size=300)
     tokenizer = tokens.load_tokenizer(info.tokenizer)
@@ -109,13 +84,6 @@ def test_a_tokenizer_reads_no_end_of_text_out_of_a_text(prepare, rng):
         assert info.end_of_text not in ids and tokenizer.decode(ids) == any_text
     assert tokenizer.decode([info.end_of_text]) == ""
     assert tokenizer.decode([info.end_of_text], skip_special_tokens=False) == MARK
-
-
-def test_bytes_without_merges(prepare, rng):
-    told = [prose(rng, 30) for _ in range(20)]
-    _, info = prepare(told, vocab_size=257)
-    assert len(info.train) + len(info.valid) == sum(len(document.encode()) + 1 for document in told)
-    assert info.vocab_size == 257 and int(info.train.max()) < 257
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -153,6 +121,7 @@ def test_the_number_of_processes_makes_no_difference(prepare, rng, monkeypatch):
     monkeypatch.setattr(documents, "_BLOCK", 3000)
     told = [kind(rng, rng.randrange(1, 400)).replace(MARK, "|") + "." for kind in (prose, unicode) * 20]
     made = [prepare(told, vocab_size=350, workers=workers)[1] for workers in (1, 2, 3)]
+    assert isinstance(made[0].train, np.memmap)
     for other in made[1:]:
         assert np.array_equal(other.train, made[0].train) and np.array_equal(other.valid, made[0].valid)
         assert other.tokenizer.read_bytes() == made[0].tokenizer.read_bytes()
@@ -163,7 +132,9 @@ def test_the_number_of_processes_makes_no_difference(prepare, rng, monkeypatch):
 def test_merges_shorten_the_text_until_there_are_no_more(prepare, rng):
     told = [prose(rng, 200) for _ in range(20)]
     log = []
-    counts = [len(prepare(told, log=log, vocab_size=size)[1].train) for size in (257, 270, 300)]
+    made = [prepare(told, log=log, vocab_size=size)[1] for size in (257, 270, 300)]
+    counts = [len(info.train) + len(info.valid) for info in made]
+    assert counts[0] == sum(len(document.encode()) + 1 for document in told)  # without merges, and with ends
     assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3
     _, info = prepare([*told, "Xylophone", *told], log=log, vocab_size=2**32)
     known = tokens.load_tokenizer(info.tokenizer).get_vocab()
@@ -245,21 +216,20 @@ def test_what_is_no_tokenizer_is_refused_by_name(prepare, tmp_path, make, why):
 # ------------------------------------------------------------------------------------------------------------ the stage
 def test_what_was_made_from_the_same_is_taken(prepare, rng, tmp_path):
     told, log, out = [prose(rng, 60) for _ in range(30)], [], tmp_path / "out"
-    _, info = prepare(told, out, log, vocab_size=300)
-    _, same = prepare(told, out, log, vocab_size=300, workers=2)  # processes are no difference
+    more, given = [*told, "more"], byte_level(tmp_path / "given.json")
+    made = lambda told, **keys: prepare(told, out, log, **keys)[1]
+    info = made(told, vocab_size=300)
+    same = made(told, vocab_size=300, workers=2)  # processes are no difference
     assert np.array_equal(info.train, same.train) and info.vocab_size == same.vocab_size
-    prepare(told, out, log, vocab_size=301)
-    prepare([*told, "more"], out, log, vocab_size=301)
-    given = byte_level(tmp_path / "given.json")
-    prepare([*told, "more"], out, log, path=str(given))
+    made(told, vocab_size=301)
+    made(more, vocab_size=301)
+    made(more, path=str(given))
     os.utime(given, (1, 1))
-    _, info = prepare([*told, "more"], out, log, path=str(given))
-    info.train.flush()
+    made(more, path=str(given))
     (out / "tokens" / "valid.bin").write_bytes(b"")
-    _, again = prepare([*told, "more"], out, log, path=str(given))
+    assert len(made(more, path=str(given)).valid) > 0
     verbs = [line.split()[1] for line in log if not line.startswith("tokens: learning")]
     assert verbs == ["made", "took", "made", "made", "made", "took", "made"]
-    assert len(again.valid) > 0
     outputs.check(out / "tokens", "tokens")
 
 
@@ -280,9 +250,7 @@ def test_what_is_known_of_the_tokens(prepare, rng, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", ["train.bin", "valid.bin", "tokenizer.json", "../text/train.txt", "../text/valid.txt"]
-)
+@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "tokenizer.json", "../text/valid.txt"])
 def test_a_byte_that_has_changed_is_refused(prepare, rng, tmp_path, name):
     """A file of the right size is no right file."""
     told, out = [prose(rng, 60) for _ in range(30)], tmp_path / "out"
@@ -301,13 +269,9 @@ def test_a_byte_that_has_changed_is_refused(prepare, rng, tmp_path, name):
 ])  # fmt: skip
 def test_tokens_that_are_not_as_told_are_refused(prepare, rng, tmp_path, random_ids, what, value):
     """However well the SHA-256s fit."""
-    text_info = (
-        None if random_ids else prepare([prose(rng, 60) for _ in range(30)], tmp_path, vocab_size=300)[0]
-    )
-    again = lambda: (
-        draw(tmp_path, vocab_size=300) if random_ids
-        else tokens.prepare(settings(vocab_size=300), text_info, tmp_path / "tokens", lambda line: None)
-    )  # fmt: skip
+    text = [prose(rng, 60) for _ in range(30)]
+    make = functools.partial(draw, tmp_path) if random_ids else functools.partial(prepare, text, tmp_path)
+    again = lambda: make(vocab_size=300)
     again()
     about, file = tmp_path / "tokens" / "tokens.json", tmp_path / "tokens" / "train.bin"
     told = json.loads(about.read_text())
@@ -364,10 +328,9 @@ def test_merges_are_not_left_out_at_random(tmp_path, prepare):
     told = json.loads(info.tokenizer.read_text())
     told["model"]["dropout"] = 0.5
     (tmp_path / "random.json").write_text(json.dumps(told))
-    encode = tokens.load_tokenizer(tmp_path / "random.json").encode
-    assert {tuple(encode("hello world").ids) for _ in range(30)} == {
-        tuple(tokens.load_tokenizer(info.tokenizer).encode("hello world").ids)
-    }
+    same, at_random = map(tokens.load_tokenizer, (info.tokenizer, tmp_path / "random.json"))
+    expected = same.encode("hello world").ids
+    assert all(at_random.encode("hello world").ids == expected for _ in range(30))
 
 
 # ------------------------------------------------------------------------------------------------------- random tokens
@@ -384,7 +347,7 @@ def test_random_tokens_are_uniform_and_repeatable(tmp_path, monkeypatch, rng):
     counts = np.bincount(info.train, minlength=1024)
     assert len(counts) == 1024 and counts.min() > 40 and counts.max() < 180  # 98 on average
     assert info.floor_nats_per_token == math.log(1024) and info.valid_bytes == info.valid.nbytes
-    assert info.tokenizer is None and info.end_of_text is None
+    assert info.tokenizer is None and info.end_of_text is None and not (tmp_path / "a" / "text").exists()
     assert not np.array_equal(info.train[:1000], info.valid[:1000])
     assert not np.array_equal(info.train, draw(tmp_path / "b", seed + 1).train)
     assert np.array_equal(info.train, draw(tmp_path / "c", seed).train)
@@ -407,11 +370,10 @@ def test_a_script_without_a_guard_works(tmp_path):
         "made = config.load(None, {'out': 'run', 'tokenizer.workers': 2, **keys})\n"
         "print(pipeline.prepare(made, lambda line: None).vocab_size)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -427,8 +389,8 @@ def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch, workers,
     made.save(str(tmp_path / "made.json"))
     source = tmp_path / "source.txt"
     source.write_text(f"\n{MARK}\n".join("x" * 500 for _ in range(40)))
-    chosen = load(None, {"text.source": str(source), "tokenizer.path": str(tmp_path / "made.json")})
-    chosen = dataclasses.replace(chosen, tokenizer=dataclasses.replace(chosen.tokenizer, workers=workers))
+    keys = {"tokenizer.path": str(tmp_path / "made.json"), "tokenizer.workers": workers}
+    chosen = load(None, {"text.source": str(source), **keys})
     found = text.prepare(chosen.text, tmp_path / "text", lambda line: None)
     with pytest.raises(ValueError, match="the tokenizer fails at the text"):
         tokens.prepare(chosen.tokenizer, found, tmp_path / "tokens", lambda line: None)
@@ -456,9 +418,8 @@ def test_an_interrupted_stage_leaves_no_tokens_and_no_processes(tmp_path, rng, h
     source, script, out = tmp_path / "source.txt", tmp_path / "script.py", tmp_path / "out" / "tokens"
     source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
     process = subprocess.Popen(
-        [sys.executable, str(script), str(source), str(out.parent)], env=environment, text=True,
+        [sys.executable, str(script), str(source), str(out.parent)], env=ENVIRONMENT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     while process.poll() is None and not (out / ".making" / "train.bin").exists():
