@@ -170,12 +170,6 @@ def test_cases_beyond_the_grid():
         chapters.cases(kernels, "full", impl="fa4", dtype="fp32")
 
 
-def test_head_dimensions_are_those_of_attention():
-    inputs = pytest.importorskip("cs336_systems.attention.inputs")
-    head_dims = chapters.load("flash_bench").choices["head_dim"]
-    assert (head_dims[0], head_dims[-1]) == (inputs.MIN_HEAD_DIM, inputs.MAX_HEAD_DIM)
-
-
 def test_flash_off_the_grid(root):
     shape = ("--seq-len", "40", "--head-dim", "16", "--dtype", "fp32", "--heads", "2", "--impl", "sdpa")
     done = call("bench", "flash", "--preset", "smoke", *shape)
@@ -218,9 +212,8 @@ def test_results_merge(root, tmp_path, monkeypatch):
 def test_book_prints_what_it_built(monkeypatch, tmp_path):
     build = pytest.importorskip("cs336_systems.report.build")
     asked = {}
-    monkeypatch.setattr(
-        build, "build", lambda tables_of, **options: asked.update(options) or [tmp_path / "index.html"]
-    )
+    built = lambda tables_of, **options: asked.update(options) or [tmp_path / "index.html"]
+    monkeypatch.setattr(build, "build", built)
     assert call("book", "--strict").stdout == f"{tmp_path / 'index.html'}\n"
     assert asked == {"pdf": False, "strict": True}
 
@@ -240,7 +233,7 @@ machine: str = "auto"
 refresh: str = "missing"
 count: int = 3
 share: float = 0.5
-deep: bool = False
+deep: bool = True
 plain = 7
 """
 
@@ -268,9 +261,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chapters, "CHAPTERS", ("sour", "sweet"))
     monkeypatch.setattr(chapters, "tables", lambda *names: ())
-    monkeypatch.setattr(
-        "cs336_systems.report.chapter.check", lambda name, given, root: None
-    )  # no experiments
+    monkeypatch.setattr("cs336_systems.report.chapter.check", lambda name, given, root: None)
     return tmp_path
 
 
@@ -281,12 +272,12 @@ def test_run_goes_on_after_a_failure_with_this_interpreter(checkout, monkeypatch
     kernel.write_text('{"argv": ["/no/such/python"], "display_name": "other", "language": "python"}')
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(checkout / "home"))
     monkeypatch.delenv("JUPYTER_PATH", raising=False)
-    given = [word for value in ("count=4", "share=1e-3", "deep=true", "plain=8") for word in ("-p", value)]
+    given = [word for value in ("count=4", "share=1e-3", "deep=no", "plain=8") for word in ("-p", value)]
     done = call("run", "--preset", "smoke", *given)
     assert done.exit_code == 1
     assert "sour grapes" in done.stderr and "1 of 2 chapters failed: sour" in done.stderr
     seen = (checkout / "seen.txt").read_text()
-    assert seen == repr([sys.executable, "smoke", "missing", 4, 0.001, True, 8])
+    assert seen == repr([sys.executable, "smoke", "missing", 4, 0.001, False, 8])
     names = sorted(p.name for p in (checkout / "_build" / "notebooks").iterdir())
     assert names == ["sour.ipynb", "sweet.ipynb"]  # both keep their outputs, the traceback among them
     assert "sour grapes" in (checkout / "_build" / "notebooks" / "sour.ipynb").read_text()
@@ -295,8 +286,6 @@ def test_run_goes_on_after_a_failure_with_this_interpreter(checkout, monkeypatch
 
 def test_run_refuses_before_anything_runs(checkout):
     for arguments, saying in (
-        (["bitter"], "unknown chapter 'bitter'; allowed: sour, sweet"),
-        (["sweet", "-p", "colour=red"], "sweet has no parameter colour; its parameters are measure, preset"),
         (["sweet", "-p", "count=few"], "count=few: expected an int"),
         (["sweet", "-p", "deep=perhaps"], "deep=perhaps: expected one of true"),
     ):
@@ -306,15 +295,17 @@ def test_run_refuses_before_anything_runs(checkout):
     assert not (checkout / "_build").exists()
 
 
-def test_run_outside_a_checkout(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("gone", "saying"), [(False, "inside a checkout"), (True, "the current folder has been removed")]
+)
+def test_run_outside_a_checkout(tmp_path, monkeypatch, gone, saying):
+    folder = tmp_path / "folder"
+    folder.mkdir()
     monkeypatch.delenv("CS336_RESULTS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    refused("run", "hardware", saying="inside a checkout")
-
-
-@pytest.mark.parametrize(("kind", "text", "value"), [("str", "1", "1"), ("int", "1", 1), ("None", "1", "1")])
-def test_convert_by_annotation_and_else_by_default(kind, text, value):
-    assert notebooks.convert("x", text, {"inferred_type_name": kind, "default": '"auto"'}) == value
+    monkeypatch.chdir(folder)
+    if gone:
+        folder.rmdir()
+    refused("run", "hardware", saying=saying)
 
 
 # ------------------------------------------------------------------------------------ the surface
@@ -335,23 +326,13 @@ def test_module_is_the_command_and_helps_without_torch():
     assert not imported & {"torch", "triton", "pandas", "matplotlib"}
 
 
-@pytest.mark.parametrize(
-    "arguments", [("run", "hardware"), ("book",), ("book", "--claims"), ("submit",)], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [("run", "hardware"), ("book",), ("submit",)], ids=" ".join)
 def test_a_backend_that_matplotlib_does_not_know_is_refused_in_a_line(arguments):
     command = [sys.executable, "-m", "cs336_systems", *arguments]
     wrong = os.environ | {"MPLBACKEND": "nosuch"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=wrong)
     assert done.returncode == 2 and "'nosuch' is not a valid value for backend" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_folder_that_is_gone_is_told(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.delenv("CS336_RESULTS", raising=False)
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    refused("run", "hardware", saying="the current folder has been removed")
 
 
 @pytest.mark.parametrize(
@@ -412,8 +393,7 @@ def test_an_interrupted_command_says_so_in_a_line(monkeypatch):
 )
 def test_another_model_has_its_own_attention(told, attention, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        cli, "_bench", lambda chapter, given, *more, **options: asked.append(given["attention"])
-    )
+    bench = lambda chapter, given, *more, **options: asked.append(given["attention"])
+    monkeypatch.setattr(cli, "_bench", bench)
     assert call("bench", "model", *told).exit_code == 0
     assert asked == [attention]
