@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -41,10 +42,12 @@ def made(out, **changes):
 
 def words(out, **changes):
     """The same as words of a command line."""
-    return [
-        "train",
-        *(word for key, value in changed(out, changes).items() for word in ("--set", f"{key}={value}")),
-    ]
+    told = [("--set", f"{key}={value}") for key, value in changed(out, changes).items()]
+    return ["train", *itertools.chain(*told)]
+
+
+def cs336(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
@@ -124,13 +127,12 @@ def test_sigterm_saves_and_ends(tmp_path, nproc):
 
 def test_generate_speaks_in_a_stream(tmp_path):
     pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
-    call = lambda *more: CliRunner().invoke(
-        app, ["generate", "--checkpoint", str(tmp_path), "--tokens", "9", *more]
+    call = lambda: cs336(
+        "generate", "--checkpoint", tmp_path, "--tokens", 9, "The dog", "A cat — ünïcode", "--seed", 3
     )
-    done = call("The dog", "A cat — ünïcode", "--seed", "3")
+    done = call()
     assert done.exit_code == 0 and done.stdout.startswith("The dog") and "A cat — ünïcode" in done.stdout
-    assert done.stdout == call("The dog", "A cat — ünïcode", "--seed", "3").stdout
-    assert call("--temperature", "-1").exit_code == 2 and call("--device", "cuda").exit_code in (0, 2)
+    assert done.stdout == call().stdout
 
 
 # ------------------------------------------------------------------------------------------------------------ going on
@@ -144,19 +146,14 @@ MUST_NOT = {
     "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
 }  # fmt: skip
 NEVER = {
-    "optimizer.name": "own",
-    "model.d_model": 32,
-    "model.num_heads": 1,
-    "model.num_layers": 3,
-    "model.size": "mini",
-}
+    "optimizer.name": "own", "model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini",
+}  # fmt: skip
 
 
 def on(changes, dtype="fp32"):
     before = {"config": made("run").to_dict(), "dtype": "fp32"}
-    resuming.check(
-        "there", before, config.load(None, changed("run", {}) | changes), changes.get("run.dtype", dtype)
-    )
+    now = config.load(None, changed("run", {}) | changes)
+    resuming.check("there", before, now, changes.get("run.dtype", dtype))
 
 
 @pytest.mark.parametrize(("key", "value"), (MAY | MUST_NOT | NEVER).items())
@@ -164,9 +161,8 @@ def test_what_a_run_that_goes_on_may_change(key, value):
     if key in MAY:
         on({key: value})
         return
-    with pytest.raises(
-        ValueError, match=rf"{'model.num_layers' if key == 'model.size' else key}=.*, now "
-    ) as caught:
+    named = "model.num_layers" if key == "model.size" else key
+    with pytest.raises(ValueError, match=rf"{named}=.*, now ") as caught:
         on({key: value})
     assert "\n" not in str(caught.value) and "model.d_ff" not in str(caught.value)
     if key in MUST_NOT:
@@ -202,6 +198,7 @@ def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
     own |= {"schedule__steps": 3}
     book, before = Path(own["text__source"]), kept(out)
     text = book.read_text()
+    train = lambda *more, **changes: cs336(*words(out, **own | changes), *more)
     for change, flag, names in (
         ({"batch__seed": 1}, False, "batch.seed=0, now 1; --resume-changed"),
         ({"optimizer__name": "own"}, True, "optimizer.name='adamw', now 'own'"),
@@ -209,28 +206,18 @@ def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
         ({}, True, "tokenizer.json would not be what"),
     ):
         book.write_text(text + "x" if change else text.replace("cat", "zebra"))
-        words_of = words(out, **own, **change) + ["--resume-changed"] * flag
-        done = CliRunner().invoke(app, words_of)
+        done = train(*["--resume-changed"] * flag, **change)
         book.write_text(text)
         assert done.exit_code == 2 and names in done.stderr and done.stderr.count("\n") == 1, done.stderr
         kept_now = kept(out)
         if not (flag and not change):  # the flag allows another text, which is made before the tokenizer is
             assert kept_now == before
-        assert all(
-            kept_now[file] == content for file, content in before.items() if file.parent.name != "text"
-        )
-    assert (
-        CliRunner().invoke(app, [*words(out, **own), "--set", "batch.seed=1", "--resume-changed"]).exit_code
-        == 0
-    )
+        assert all(kept_now[file] == before[file] for file in before if file.parent.name != "text")
+    assert train("--resume-changed", batch__seed=1).exit_code == 0
     assert json.loads((out / "config.json").read_text())["batch"]["seed"] == 1
     book.write_text(text.replace("cat", "zebra"))  # another text in the same tokens
-    tokenizer = {
-        "tokenizer__path": str(out / "tokens" / "tokenizer.json"),
-        "schedule__steps": 4,
-        "batch__seed": 1,
-    }
-    done = CliRunner().invoke(app, [*words(out, **own | tokenizer), "--resume-changed"])
+    tokenizer = {"tokenizer__path": str(out / "tokens" / "tokenizer.json")}
+    done = train("--resume-changed", **tokenizer, schedule__steps=4, batch__seed=1)
     book.write_text(text)
     assert done.exit_code == 0 and b"zebra" in (out / "text" / "train.txt").read_bytes(), done.stderr
 
@@ -239,7 +226,7 @@ def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
 def test_the_text_and_the_tokenizer_of_a_finished_run_stay(tmp_path, trained, command):
     out, own = shutil.copytree(trained[0], tmp_path / "run"), trained[1]
     before = kept(out)
-    again = lambda **changes: CliRunner().invoke(app, [command, *words(out, **own | changes)[1:]])
+    again = lambda **changes: cs336(command, *words(out, **own | changes)[1:])
     assert again().exit_code == 0 and kept(out) == before
     done = again(text__train_mb=0.01, tokenizer__vocab_size=300)
     assert done.exit_code == 2 and "checkpoints have learned from" in done.stderr and kept(out) == before
@@ -253,7 +240,7 @@ def test_a_checkpoint_speaks_by_itself(tmp_path, trained):
     """Old ones have no tokenizer, and speak with that of their run."""
     [step] = checkpoints.found(trained[0] / "checkpoints")
     alone = shutil.copytree(step, tmp_path / "alone" / step.name)
-    speak = lambda place: CliRunner().invoke(app, ["generate", "--checkpoint", str(place), "--tokens", "5"])
+    speak = lambda place: cs336("generate", "--checkpoint", place, "--tokens", 5)
     assert speak(alone).exit_code == 0 and speak(alone).stdout == speak(trained[0]).stdout
     old = shutil.copytree(trained[0], tmp_path / "old") / "checkpoints" / step.name
     told = json.loads((old / "checkpoint.json").read_text())
@@ -303,7 +290,7 @@ def test_what_is_damaged_is_named(tmp_path):
     ):  # fmt: skip
         before = file.read_bytes() if file.is_file() else None
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        done = CliRunner().invoke(app, command)
+        done = cs336(*command)
         assert done.exit_code in (1, 2) and isinstance(done.exception, SystemExit), (file, done.exception)
         named = file if file != about else about.parent  # "STEP: checkpoint.json ..."
         assert done.stderr.startswith("Error: ") and str(named) in done.stderr, done.stderr
@@ -311,7 +298,7 @@ def test_what_is_damaged_is_named(tmp_path):
 
 
 def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path):
-    done = CliRunner().invoke(app, [*words(tmp_path / "run"), "--dry-run"])
+    done = cs336(*words(tmp_path / "run"), "--dry-run")
     assert done.exit_code == 0, done.stderr
     assert "GiB of tensors" in done.stdout and "minutes for 6 steps" in done.stdout
     assert not (tmp_path / "run").exists()

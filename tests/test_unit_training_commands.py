@@ -25,24 +25,16 @@ WRONG = [  # --set, and what the line names
     ("model.sizes=small", "model.sizes"), ("modle.size=small", "modle"), ("size", "expected section.key=value"),
     ("=3", "expected section.key=value"), ("model=small", "it must be a section"),
     ("model.size=huge", "small, medium"), ("model.context_length=0", "1 or more"),
-    ("model.context_length=x", "a whole number"), ("model.context_length=1.5", "a whole number"),
-    ("model.d_model=10", "multiple of num_heads"), ("text.train_mb=0", "above 0"), ("model.d_model=-8", "0 or more"),
-    ("model.attention=flash", "flash_triton"), ("text.train_mb=-1", "0 or more"), ("text.valid_mb=0", "above 0"),
-    ("text.train_mb=nan", "a number"), ("tokenizer.vocab_size=256", "257 or more"),
-    ("tokenizer.vocab_size=1e9", "a whole number"), ("tokenizer.vocab_size=99999999999", "at most"),
-    ("tokenizer.path=/no/such.json", "/no/such.json"), ("optimizer.name=sgd", "adamw, own"),
-    ("optimizer.learning_rate=-1", "0 or more"), ("optimizer.learning_rate=11", "at most 10"),
-    ("optimizer.learning_rate=fast", "a number"), ("optimizer.beta1=1", "at most"), ("optimizer.eps=2", "at most 1"),
-    ("optimizer.sharded=perhaps", "true or false"), ("schedule.steps=-5", "0 or more"),
-    ("schedule.kind=linear", "cosine, constant"), ("schedule.warmup=2", "at most 1"),
-    ("batch.sequences=0", "1 or more"), ("batch.accumulate=0", "1 or more"), ("batch.accumulate=5", "multiple of"),
-    ("run.device=tpu", "auto, cpu, cuda"), ("run.dtype=fp8", "bf16, fp16"),
-    ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("run.deterministic=2", "true or false"),
-    ("parallel.nproc=0", "1 or more"), ("parallel.nproc=3", "multiple of 3"),
-    ("parallel.wrapper=fsdp", "in_place, torch"), ("parallel.bucket_mb=0", "above 0"),
-    ("checkpoints.keep=0", "1 or more"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
-    ("logging.every=0", "1 or more"), ("generation.top_p=0", "above 0"), ("generation.tokens=0", "1 or more"),
-    ("out=", "it must name a folder"), ("text.source=/no/such/text", "/no/such/text"),
+    ("model.context_length=1.5", "a whole number"), ("model.d_model=10", "multiple of num_heads"),
+    ("model.d_model=-8", "0 or more"), ("model.attention=flash", "flash_triton"), ("text.train_mb=-1", "0 or more"),
+    ("text.valid_mb=0", "above 0"), ("text.train_mb=nan", "a number"), ("tokenizer.vocab_size=256", "257 or more"),
+    ("tokenizer.vocab_size=99999999999", "at most"), ("tokenizer.path=/no/such.json", "/no/such.json"),
+    ("optimizer.learning_rate=11", "at most 10"), ("optimizer.learning_rate=fast", "a number"),
+    ("optimizer.sharded=perhaps", "true or false"), ("schedule.kind=linear", "cosine, constant"),
+    ("batch.accumulate=5", "multiple of"), ("run.device=tpu", "auto, cpu, cuda"), ("run.dtype=fp8", "bf16, fp16"),
+    ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("parallel.nproc=3", "multiple of 3"),
+    ("parallel.wrapper=fsdp", "in_place, torch"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
+    ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
     ("checkpoints.init_from=/no/such", "/no/such holds no weights"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
@@ -97,25 +89,19 @@ def test_flags_are_keys(tmp_path):
 def test_what_cannot_speak_is_told(tmp_path):
     refused(call("generate", "--checkpoint", tmp_path), "neither a checkpoint nor")
     assert call("generate", "--tokens", 0).exit_code == 2
-    for option, value in (
-        ("device", "tpu"),
-        ("temperature", "inf"),
-        ("seed", -1),
-        ("seed", 10**20),
-        ("top-k", -1),
-    ):
+    options = ("device", "temperature", "temperature", "seed", "top-k")
+    for option, value in zip(options, ("tpu", "inf", -1, -1, -1), strict=True):
         refused(call("generate", f"--{option}", value), f".{option.replace('-', '_')}=")
 
 
 def test_a_file_has_the_same_values_in_both_formats(tmp_path):
-    (tmp_path / "a.toml").write_text('out = "x"\n[model]\nsize = "small"\ncontext_length = 64\n')
-    (tmp_path / "a.json").write_text('{"out": "x", "model": {"size": "small", "context_length": 64}}')
-    first, second = (
-        config.load(tmp_path / f"a.{kind}", {"schedule.steps": "7"}) for kind in ("toml", "json")
-    )
+    toml, text = tmp_path / "a.toml", tmp_path / "a.json"
+    toml.write_text('out = "x"\n[model]\nsize = "small"\ncontext_length = 64\n')
+    text.write_text('{"out": "x", "model": {"size": "small", "context_length": 64}}')
+    first, second = (config.load(file, {"schedule.steps": "7"}) for file in (toml, text))
     assert first == second and first.model.size == "small" and first.schedule.length == ("steps", 7)
-    (tmp_path / "b.json").write_text(json.dumps(first.to_dict()))
-    assert config.load(tmp_path / "b.json") == first  # as it is saved with a run
+    text.write_text(json.dumps(first.to_dict()))
+    assert config.load(text) == first  # as it is saved with a run
 
 
 def test_every_key_is_listed():
@@ -147,19 +133,21 @@ def test_what_finds_no_room_on_a_cpu_is_refused(tmp_path, monkeypatch, more):
 
 
 def test_activations_count_as_the_accounting_says(monkeypatch):
-    made = lambda **changes: config.load(None, {"run.device": "cpu", **changes})
-    small = {"model.size": "small", "batch.sequences": 32}
-    needed = forecast.memory_bytes(made(**small, **{"tokenizer.vocab_size": 5000}), "fp32", "cpu", 1)
+    def made(**changes):
+        small = {"run.device": "cpu", "model.size": "small", "batch.sequences": 32}
+        return config.load(None, small | {name.replace("__", "."): value for name, value in changes.items()})
+
+    needed = forecast.memory_bytes(made(tokenizer__vocab_size=5000), "fp32", "cpu", 1)
     monkeypatch.setattr(forecast, "free_memory_bytes", lambda device: needed)
-    forecast.check_fits(made(**small), 1, 5000)
-    forecast.check_fits(made(**small | {"batch.sequences": 64, "batch.accumulate": 2}), 1, 5000)
+    forecast.check_fits(made(), 1, 5000)
+    forecast.check_fits(made(batch__sequences=64, batch__accumulate=2), 1, 5000)
     for more, vocab in (
         ({}, 5001),
-        ({"batch.sequences": 33}, 5000),
-        ({"model.attention": "reference"}, 5000),
+        ({"batch__sequences": 33}, 5000),
+        ({"model__attention": "reference"}, 5000),
     ):
         with pytest.raises(ValueError, match="GiB are free"):
-            forecast.check_fits(made(**small | more), 1, vocab)
+            forecast.check_fits(made(**more), 1, vocab)
 
 
 def test_a_sharded_optimizer_is_told_by_its_fullest_rank():
@@ -171,23 +159,11 @@ def test_a_sharded_optimizer_is_told_by_its_fullest_rank():
     assert 1 - (whole - shared) / moments == pytest.approx(0.203, abs=0.001)
 
 
-def test_a_dry_run_refuses_attention_that_is_not_there(tmp_path):
-    refused(call("train", "--out", tmp_path, "--dry-run", "--attention", "flash_cuda"), "is unavailable")
-
-
 @pytest.mark.parametrize(("train", "valid", "which"), [(0.05, 1e-4, "valid"), (1e-4, 0.05, "train")])
 def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which):
-    told = (
-        "--train-mb",
-        train,
-        "--set",
-        f"text.valid_mb={valid}",
-        "--context-length",
-        512,
-        "--device",
-        "cpu",
-    )
-    line = refused(call("train", "--out", tmp_path, *told), f"a larger text.{which}_mb")
+    sizes = ("--train-mb", train, "--set", f"text.valid_mb={valid}", "--context-length", 512)
+    done = call("train", "--out", tmp_path, "--device", "cpu", *sizes)
+    line = refused(done, f"a larger text.{which}_mb")
     assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line
 
 
@@ -237,8 +213,5 @@ def test_wandb_gets_the_lines_of_the_log(tmp_path, monkeypatch):
     log = RunLog(tmp_path, wandb="stories", config={"out": "here"})
     log.row({"step": 3, "loss": 1.5, "mfu": None})
     log.close()
-    assert told == [
-        {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}},
-        (3, {"loss": 1.5}),
-        "finished",
-    ]
+    begun = {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}}
+    assert told == [begun, (3, {"loss": 1.5}), "finished"]
