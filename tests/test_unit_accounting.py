@@ -4,35 +4,24 @@ import itertools
 
 import pytest
 
-from cs336_systems.accounting import (
-    PARTS,
-    attention_bytes,
-    attention_exps,
-    attention_flops,
-    exps_ms,
-    matmul_flops,
-    peaks,
-    roofline_ms,
-)  # fmt: skip
+from cs336_systems import accounting
 
 
 def test_attention_forward_is_two_products_and_backward_five():
     batch_heads, queries, keys, d = 3, 7, 11, 13
-    assert matmul_flops(queries, keys, d) == sum(
-        2 for _ in itertools.product(*map(range, (queries, keys, d)))
-    )
-    product = batch_heads * matmul_flops(queries, keys, d)
-    assert attention_flops(batch_heads, queries, keys, d, False, "forward") == 2 * product
-    assert attention_flops(batch_heads, queries, keys, d, False, "backward") == 5 * product
-    assert attention_flops(batch_heads, queries, keys, d, True, "end_to_end") == 7 * product / 2
+    product = batch_heads * accounting.matmul_flops(queries, keys, d)
+    assert product == batch_heads * 2 * queries * keys * d
+    assert accounting.attention_flops(batch_heads, queries, keys, d, False, "forward") == 2 * product
+    assert accounting.attention_flops(batch_heads, queries, keys, d, False, "backward") == 5 * product
+    assert accounting.attention_flops(batch_heads, queries, keys, d, True, "end_to_end") == 7 * product / 2
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_end_to_end_is_forward_plus_backward(is_causal):
     for count in (
-        lambda part: attention_flops(2, 64, 32, 16, is_causal, part),
-        lambda part: attention_exps(2, 64, 32, is_causal, part),
-        lambda part: attention_bytes(2, 64, 32, 16, 2, part),
+        lambda part: accounting.attention_flops(2, 64, 32, 16, is_causal, part),
+        lambda part: accounting.attention_exps(2, 64, 32, is_causal, part),
+        lambda part: accounting.attention_bytes(2, 64, 32, 16, 2, part),
     ):
         assert count("forward") + count("backward") == count("end_to_end")
 
@@ -45,34 +34,33 @@ def test_attention_bytes_are_those_of_the_tensors():
     lse = torch.empty(batch_heads, queries)
     forward = sum(t.nbytes for t in (q, k, k, q, lse))
     backward = sum(t.nbytes for t in (q, k, k, q, q, lse, q, k, k))
-    assert attention_bytes(batch_heads, queries, keys, d, 2, "forward") == forward
-    assert attention_bytes(batch_heads, queries, keys, d, 2, "backward") == backward
+    assert accounting.attention_bytes(batch_heads, queries, keys, d, 2, "forward") == forward
+    assert accounting.attention_bytes(batch_heads, queries, keys, d, 2, "backward") == backward
 
 
 def test_exps_are_one_for_each_visible_pair_up_to_the_diagonal():
     n = 100
     visible = sum(key <= query for query, key in itertools.product(range(n), range(n)))
-    assert attention_exps(1, n, n, True, "forward") == pytest.approx(visible, rel=1.1 / n)
-    assert attention_exps(1, n, n, False, "end_to_end") == 2 * n * n
-    assert exps_ms(16 * 132 * 1_000_000, sms=132, sm_mhz=1000) == pytest.approx(1.0)  # 16 a clock
+    assert accounting.attention_exps(1, n, n, True, "forward") == pytest.approx(visible, rel=1.1 / n)
+    assert accounting.attention_exps(1, n, n, False, "end_to_end") == 2 * n * n
+    assert accounting.exps_ms(16 * 132 * 1_000_000, sms=132, sm_mhz=1000) == pytest.approx(1.0)  # 16 a clock
 
 
 def test_roofline_is_the_longer_of_the_two():
-    assert roofline_ms(1e12, 0, tflops=1, tb_per_s=1) == pytest.approx(1000)
-    assert roofline_ms(0, 1e12, tflops=1, tb_per_s=1) == pytest.approx(1000)
-    ridge = 990 / 3.35  # FLOPs a byte
-    assert roofline_ms(ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(roofline_ms(0, 1e9, 990, 3.35))
-    assert roofline_ms(2 * ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(2 * roofline_ms(0, 1e9, 990, 3.35))
+    assert accounting.roofline_ms(1e12, 0, tflops=1, tb_per_s=1) == pytest.approx(1000)
+    assert accounting.roofline_ms(0, 1e12, tflops=1, tb_per_s=1) == pytest.approx(1000)
+    ridge, copied = 990 / 3.35, accounting.roofline_ms(0, 1e9, 990, 3.35)
+    for share, ms in ((0.5, copied), (1, copied), (2, 2 * copied)):
+        assert accounting.roofline_ms(share * ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(ms)
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"'sideways'.*forward, backward, end_to_end"):
-        attention_flops(1, 1, 1, 1, False, "sideways")
+        accounting.attention_flops(1, 1, 1, 1, False, "sideways")
     with pytest.raises(ValueError, match="num_keys=0"):
-        attention_bytes(1, 1, 0, 1, 2, "forward")
+        accounting.attention_bytes(1, 1, 0, 1, 2, "forward")
     with pytest.raises(ValueError, match="tflops=0"):
-        roofline_ms(1, 1, 0, 1)
-    assert PARTS == ("forward", "backward", "end_to_end")
+        accounting.roofline_ms(1, 1, 0, 1)
 
 
 def test_peaks_by_full_name():
@@ -81,9 +69,11 @@ def test_peaks_by_full_name():
         ("NVIDIA A100-SXM4-40GB", 312.0, 1.555), ("NVIDIA A100 80GB PCIe", 312.0, 1.935), ("Tesla T4", None, 0.32),
         ("NVIDIA GeForce RTX 4090", 165.2, 1.008),
     ):  # fmt: skip
-        found = peaks(name)
+        found = accounting.peaks(name)
         assert found.tflops.get("bf16") == bf16 and found.tb_per_s == tb_per_s
     laptop, part = "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    assert [peaks(name) for name in ("", laptop, part, "NVIDIA H100", "Z9000")] == [None] * 5  # no guess
-    t4 = peaks("Tesla T4")
+    assert [accounting.peaks(name) for name in ("", laptop, part, "NVIDIA H100", "Z9000")] == [
+        None
+    ] * 5  # no guess
+    t4 = accounting.peaks("Tesla T4")
     assert t4.roofline_ms(65e9, 0, "fp16") == pytest.approx(1.0) and t4.roofline_ms(65e9, 0, "bf16") is None

@@ -7,7 +7,7 @@ import pytest
 from cs336_systems import accounting
 from cs336_systems.chapters.ddp import accounting as closed
 from cs336_systems.chapters.ddp.accounting import Buckets
-from cs336_systems.sizes import SIZES, ModelConfig, size
+from cs336_systems.sizes import ModelConfig, size
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=3, num_heads=2, vocab_size=50)
 
@@ -23,22 +23,8 @@ def test_buckets_are_those_of_the_code(max_bytes):
     assert closed.gradient_sizes(TOY) == [p.numel() for p in parameters]
     expected = [sum(4 * p.numel() for p in b.parameters) for b in assign(reversed(parameters), max_bytes)]
     assert closed.bucket_bytes(TOY, max_bytes) == expected
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_all_bytes_are_in_some_bucket(name):
-    config = size(name)
-    total = 4 * accounting.num_parameters(config)
-    assert total == 4 * sum(closed.gradient_sizes(config))
-    counts = [len(closed.bucket_bytes(config, mb * closed.MB)) for mb in (0, 1, 10, 25, 100, 1000)]
-    assert counts == sorted(counts, reverse=True) and counts[0] == len(closed.gradient_sizes(config))
-    for mb in (1, 25, 1000):
-        buckets = closed.bucket_bytes(config, mb * closed.MB)
-        assert sum(buckets) == total
-        limit = max(mb * closed.MB, 4 * max(closed.gradient_sizes(config)))
-        assert max(buckets) <= limit
     with pytest.raises(ValueError, match="max_bytes=-1"):
-        closed.bucket_bytes(config, -1)
+        closed.bucket_bytes(TOY, -1)
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -72,9 +58,8 @@ def test_what_each_way_holds():
     assert {peak[w] for w in ("none", "naive", "overlapped", "in_place")} == {plain}
     assert peak["torch"] == plain + total and peak["flat"] == 5 * total
     assert plain < peak["torch_view"] <= peak["torch"]
-    small, large = (
-        closed.peak_bytes(config, 2, 512, "fp32", "bucketed", mb * closed.MB) for mb in (100, 1000)
-    )
+    bucketed = lambda mb: closed.peak_bytes(config, 2, 512, "fp32", "bucketed", mb * closed.MB)
+    small, large = bucketed(100), bucketed(1000)
     assert plain < small < plain + 100 * closed.MB < large < plain + 1000 * closed.MB
     whole = closed.peak_bytes(config, 2, 128, "fp32", "bucketed", math.inf)
     assert whole == pytest.approx(5 * total, rel=1e-3)
