@@ -44,27 +44,6 @@ def chapter(**options):
 
 
 # --------------------------------------------------------------------------------- parameters
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"measure": "maybe"}, "auto, yes, no"),
-        ({"preset": "tiny"}, "auto, full, smoke"),
-        ({"refresh": "some"}, "missing, stale, all"),
-        ({"machine": "h9000"}, "auto, this, cpu-9"),
-        ({"dtype": "fp7"}, "all, bf16"),
-        ({"colour": "red"}, "kind, dtype, size"),
-        ({"kind": "copy", "dtype": "bf16"}, "no case with kind=copy, dtype=bf16"),
-        ({"machine": "cpu-9", "measure": "yes"}, "cpu-9"),  # another machine is never measured
-    ],
-)
-def test_bad_parameters_are_named_with_the_allowed_ones(results_root, options, names):
-    write_rows(results_root)
-    with pytest.raises(ValueError, match=names):
-        chapter(**options)
-    with pytest.raises(ValueError, match="hardware"):
-        chapters.read("harware")
-
-
 def test_when_it_measures(results_root, monkeypatch):
     write_rows(results_root)
     for value in ("false", "False", False, "no"):  # what papermill makes of it
@@ -100,10 +79,8 @@ def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkey
     shell = InteractiveShell()
     monkeypatch.setattr(shell, "_showtraceback", lambda kind, error, lines: said.append(lines))
     shell.push({"chapters": chapters, "report": report})
-    for cell in (
-        "chapters.opened('hardware', {'measure': 'no', 'dtype': 'fp7'})",
-        "report.only_reads({'measure': 'yes'})",
-    ):
+    opened = "chapters.opened('hardware', {'measure': 'no', 'dtype': 'fp7'})"
+    for cell in (opened, "report.only_reads({'measure': 'yes'})"):
         assert not shell.run_cell(cell).success
     [one, other] = said
     assert len(one) == 1 and "dtype=fp7" in one[0] and "bf16" in one[0]
@@ -145,14 +122,11 @@ def test_filters_choose_rows_and_unknown_fields_are_refused(results_root):
 
 
 def test_skipped_cases_do_not_count_as_measured(results_root):
-    def metrics(case):
-        return {"status": "skipped: needs a GPU", "tb_per_s": None} if case.kind == "copy" else {}
-
-    write_rows(results_root, metrics=metrics)
+    skipped = {"status": "skipped: needs a GPU", "tb_per_s": None}
+    write_rows(results_root, metrics=lambda case: skipped if case.kind == "copy" else {})
     frame = chapter().rows()
-    skipped = int((frame["kind"] == "copy").sum())
-    assert skipped > 0
-    assert chapter().provenance().endswith(f": {len(frame) - skipped} cases.")
+    measured = int((frame["kind"] != "copy").sum())
+    assert measured < len(frame) and chapter().provenance().endswith(f": {measured} cases.")
 
 
 def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root, monkeypatch):
@@ -162,8 +136,8 @@ def test_rows_of_earlier_code_are_said_and_are_a_problem(results_root, monkeypat
     for code in (None, "00000000"):
         write_rows(results_root, code=code)
         chapter().show(pd.DataFrame({"a": [1]}), "A table.", "tab-a", note="a note")
-        found = [*chapter().problems(), chapter().provenance()]
-        assert any("earlier code" in text for text in found) == (code is not None)
+        for found in (" ".join(chapter().problems()), chapter().provenance()):
+            assert ("earlier code" in found) == (code is not None)
     assert notes == ["a note", "a note; some rows of this chapter were measured with earlier code"]
 
 
@@ -237,9 +211,7 @@ def test_tables_have_both_renderings():
     assert "Times &amp; &lt;more&gt;" in page and "<code>c</code>" in page
     assert "color" not in page  # the page's own colours, light or dark
     # only long texts of short words break in the PDF
-    long = pd.DataFrame(
-        {"a": ["anidentifierthatislongerthanacolumnofthepage"], "b": ["several words " * 3], "c": "d"}
-    )
+    long = pd.DataFrame({"a": ["anidentifier" * 4], "b": ["several words " * 3], "c": "d"})
     assert "tabularcolumns} lLl" in tables.to_markdown(long, wrap=True)
     assert "tabularcolumns} lll" in tables.to_markdown(long)
 
@@ -275,9 +247,8 @@ def test_coverage_lists_every_part_once(project_root):
 
 
 def test_rows_stand_in_the_order_of_names():
-    rows = pd.DataFrame(
-        {"machine": ["y", "x", "x"], "size": ["xl", "xl", "small"], "n": [1, 2, 3]}, [7, 8, 9]
-    )
+    cells = {"machine": ["y", "x", "x"], "size": ["xl", "xl", "small"], "n": [1, 2, 3]}
+    rows = pd.DataFrame(cells, [7, 8, 9])
     for frame in (rows, rows[::-1]):
         found = tables.in_order(frame, ["machine", "size"], ("small", "xl"))
         assert list(found["n"]) == [3, 2, 1] and list(found.index) == [0, 1, 2]

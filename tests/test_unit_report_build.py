@@ -50,9 +50,8 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("version", [None, "2.1.0"])
 def test_another_jupyter_book_is_named_and_the_last_build_stays(version, monkeypatch, project_root):
     monkeypatch.setattr(build, "package_version", lambda name: version)
-    monkeypatch.setattr(
-        build.shutil, "rmtree", lambda *place, **options: pytest.fail("the last build is gone")
-    )
+    gone = lambda *place, **options: pytest.fail("the last build is gone")
+    monkeypatch.setattr(build.shutil, "rmtree", gone)
     with pytest.raises(build.BookError, match=f"needs jupyter-book 1.x, not {version or 'none'};"):
         build.build(tables_of, root=project_root)
 
@@ -64,26 +63,17 @@ def test_injected_cells_are_left_out_of_the_page():
     assert "remove-cell" in sphinx_ext.read_notebook(text).cells[0].metadata["tags"]
 
 
-class Sphinx:
-    """What the extension uses of Sphinx's application."""
-
-    def __init__(self):
-        self.parallel, self.connected = 1, []
-
-    def connect(self, event, handler, priority=500):
-        self.connected.append(event)
-
-
 def test_every_page_is_outdated_except_for_the_pdf_of_cs336_book(monkeypatch):
     monkeypatch.setenv(sphinx_ext.BUILD_VARIABLE, "1")  # set by setup, so restored afterwards
-    bare, pdf = Sphinx(), Sphinx()
-    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
-    sphinx_ext.setup(bare)
-    assert "env-get-outdated" in bare.connected
-    assert bare.parallel > 1
-    monkeypatch.setenv(sphinx_ext.KEEP_VARIABLE, "1")
-    sphinx_ext.setup(pdf)
-    assert "env-get-outdated" not in pdf.connected
+    for pdf in (False, True):
+        connected = []
+        connect = lambda event, handler, priority=500, connected=connected: connected.append(event)
+        app = SimpleNamespace(parallel=1, connect=connect)
+        monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
+        if pdf:
+            monkeypatch.setenv(sphinx_ext.KEEP_VARIABLE, "1")
+        sphinx_ext.setup(app)
+        assert ("env-get-outdated" in connected) == (not pdf) and app.parallel > 1
 
 
 def test_a_failed_notebook_ends_the_build():
@@ -148,18 +138,23 @@ def built(tmp_path, monkeypatch):
     return page, Made.calls
 
 
-def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(tmp_path, built, monkeypatch):
+@pytest.mark.parametrize(
+    ("reference", "error", "named"),
+    [
+        (None, FileNotFoundError, "there"),
+        ('{"hardware": ["h9000"]}', ValueError, r"there/reference\.json.*'h9000'"),
+        ('{"hardwear": []}', ValueError, r"there/reference\.json.*'hardwear'; allowed: allreduce"),
+    ],
+)
+def test_what_is_wrong_with_the_results_is_said_before_the_last_build_goes(
+    tmp_path, built, monkeypatch, reference, error, named
+):
     page, calls = built
-    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        build.build(tables_of, root=tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "reference.json").write_text('{"hardware": ["h9000"]}')
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "there"))
-    with pytest.raises(ValueError, match=r"there/reference\.json.*'h9000'"):
-        build.build(tables_of, root=tmp_path)
-    (tmp_path / "there" / "reference.json").write_text('{"hardwear": []}')
-    with pytest.raises(ValueError, match=r"there/reference\.json.*'hardwear'; allowed: allreduce"):
+    if reference:
+        (tmp_path / "there").mkdir()
+        (tmp_path / "there" / "reference.json").write_text(reference)
+    with pytest.raises(error, match=named):
         build.build(tables_of, root=tmp_path)
     assert page.read_text() == "before" and not calls
 
@@ -218,11 +213,10 @@ def test_a_folded_table_is_html_that_latex_leaves_out(monkeypatch):
     monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
     tables.show(pd.DataFrame({"n": [1], "ms": [2.5]}), "All `times`.", "tab-all", note="p50", folded=True)
     [bundle] = shown
-    assert bundle["text/html"].startswith(
-        '<details class="folded"><summary>All <code>times</code>.</summary>'
-    )
-    assert "2.50" in bundle["text/html"] and "p50" in bundle["text/html"]
-    assert bundle["text/markdown"] == f"```{{raw}} html\n{bundle['text/html']}\n```"
+    html = bundle["text/html"]
+    assert html.startswith('<details class="folded"><summary>All <code>times</code>.</summary>')
+    assert "2.50" in html and "p50" in html
+    assert bundle["text/markdown"] == f"```{{raw}} html\n{html}\n```"
 
 
 def test_readme_is_rewritten_between_its_markers_only(tmp_path, project_root):
@@ -231,9 +225,7 @@ def test_readme_is_rewritten_between_its_markers_only(tmp_path, project_root):
     (tmp_path / "book").symlink_to(project_root / "book")
     text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
     new = readme.rewritten(text, tmp_path)
-    assert new.startswith("before\n")
-    assert new.endswith("after\n")
-    assert "old" not in new
+    assert new.startswith("before\n") and new.endswith("after\n") and "old" not in new
     assert readme.rewritten(new, tmp_path) == new
     with pytest.raises(ValueError, match="once each"):
         readme.rewritten("nothing", tmp_path)
@@ -251,9 +243,8 @@ def write_headline(root, faster=1.0):
         return {"ms_p50": ms, "ms_mean": ms}
 
     def step(case):
-        return {"step_ms_p50": 100.0 + case.bucket_mb / 10} | {
-            "status": "ok" if case.wrapper != "alone" else "oom"
-        }
+        status = "ok" if case.wrapper != "alone" else "oom"
+        return {"step_ms_p50": 100.0 + case.bucket_mb / 10, "status": status}
 
     step_rows.write(leaderboard.TABLE, leaderboard.grid("full"), root, "x", attention)
     step_rows.write(ddp.TABLE, ddp.grid("full"), root, "x", step)

@@ -127,18 +127,6 @@ def test_every_choice_shows_before_the_next():
     assert [part for part in tables if len(part.steps) > 1 and id(part.steps) not in seen] == []
 
 
-def test_words_to_draw_are_words_and_none_begins_with_another():
-    steps = [
-        step for table in TABLES.values() for part in nested(table) for some in part.steps for step in some
-    ]
-    drawn = {step[0] for step in steps if isinstance(step, tuple) and len(step) == 4 and step[3]}
-    for name, table in TABLES.items():
-        if name.split(".")[0] in drawn:
-            words = [word[0] for word in table.words]
-            assert len(words) == len(table.steps), name
-            assert not beginnings(words), name
-
-
 def test_probabilities_of_a_small_grammar(monkeypatch):
     """All its texts, by hand."""
     tables = stories._tables(
