@@ -223,6 +223,7 @@ def weights_not_drawn(monkeypatch):
 PEAKS = [
     ("softmax, last block", "forward", (256, 1024, 2, 8, 100), 4, 512, "bf16", "reference"),
     ("attention output, last block", "forward", (128, 256, 1, 4, 100), 4, 128, "fp32", "reference"),
+    ("attention output, last block", "forward", (64, 64, 1, 1, 10), 4, 256, "fp32", "reference"),  # one head: no copies
     ("swiglu, last block", "forward", (256, 1024, 2, 4, 10), 4, 512, "bf16", "flash"),
     ("logits", "forward", (128, 512, 2, 4, 10_000), 2, 256, "bf16", "reference"),
     ("softmax, last block", "forward_graph", (64, 128, 2, 4, 10), 2, 512, "bf16", "reference"),
