@@ -10,7 +10,7 @@ EXTRA ?=
 INSTALLED := .venv/.installed-$(torch)$(EXTRA:%=-%)
 STRIP := nbstripout --verify --extra-keys "metadata.papermill cell.metadata.papermill cell.metadata.execution"
 
-.PHONY: help report book test test-table test-versions chaos lint course-tests clean
+.PHONY: help report book test test-fast test-table test-versions chaos lint course-tests clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -32,6 +32,9 @@ book: $(INSTALLED) ## the writeup from the rows there are: HTML, and the PDF if 
 
 test: $(INSTALLED) ## all tests that this machine can run (EXTRA=cuda: with the compiler of CUDA C++)
 	$(BIN)/python -m pytest -q -n 2
+
+test-fast: $(INSTALLED) ## the tests for the loop of an edit (under two minutes on two cores)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not table and not chaos"
 
 test-table: $(INSTALLED) ## compile every kernel configuration for every GPU generation (minutes)
 	$(BIN)/python -m pytest -q -n 2 -m table

@@ -97,7 +97,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     rows.write_environment(machine.machine_name(), Path(RESULTS))
 
 
+# Files that start processes, run notebooks or compile kernels, and take most of the time: not in `make test-fast`.
+_SLOW = (
+    "test_chapter_allreduce", "test_chapter_attention", "test_chapter_benchmarking", "test_chapter_flash_bench",
+    "test_chapter_hardware", "test_chapter_training", "test_chapter_zero", "test_chapters", "test_unit_attention",
+    "test_unit_ddp", "test_unit_hopper", "test_unit_imports", "test_unit_ladder", "test_unit_launch",
+    "test_unit_pipeline", "test_unit_split", "test_unit_step", "test_unit_team", "test_unit_tiles",
+    "test_unit_training",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in _SLOW:
+            item.add_marker("slow")
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_cuda():
         for item in needs_gpu:
