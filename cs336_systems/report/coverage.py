@@ -8,56 +8,126 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.report.prose import anchor
 from cs336_systems.report.tables import EMPTY
 from cs336_systems.store import rows as store
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of the handout. `chapter` is the notebook that answers it; `parts` are its letters, if it has any."""
+    """One problem of the handout: the notebook that answers it, and in our words what it asks, by the letters of its
+    parts ("" where it has none)."""
 
     id: str
     chapter: str
-    parts: str = ""
+    questions: dict[str, str]
+
+    def by_part(self) -> dict[str, str]:
+        """`"nsys_profile (a)"`, or the problem's id where it has no parts → question."""
+        return {f"{self.id} ({x})" if x else self.id: text for x, text in self.questions.items()}
 
 
 PROBLEMS = (
-    Problem("benchmarking_script", "benchmarking", "abc"),
-    Problem("nsys_profile", "profiling", "abcde"),
-    Problem("mixed_precision_accumulation", "mixed_precision"),
-    Problem("benchmarking_mixed_precision", "mixed_precision", "abc"),
-    Problem("memory_profiling", "memory", "abcde"),
-    Problem("pytorch_attention", "attention"),
-    Problem("torch_compile", "torch_compile", "ab"),
-    Problem("flash_forward", "flash_bench", "abc"),
-    Problem("flash_backward", "flash_bench"),
-    Problem("flash_benchmarking", "flash_bench"),
-    Problem("leaderboard", "leaderboard"),
-    Problem("flash_backward_triton", "flash_bench"),
-    Problem("distributed_communication_single_node", "allreduce"),
-    Problem("naive_ddp", "ddp"),
-    Problem("naive_ddp_benchmarking", "ddp"),
-    Problem("minimal_ddp_flat_benchmarking", "ddp"),
-    Problem("ddp_overlap_individual_parameters", "ddp"),
-    Problem("ddp_overlap_individual_parameters_benchmarking", "ddp", "ab"),
-    Problem("ddp_overlap_bucketed", "ddp"),
-    Problem("ddp_bucketed_benchmarking", "ddp", "ab"),
-    Problem("communication_accounting", "parallelism", "abcd"),
-    Problem("optimizer_state_sharding", "zero"),
-    Problem("optimizer_state_sharding_accounting", "zero", "abc"),
-)
+    Problem("benchmarking_script", "benchmarking", {
+        "a": "A script that times forward, backward and the optimizer's step of a model given by its hyperparameters.",
+        "b": "How long do forward and backward take at each size, and how much do ten steps vary?",
+        "c": "What changes without warm-up steps, and why do one or two not settle it?",
+    }),
+    Problem("nsys_profile", "profiling", {
+        "a": "How long does forward take under the profiler, and does Python's clock agree?",
+        "b": "Which kernel takes the most GPU time in forward, how often is it called, and is it first with backward?",
+        "c": "Which kernels other than GEMMs take a share of forward that matters?",
+        "d": "How does the GEMMs' share change in a whole training step with AdamW?",
+        "e": "In attention, how does the time of softmax compare with the GEMMs', and how do their FLOPs?",
+    }),
+    Problem("mixed_precision_accumulation", "mixed_precision", {
+        "": "What becomes of 0.01 added a thousand times in four combinations of fp32 and fp16, and why?",
+    }),
+    Problem("benchmarking_mixed_precision", "mixed_precision", {
+        "a": "Which dtype has each tensor of a small model under fp16 autocast?",
+        "b": "Which parts of layer norm need fp32, and does bf16 need the same care?",
+        "c": "How much faster are forward and backward in bf16, and what is the trend over sizes?",
+    }),
+    Problem("memory_profiling", "memory", {
+        "a": "How does active memory run through forward and through a whole step, and can one see the stages?",
+        "b": "What is the peak at each context length, for forward and for a whole step?",
+        "c": "Does mixed precision change the peaks?",
+        "d": "How large is one tensor of the residual stream in fp32?",
+        "e": "Which are the largest allocations of forward, and which code makes them?",
+    }),
+    Problem("pytorch_attention", "attention", {
+        "": "Plain attention over head dimensions and lengths: times, memory before backward, and where it runs out.",
+    }),
+    Problem("torch_compile", "torch_compile", {
+        "a": "How does compiled attention compare with eager attention on the same grid?",
+        "b": "How does the compiled Transformer compare, in forward and in a whole step?",
+    }),
+    Problem("flash_forward", "flash_bench", {
+        "a": "FlashAttention-2's forward pass in plain PyTorch, tile by tile.",
+        "b": "The same as a Triton kernel.",
+        "c": "Causal masking, by a flag.",
+    }),
+    Problem("flash_backward", "flash_bench", {
+        "": "A backward pass that computes the probabilities anew, in PyTorch and compiled.",
+    }),
+    Problem("flash_benchmarking", "flash_bench", {
+        "": "How fast are forward, backward and both beside PyTorch, over lengths, head dimensions and dtypes?",
+    }),
+    Problem("leaderboard", "leaderboard", {
+        "": "How long do both passes take at 16 heads, 16,384 tokens and d = 64 in bf16, causal?",
+    }),
+    Problem("flash_backward_triton", "flash_bench", {"": "The backward pass as a Triton kernel (optional)."}),
+    Problem("distributed_communication_single_node", "allreduce", {
+        "": "How long does an all-reduce take, by backend, size and number of processes, and how do these interact?",
+    }),
+    Problem("naive_ddp", "ddp", {
+        "": "Data parallel training that all-reduces each gradient after backward, equal to training on one process.",
+    }),
+    Problem("naive_ddp_benchmarking", "ddp", {
+        "": "How long does its step take for xl on two GPUs, and which share of it is communication?",
+    }),
+    Problem("minimal_ddp_flat_benchmarking", "ddp", {
+        "": "What does one all-reduce of all gradients in one tensor change?",
+    }),
+    Problem("ddp_overlap_individual_parameters", "ddp", {
+        "": "A wrapper that all-reduces each gradient as soon as backward has made it.",
+    }),
+    Problem("ddp_overlap_individual_parameters_benchmarking", "ddp", {
+        "a": "How long does its step take beside the two before?",
+        "b": "Do traces show that communication overlaps backward, and that it did not before?",
+    }),
+    Problem("ddp_overlap_bucketed", "ddp", {
+        "": "The same in buckets: one all-reduce once the last gradient of a bucket is ready.",
+    }),
+    Problem("ddp_bucketed_benchmarking", "ddp", {
+        "a": "How does a step's time depend on the buckets' size, and is that what one expects?",
+        "b": "A formula for the time that communication adds, and the bucket size that makes it least.",
+    }),
+    Problem("communication_accounting", "parallelism", {
+        "a": "How much memory does XXL's training take on one device, and how many GPUs of 80 GB is that?",
+        "b": "How much is it a device when it is sharded over N of them, and which N brings it below 95 GB?",
+        "c": "From which batch a device is forward compute-bound on TPU v5p, FSDP over 16, tensor parallelism over 4?",
+        "d": "What lowers that batch?",
+    }),
+    Problem("optimizer_state_sharding", "zero", {
+        "": "An optimizer whose ranks update a share of the parameters each.",
+    }),
+    Problem("optimizer_state_sharding_accounting", "zero", {
+        "a": "Peak memory after construction, before the optimizer's step and after it, with and without sharding.",
+        "b": "What does sharding cost in time?",
+        "c": "How does it differ from ZeRO's first stage?",
+    }),
+)  # fmt: skip
+QUESTIONS = {part: text for problem in PROBLEMS for part, text in problem.by_part().items()}
+
+
+def anchor(part: str) -> str:
+    """The label of an answer's box: `"nsys_profile (a)"` → `"answer-nsys-profile-a"`."""
+    return "answer-" + part.translate(str.maketrans("_ ", "--", "()"))
 
 
 def parts(chapter: str = "") -> list[str]:
-    """What is to be answered, by one chapter or all, in the handout's order: `"nsys_profile (a)"`, or a problem's id
-    where it has no parts."""
-    return [
-        part
-        for problem in PROBLEMS
-        if chapter in ("", problem.chapter)
-        for part in ([f"{problem.id} ({letter})" for letter in problem.parts] or [problem.id])
-    ]
+    """What is to be answered, by one chapter or all, in the handout's order."""
+    return [part for problem in PROBLEMS if chapter in ("", problem.chapter) for part in problem.by_part()]
 
 
 def project_root(root: Path | None = None) -> Path:
@@ -86,14 +156,12 @@ def chapters_in_toc(root: Path | None = None) -> list[str]:
 def table(answers: dict[str, str]) -> pd.DataFrame:
     """The parts of the 2025 handout with one line of answer each (a dash where `answers` has none): columns chapter,
     problem, answer; the problem is a link to the answer's box."""
-    out = []
-    for problem in PROBLEMS:
-        letters = [f" ({letter})" for letter in problem.parts] or [""]
-        for letter in letters:
-            part = problem.id + letter
-            out.append({
-                "chapter": f"[{problem.chapter}]({problem.chapter}.ipynb)",
-                "problem": f"[{part}](#{anchor(part)})",
-                "answer": answers.get(part, EMPTY),
-            })  # fmt: skip
-    return pd.DataFrame(out)
+    return pd.DataFrame(
+        {
+            "chapter": f"[{problem.chapter}]({problem.chapter}.ipynb)",
+            "problem": f"[{part}](#{anchor(part)})",
+            "answer": answers.get(part, EMPTY),
+        }
+        for problem in PROBLEMS
+        for part in problem.by_part()
+    )

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cs336_systems.report import coverage
 from cs336_systems.report.values import MARK, Number, Row, Span, consulted, missing_of, one, published, span
 
 __all__ = [
@@ -153,18 +154,17 @@ def claim(text: str, *conditions: bool | None) -> None:
 
 
 def answer(part: str, text: str, *conditions: bool | None, brief: str) -> None:
-    """Shows a claim in a box: the answer to `"nsys_profile (a)"`. One that rests on no rows needs no conditions.
+    """Shows a claim in a box under its question: the answer to `"nsys_profile (a)"`. One that rests on no rows needs no
+    conditions.
 
     brief: the same in one line, which the first page gathers.
     """
     text = _held(part, text, conditions, brief)
-    html = f'<div style="border-left:4px solid #3b82f6;padding:0.1em 1em">{_html(f"**{part}**")}{_html(text)}</div>'
-    _show(text, f":::{{admonition}} {part}\n:class: tip\n:name: {anchor(part)}\n\n{text}\n:::\n", html)
-
-
-def anchor(part: str) -> str:
-    """The label of an answer's box: `"nsys_profile (a)"` → `"answer-nsys-profile-a"`."""
-    return "answer-" + part.translate(str.maketrans("_ ", "--", "()"))
+    asked = f"*{coverage.QUESTIONS[part]}*\n\n" if part in coverage.QUESTIONS else ""
+    box = '<div style="border-left:4px solid #3b82f6;padding:0.1em 1em">'
+    html = f"{box}{_html(f'**{part}**')}{_html(asked + text)}</div>"
+    name = coverage.anchor(part)
+    _show(text, f":::{{admonition}} {part}\n:class: tip\n:name: {name}\n\n{asked}{text}\n:::\n", html)
 
 
 def _checked(conditions: Iterable[Any]) -> list[bool | None]:
