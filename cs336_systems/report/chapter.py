@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.launch.group import team_size
+from cs336_systems.report import coverage
 from cs336_systems.report.tables import escaped, show
 from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
@@ -93,7 +94,7 @@ class Chapter:
     """The rows of one measured chapter, seen through a notebook's parameters.
 
     `tables`
-        The modules of the chapter's tables, that of its own name first. Here are the rows of the one at `place`,
+        The chapter's tables, that of its own name first. Here are the rows of the one at `place`,
         `table` gives the others.
 
     `measure`
@@ -292,7 +293,13 @@ class Chapter:
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
         old = sum((table.stale()["machine"] == machine).sum() for table in tables)
         earlier = f" **{old} of them were measured with earlier code.**" if old else ""
-        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier}"
+        links = ", ".join(table._csv_link(machine) for table in tables)
+        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier} Rows: {links}."
+
+    def _csv_link(self, machine: str) -> str:
+        path = store.csv_path(self.name, machine, self.root)
+        book = Path(os.path.relpath(path, coverage.project_root(self.root) / "book"))
+        return f"[`{path.name}`]({book.as_posix()})" if path.is_file() else f"`{path.name}`"
 
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
         """`tables.show`, with a note under it where rows of this table were measured with earlier code.

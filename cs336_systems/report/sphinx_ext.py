@@ -7,6 +7,7 @@ book` behave alike."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
@@ -43,6 +44,9 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("env-before-read-docs", _declare_parallel)
     app.connect("env-updated", _no_failed_notebook)
     app.connect("config-inited", _own_reader, priority=100)
+    app.connect("config-inited", _without_thebe)
+    app.connect("config-inited", _repository)
+    app.connect("doctree-resolved", _code_links)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -67,3 +71,42 @@ def _own_reader(app: Any, config: Any) -> None:
         **(config["nb_custom_formats"] or {}),
         ".ipynb": [f"{__name__}.{read_notebook.__name__}", {}, False],
     }
+
+
+def _without_thebe(app: Any, config: Any) -> None:
+    """Keeps the script of jupyter-book's extension for live cells from every page: no cell is live here, and Sphinx
+    writes the script twice, which is an error in browsers."""
+    for event in ("env-before-read-docs", "doctree-resolved"):
+        listeners = app.events.listeners[event]
+        listeners[:] = [one for one in listeners if one.handler.__module__ != "sphinx_thebe"]
+
+
+def _repository(app: Any, config: Any) -> None:
+    """Where `repository: url:` of `_config.yml` names one: its button, and one that opens a notebook in Colab."""
+    options = config["html_theme_options"]
+    if options.get("repository_url"):
+        options |= {"use_repository_button": True, "path_to_docs": "book"}
+        options["launch_buttons"] = {
+            "notebook_interface": "jupyterlab",
+            "colab_url": "https://colab.research.google.com",
+        }
+
+
+def _code_links(app: Any, doctree: Any, page: str) -> None:
+    """Names of files in the text (of the package, of tests/, of the project) become links into the repository."""
+    from docutils import nodes
+
+    options = app.config["html_theme_options"]
+    if app.builder.format != "html" or not (url := options.get("repository_url")):
+        return
+    project = Path(app.srcdir).parent
+    for literal in list(doctree.findall(nodes.literal)):
+        name = literal.astext()
+        paths = (f"cs336_systems/{name}", f"tests/{name}", name)
+        known = Path.is_dir if name.endswith("/") else Path.is_file
+        found = next((path for path in paths if known(project / path)), None)
+        if found and not isinstance(literal.parent, nodes.reference):
+            branch = options.get("repository_branch") or "main"
+            link = nodes.reference("", "", refuri=f"{url}/tree/{branch}/{found}")
+            literal.replace_self(link)
+            link += literal
