@@ -129,10 +129,10 @@ def test_shapes_are_held_against_their_best_peer():
     assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(1.5 * 0.5))
     assert met.loc[("forward", "all"), "number"] == 2 and "backward" not in met.index.get_level_values("pass")
     table = page.shapes_table(found).set_index("shape")
-    assert table["best peer, forward"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
-    assert table.loc["8 × 12 × 1,024, d 64", "× best, forward"] == 1.5
-    assert math.isnan(table.loc["8 × 12 × 1,024, d 64", "× best, backward"])
-    drawn = [text.get_text() for text in page.shapes_map(found).axes[0].texts]
-    assert drawn[:3] == ["0.667", "1.33", "–"] and len(drawn) == 3 * 6
-    nothing = page.shapes_map(found.iloc[:0]).axes[0]
+    assert table["best peer, F"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
+    assert table.loc["8 × 12 × 1,024, d 64", "× best, F"] == 1.5
+    assert math.isnan(table.loc["8 × 12 × 1,024, d 64", "× best, B"])
+    drawn = {line.get_label(): list(line.get_xdata()) for line in page.shapes_figure(found).axes[0].lines}
+    assert drawn["forward"] == [1.5, 0.5]
+    nothing = page.shapes_figure(found.iloc[:0]).axes[0]
     assert [text.get_text() for text in nothing.texts] == ["not measured"]

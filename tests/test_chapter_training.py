@@ -265,7 +265,7 @@ def test_figures_are_drawn_with_rows_and_without(made_up, results_root):
         chapter = chapters.read("training", preset="full")
         ladder, run, shapes = (chapter.table(name).rows() for name in ("ladder", "run", "sweep"))
         return [
-            page.waterfall(ladder, {}), page.losses_figure(ladder), page.run_figure(run),
+            page.ladder_figure(ladder, {}), page.losses_figure(ladder), page.run_figure(run),
             matrix.matrix_figure(chapter.rows()), sweep.scaling(shapes), sweep.bars(shapes), sweep.heat(shapes),
         ]  # fmt: skip
 

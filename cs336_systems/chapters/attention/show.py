@@ -170,6 +170,25 @@ def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
     return tables.in_order(frame, ["dtype"], BYTES)
 
 
+def handout(rows: pd.DataFrame, cap_gib: int) -> pd.DataFrame:
+    """Plain attention by dtype and shape: mean ms of both passes, memory, and what becomes of it under a cap."""
+    plain = rows[(rows["impl"] == "reference") & (rows["repeat"] == 0)]
+    shape = ["machine", "dtype", "head_dim", "seq_len"]
+    capped = plain[plain["cap_gib"] == cap_gib].set_index(shape)
+    whole = plain[plain["cap_gib"] == 0]
+    under = capped.reindex(pd.MultiIndex.from_frame(whole[shape]))
+    failed = [
+        f"OOM in {part}" if status == "oom" else "fits" if status == "ok" else tables.EMPTY
+        for status, part in zip(under["status"], under["failed_in"], strict=True)
+    ]
+    return pd.DataFrame({
+        "machine": whole["machine"], "dtype": whole["dtype"], "d": whole["head_dim"], "n": whole["seq_len"],
+        **{f"{p}, ms": whole[f"{p}_ms_mean"] for p in PARTS},
+        "before backward, GiB": whole["before_backward_gib"], "peak, GiB": whole["peak_gib"],
+        f"with {cap_gib} GiB": failed,
+    })  # fmt: skip
+
+
 def complete(rows: pd.DataFrame) -> pd.DataFrame:
     """Every case: mean and standard deviation of both passes, memory, and the pass that failed."""
     return pd.DataFrame({

@@ -16,7 +16,7 @@ from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
-from cs336_systems.report.prose import published
+from cs336_systems.report.prose import LEAST_NOISE, published
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
@@ -236,7 +236,6 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
 PEERS = tuple(impl for impl in shapes.PEERS if impl != "flash_triton")
 LEAST_MS = 0.02  # below it a kernel's time is mostly its launch
 OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ that is more than rounding
-_PASSES = [(part, peer) for part in shapes.PARTS for peer in PEERS]
 
 
 def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -282,37 +281,42 @@ def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every shape: our time in ms, the fastest peer, our time over its, for both passes."""
+    """Every shape: our time in ms, the fastest peer, our time over its, for both passes, forward (F), backward (B)."""
     found = against_peers(rows)
     sides = []
-    for part in shapes.PARTS:
+    for part, letter in zip(shapes.PARTS, "FB", strict=True):
         one = found[found["part"] == part].set_index(["machine", "kind", "shape"])
         sides.append(pd.DataFrame({
-            f"{part}, ms": one["flash_triton"], f"best peer, {part}": one["best"].map(label, na_action="ignore"),
-            f"× best, {part}": one["over_best"],
+            f"{letter}, ms": one["flash_triton"], f"best peer, {letter}": one["best"].map(label, na_action="ignore"),
+            f"× best, {letter}": one["over_best"],
         }))  # fmt: skip
     frame = pd.concat(sides, axis=1).reset_index()
     return frame.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
 
 
-def shapes_map(rows: pd.DataFrame) -> Figure:
-    """Each peer's time over ours: shapes down, passes and peers across; blue where ours is faster."""
+def shapes_figure(rows: pd.DataFrame) -> Figure:
+    """Our time over the best peer's, a line for each shape, a dot for each pass; gray: within the least
+    noise. Of shapes whose best peer takes LEAST_MS or longer."""
     found = against_peers(rows)
-    drawn, axes = figures.panels(height=0.6 if found.empty else 1.0 + 0.19 * max(4, found["shape"].nunique()))
+    found = found[found["counts"]]
+    drawn, axes = figures.panels(
+        height=0.6 if found.empty else 0.8 + 0.155 * max(4, found["shape"].nunique())
+    )
     ax = axes[0, 0]
     if found.empty:
         figures.nothing(ax)
         return drawn
     found = found.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
-    columns = {}
-    for part, peer in _PASSES:
-        one = found[found["part"] == part].set_index("shape")
-        columns[part, peer] = one[peer].astype(float) / one["flash_triton"].astype(float)
-    table = pd.DataFrame(columns).reindex(found["shape"].drop_duplicates())
-    table.columns = range(len(_PASSES))
-    figures.heat(ax, table, limit=1.5, digits=3)
-    names = [f"{label(peer)}\n{part}".replace("FlashAttention", "FA") for part, peer in _PASSES]
-    ax.set_xticks(range(len(_PASSES)), names, fontsize=7)
-    ax.xaxis.tick_top()
-    ax.tick_params(axis="y", labelsize=7)
+    names = list(dict.fromkeys(found["shape"]))
+    ax.axvspan(1 / (1 + LEAST_NOISE), 1 + LEAST_NOISE, color="#eeeeee", zorder=1)
+    ax.axvline(1, color=figures.ROOF, lw=1, zorder=2)
+    for part, marker, face in (("forward", "o", "#0072B2"), ("backward", "D", "white")):
+        one = found[found["part"] == part]
+        at = one["shape"].map(names.index)
+        ax.plot(one["over_best"], at, marker, color="#0072B2", markerfacecolor=face, label=part, zorder=3)
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_xlabel("our time over the best peer's; left of 1 ours is faster")
+    ax.invert_yaxis()
+    ax.margins(y=0.02)
+    ax.legend(loc="lower left")
     return drawn

@@ -85,30 +85,26 @@ def ladder(rows: pd.DataFrame, roof: dict[str, Roofs]) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def waterfall(rows: pd.DataFrame, roof: dict[str, Roofs]) -> Figure:
-    """What each rung adds to the throughput of the one below it, and the predictions as marks."""
+def ladder_figure(rows: pd.DataFrame, roof: dict[str, Roofs]) -> Figure:
+    """A bar of tokens/s for each rung, darker on two GPUs, and a tick at its prediction."""
     rows = climbed(rows, roof)
     rows = rows[rows["tokens_per_s"].notna() & ~((rows["rung"] == "flash") & (rows["world_size"] > 1))]
     rows = rows.drop_duplicates("rung")
     drawn, axes = figures.panels(height=2.6)
-    ax, k = axes[0, 0], 1e-3
+    ax = axes[0, 0]
     if rows.empty:
         figures.nothing(ax)
         return drawn
-    reached = rows["tokens_per_s"].to_numpy(float) * k
-    below = np.concatenate([[0.0], reached[:-1]])
-    colors = ["#0072B2" if a >= b else "#D55E00" for a, b in zip(reached, below, strict=True)]
-    ax.bar(
-        range(len(rows)), reached - below, bottom=below, color=colors, width=0.7, zorder=3, label="measured"
-    )
-    style = {"color": figures.ROOF, "ms": 22, "mew": 1.6, "zorder": 4}
-    ax.plot(range(len(rows)), rows["predicted"].to_numpy(float) * k, "_", label="predicted", **style)
-    names = [f"{RUNGS[rung]}\n{tables.fmt(value)}" for rung, value in zip(rows["rung"], reached, strict=True)]
-    ax.set_xticks(range(len(rows)), names, fontsize=7.5)
-    ax.set_ylabel("1,000 tokens/s")
-    ax.grid(axis="x", visible=False)
-    ax.margins(y=0.1)
-    ax.legend(loc="upper left")
+    reached, predicted = (rows[name].to_numpy(float) / 1e3 for name in ("tokens_per_s", "predicted"))
+    colors = ["#0072B2" if ranks == 1 else "#004a75" for ranks in rows["world_size"]]
+    ax.barh(range(len(rows)), reached, color=colors, height=0.7, zorder=3, label="measured")
+    ax.plot(predicted, range(len(rows)), "|", color=figures.ROOF, ms=13, mew=1.6, zorder=4, label="predicted")
+    names = [f"{RUNGS[rung]}  {tables.fmt(value)}" for rung, value in zip(rows["rung"], reached, strict=True)]
+    ax.set_yticks(range(len(rows)), names)
+    ax.invert_yaxis()
+    ax.set_xlabel("1,000 tokens/s")
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="upper right")
     return drawn
 
 

@@ -56,7 +56,7 @@ def throughput(rows: pd.DataFrame, sharded: bool = False) -> pd.DataFrame:
     return tables.pivot(rows, ["machine", "ranks", "wrapper"], "attention", "thousands")
 
 
-BARS = {  # column → title, scale
+DRAWN = {  # column → title, scale
     "tokens_per_s": ("throughput, 1,000 tokens/s", 1e-3),
     "peak_gib": ("peak memory of a rank, GiB", 1.0),
     "efficiency": ("scaling efficiency, %", 100.0),
@@ -68,42 +68,39 @@ def measured(rows: pd.DataFrame, column: str) -> bool:
     return pd.to_numeric(scaled(rows)[column], errors="coerce").notna().any()
 
 
-def bars(ax: Axes, rows: pd.DataFrame, column: str) -> None:
-    """Grouped bars of one number of ranks: a group for each wrapper, a color for each attention, hatched with the
-    sharded optimizer."""
-    title, scale = BARS[column]
+def dots(ax: Axes, rows: pd.DataFrame, column: str, wrappers: list[str]) -> None:
+    """One number of ranks: a line for each wrapper from above, a color and marker for each attention, hollow with the
+    sharded optimizer; what was measured twice is joined."""
+    title, scale = DRAWN[column]
     ax.set_title(title)
     if not measured(rows, column):
         figures.nothing(ax)
         return
-    rows = scaled(rows[rows["repeat"] == 0])
+    rows = scaled(rows)
     rows = rows[pd.to_numeric(rows[column], errors="coerce").notna()]
-    groups = list(dict.fromkeys(rows["wrapper"]))
-    series = list(dict.fromkeys(zip(rows["attention"], rows["sharded"], strict=True)))
-    colors = {name: figures.look(name, place) for place, name in enumerate(dict.fromkeys(rows["attention"]))}
-    width = 0.84 / len(series)
-    for place, (attention, sharded) in enumerate(series):
-        part = rows[(rows["attention"] == attention) & (rows["sharded"] == sharded)]
-        at = [groups.index(name) + (place - (len(series) - 1) / 2) * width for name in part["wrapper"]]
-        label, color, _ = colors[attention]
-        values = part[column].astype(float) * scale
-        ax.bar(
-            at, values, width, color=color, label=None if sharded else label, zorder=3,
-            hatch="////" if sharded else None, edgecolor="white", linewidth=0.4,
-        )  # fmt: skip
-    ax.set_xticks(range(len(groups)), [WRAPPERS[name] for name in groups])
-    ax.grid(axis="x", visible=False)
+    for place, (attention, part) in enumerate(rows.groupby("attention", sort=False)):
+        label, color, marker = figures.look(str(attention), place)
+        for sharded, cells in part.groupby("sharded"):
+            shift = -0.15 if sharded else 0.15
+            fill = {"markerfacecolor": "white" if sharded else color, "label": None if sharded else label}
+            for wrapper, twice in cells.groupby("wrapper", sort=False):
+                values = twice[column].astype(float) * scale
+                at = [shift - wrappers.index(str(wrapper))] * len(twice)
+                ax.plot(values, at, marker=marker, color=color, lw=1.2, zorder=3, **fill)
+                fill["label"] = None
+    ax.set_yticks([-place for place in range(len(wrappers))], [WRAPPERS[name] for name in wrappers])
+    ax.margins(y=0.08)
 
 
-def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(BARS)) -> Figure:
-    """A panel of bars for each column that was measured, of the most ranks that were."""
+def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(DRAWN)) -> Figure:
+    """A panel of dots for each column that was measured, of the most ranks that were."""
     there = rows[rows["tokens_per_s"].notna()] if "tokens_per_s" in rows else rows
     rows = rows[rows["world_size"] == (rows if there.empty else there)["world_size"].max()]
     columns = [column for column in columns if measured(rows, column)] or columns[:1]
-    drawn, axes = figures.panels(rows=len(columns), height=2.2)
-    for ax, column in zip(axes[:, 0], columns, strict=True):
-        bars(ax, rows, column)
-    figures.legend_below(drawn, *axes[:, 0])
+    drawn, axes = figures.panels(len(columns), height=2.8, sharey=True)
+    for ax, column in zip(axes[0], columns, strict=True):
+        dots(ax, rows, column, list(dict.fromkeys(scaled(rows)["wrapper"])))
+    figures.legend_below(drawn, *axes[0])
     return drawn
 
 
@@ -115,7 +112,7 @@ def folder(rows: pd.DataFrame, out: Path) -> list[Path]:
         f"A step takes {each} sequences on each rank.",
         "*One rank* is alone with its share of a step; the efficiency of a cell is its throughput over that of "
         f"as many single ranks. An epoch is a pass over {EPOCH_MB:g} MB of stories. Losses are means over the last "
-        "steps, in nats a token. Hatched: with the sharded optimizer.",
+        "steps, in nats a token. Hollow: with the sharded optimizer.",
     ]
     names = {"tokens_per_s": "throughput", "peak_gib": "memory", "efficiency": "scaling"}
     pictures = {name: matrix_figure(rows, (c,)) for c, name in names.items() if measured(rows, c)}
