@@ -1,6 +1,7 @@
 """Taking turns, and the clocks: how often functions are called, and in what order; never how long they took."""
 
 import contextlib
+import functools
 import itertools
 import time
 import weakref
@@ -124,6 +125,14 @@ def test_a_candidate_is_made_for_each_turn_which_begins_with_a_step_that_is_not_
     assert found["a"].ms("step") == pytest.approx([1] * 5) and found["b"].ms("step") == pytest.approx(
         [10] * 5
     )
+
+
+def test_the_device_has_finished_before_a_step_and_after_each_of_its_phases(monkeypatch):
+    done = []
+    monkeypatch.setattr(steps, "synchronizer", lambda device: lambda: done.append("wait"))
+    phases = {name: functools.partial(done.append, name) for name in ("forward", "backward")}
+    take_turns({"a": phases}, Steps("cpu", warmup=1, steps=2))
+    assert done == 3 * ["wait", "forward", "wait", "backward", "wait"]
 
 
 def test_ranges_tell_warm_up_from_steps():
