@@ -50,6 +50,12 @@ def test_parameters_are_annotated_and_explained(path):
         assert re.search(r"  # \w", line), f"no comment: {line}"
 
 
+@each_notebook
+def test_figures_have_a_text_for_those_who_do_not_see_them(path):
+    for shown in (cell["metadata"]["mystnb"] for cell in cells(path) if "mystnb" in cell["metadata"]):
+        assert shown["image"]["alt"] not in ("", shown["figure"]["caption"])
+
+
 @pytest.mark.parametrize("name", chapters.CHAPTERS)
 def test_every_measured_chapter_has_a_notebook_with_its_parameters(name):
     path = ROOT / "book" / f"{name}.ipynb"

@@ -112,7 +112,7 @@ def test_the_noise_is_that_of_the_case_measured_twice_in_the_run():
     assert slow.noise == pytest.approx(0.05) and slow.ratio == 1.5
     assert (slow.less, slow.more, slow.even) == (False, True, False)
     # between the noise and half as much again
-    assert (near.less, near.more, near.even) == (False, True, True)
+    assert (near.less, near.more, near.even) == (False, True, False)
     back = compare("ms", row("ours"), row("slow"), ROWS)
     assert (back.less, back.more, back.even) == (True, False, False)
 
@@ -174,10 +174,9 @@ def test_a_claim_that_the_rows_do_not_bear_out_is_marked_and_says_against_what(s
 
 def test_what_holds_by_a_little_is_noted(shown):
     near = compare("ms", row("near"), row("ours"), ROWS)
-    claim("Even.", near.even)
     claim("Slower.", near.more)
     claim("Slow.", compare("ms", row("slow"), row("ours"), ROWS).more)
-    assert [len(s.narrow) for s in prose.made] == [1, 1, 0]
+    assert [len(s.narrow) for s in prose.made] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ document.addEventListener("DOMContentLoaded", () => {
     });
   }
 
+  // roles that screen readers no longer know, or that lack their children
+  for (const item of document.querySelectorAll(".citation-list, .citation")) item.removeAttribute("role");
   for (const figure of document.querySelectorAll("div.cell_output figure"))
     if (figure.scrollWidth > figure.clientWidth) figure.tabIndex = 0; // for those who scroll by keys
 

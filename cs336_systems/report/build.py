@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cs336_systems.report.coverage import project_root
-from cs336_systems.report.sphinx_ext import KEEP_VARIABLE
+from cs336_systems.report.sphinx_ext import KEEP_VARIABLE, PDF_VARIABLE
 from cs336_systems.store.files import StoreError, alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
@@ -81,12 +81,14 @@ def build(
 
 def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
     shutil.rmtree(_making(root), ignore_errors=True)
-    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there))]
+    beside = {PDF_VARIABLE: "1"} if pdf else {}
+    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there, **beside))]
     if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
         output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", **there, **{KEEP_VARIABLE: "1"})
         if bad := latex_complaints(output.with_suffix(".log").read_text(errors="replace")):
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
         made.append(_published(root, output))
+        shutil.copy(made[1], made[0].parent)  # the pages link to it
     shutil.rmtree(_making(root))
     return made
 

@@ -291,8 +291,9 @@ class Chapter:
         what = "; ".join(_environment_words(e) for e in environments.values())
         measured = int((~there["status"].str.startswith("skipped")).sum())
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
-        old = sum((table.stale()["machine"] == machine).sum() for table in tables)
-        earlier = f" **{old} of them were measured with earlier code.**" if old else ""
+        old = {table.name: int((table.stale()["machine"] == machine).sum()) for table in tables}
+        which = ", ".join(f"{n} of `{name}`" for name, n in old.items() if n)
+        earlier = f" **Measured with earlier code: {which}.**" if which else ""
         links = ", ".join(table._csv_link(machine) for table in tables)
         return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier} Rows: {links}."
 
@@ -302,17 +303,12 @@ class Chapter:
         return f"[`{path.name}`]({book.as_posix()})" if path.is_file() else f"`{path.name}`"
 
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
-        """`tables.show`, with a note under it where rows of this table were measured with earlier code.
-
-        A column `machine` that holds only one name is left out; where the chapter shows several machines, the caption
-        says the name.
-        """
+        """`tables.show`. A column `machine` that holds only one name is left out; where the chapter shows several
+        machines, the caption says the name."""
         if "machine" in frame and frame["machine"].nunique() == 1:
             caption += f" Machine: `{frame['machine'].iloc[0]}`." if len(self.machines) > 1 else ""
             frame = frame.drop(columns="machine")
-        earlier = "some rows of this chapter were measured with earlier code" if len(self.stale()) else ""
-        note = "; ".join(filter(None, [options.pop("note", ""), earlier]))
-        show(frame, caption=caption, name=name, note=note, **options)
+        show(frame, caption=caption, name=name, **options)
 
     def problems(self) -> list[str]:
         """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""

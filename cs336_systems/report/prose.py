@@ -80,7 +80,7 @@ class Compared:
     def even(self) -> bool | None:
         if not self.known:
             return None
-        return self._judged("even", self._apart <= WIDE * self.noise, self._narrow)
+        return self._judged("even", self._apart <= self.noise, False)
 
 
 def compare(metric: str, a: Row, b: Row, rows: pd.DataFrame) -> Compared:

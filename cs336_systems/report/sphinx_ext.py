@@ -12,6 +12,7 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
+PDF_VARIABLE = "CS336_BOOK_PDF"  # set where the PDF will lie beside the HTML
 KEEP_VARIABLE = "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for its PDF, made of the pages read for HTML
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
@@ -45,7 +46,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("env-updated", _no_failed_notebook)
     app.connect("config-inited", _own_reader, priority=100)
     app.connect("config-inited", _without_thebe)
-    app.connect("config-inited", _repository)
+    app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -81,9 +82,12 @@ def _without_thebe(app: Any, config: Any) -> None:
         listeners[:] = [one for one in listeners if one.handler.__module__ != "sphinx_thebe"]
 
 
-def _repository(app: Any, config: Any) -> None:
-    """Where `repository: url:` of `_config.yml` names one: its button, and one that opens a notebook in Colab."""
+def _links(app: Any, config: Any) -> None:
+    """In each page's footer the PDF, where there will be one. Where `repository: url:` of `_config.yml` names one: its
+    button, and one that opens a notebook in Colab."""
     options = config["html_theme_options"]
+    if os.environ.get(PDF_VARIABLE) == "1":
+        options["extra_footer"] = '<a href="cs336-systems.pdf">The whole book as a PDF</a>'
     if options.get("repository_url"):
         options |= {"use_repository_button": True, "path_to_docs": "book"}
         options["launch_buttons"] = {
