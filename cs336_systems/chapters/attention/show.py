@@ -178,7 +178,7 @@ def handout(rows: pd.DataFrame, cap_gib: int) -> pd.DataFrame:
     whole = plain[plain["cap_gib"] == 0]
     under = capped.reindex(pd.MultiIndex.from_frame(whole[shape]))
     failed = [
-        f"OOM in {part}" if status == "oom" else "fits" if status == "ok" else tables.EMPTY
+        f"OOM in {part}" if status == "oom" else "fits" if status == "ok" else "not tried"
         for status, part in zip(under["status"], under["failed_in"], strict=True)
     ]
     return pd.DataFrame({
