@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.launch.group import team_size
-from cs336_systems.report import coverage
 from cs336_systems.report.tables import escaped, show
 from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
@@ -298,9 +297,11 @@ class Chapter:
         return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier} Rows: {links}."
 
     def _csv_link(self, machine: str) -> str:
+        """The table's file, as a link from the book beside the results folder, where there is one."""
         path = store.csv_path(self.name, machine, self.root)
-        book = Path(os.path.relpath(path, coverage.project_root(self.root) / "book"))
-        return f"[`{path.name}`]({book.as_posix()})" if path.is_file() else f"`{path.name}`"
+        if not (path.is_file() and (self.root.parent / "book").is_dir()):
+            return f"`{path.name}`"
+        return f"[`{path.name}`](../{path.relative_to(self.root.parent).as_posix()})"
 
     def show(self, frame: pd.DataFrame, caption: str, name: str, **options: Any) -> None:
         """`tables.show`. A column `machine` that holds only one name is left out; where the chapter shows several

@@ -170,9 +170,7 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
         ax.set_ylim(0, max(ax.get_ylim()[1], value * 1.12))
 
 
-def heat(
-    ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None, digits: int = 2
-) -> None:
+def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None) -> None:
     """A map of ratios with the number in each cell: blue above 1, red below it, on a logarithmic scale.
 
     `table` has one row for each y value and one column for each x value; `words` (of the same shape) says
@@ -187,7 +185,7 @@ def heat(
     for i in range(values.shape[0]):
         for j in range(values.shape[1]):
             empty = np.isnan(values[i, j])
-            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], digits)
+            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], 2)
             color = "white" if not empty and abs(strength[i, j]) > 0.62 else "#222222"
             ax.text(j, i, text, ha="center", va="center", fontsize=7 if empty else 8, color=color)
     ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])

@@ -147,7 +147,7 @@ def _html_text(text: str) -> str:
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
 
-def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
+def to_html(frame: pd.DataFrame, caption: str = "") -> str:
     """The table as HTML, in the colors of the page around it."""
     heads, rows, numeric = _flat(frame)
     align = ["right" if n else "left" for n in numeric]
@@ -165,13 +165,10 @@ def to_html(frame: pd.DataFrame, caption: str = "", note: str = "") -> str:
         if caption
         else ""
     )
-    foot = f"<p><small>{_html_text(note)}</small></p>" if note else ""
-    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
+    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def to_markdown(
-    frame: pd.DataFrame, caption: str = "", name: str = "", note: str = "", wrap: bool = False
-) -> str:
+def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bool = False) -> str:
     """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
 
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
@@ -203,13 +200,13 @@ def to_markdown(
     table = f"{grid}\n"
     if caption:
         table = f":::{{table}} {caption}\n{label}:class: {kind}\n:align: center\n\n{grid}\n:::\n"
-    return latex + table + (f"\n*{note}*\n" if note else "")
+    return latex + table
 
 
-def to_folded_html(frame: pd.DataFrame, caption: str, note: str = "") -> str:
+def to_folded_html(frame: pd.DataFrame, caption: str) -> str:
     """The table as HTML that opens by a click on its caption, and scrolls where it is wider than the page."""
     kind = "table measured wide" if len(_flat(frame)[0]) > 8 else "table measured"
-    table = to_html(frame, note=note).replace("<table>", f'<table class="{kind}">', 1)
+    table = to_html(frame).replace("<table>", f'<table class="{kind}">', 1)
     return (
         f'<details class="folded"><summary>{_html_text(caption)}</summary>'
         f'<div style="overflow-x:auto">{table}</div></details>'
@@ -217,7 +214,7 @@ def to_folded_html(frame: pd.DataFrame, caption: str, note: str = "") -> str:
 
 
 def show(
-    frame: pd.DataFrame, caption: str, name: str, note: str = "", wrap: bool = False, folded: bool = False,
+    frame: pd.DataFrame, caption: str, name: str, wrap: bool = False, folded: bool = False,
     digits: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Displays a frame as a captioned table; a named index becomes its first columns.
@@ -226,7 +223,6 @@ def show(
         frame: cells are numbers (shown with three significant digits) or texts, which may hold Markdown.
         caption: one sentence, without the table's number.
         name: the label, such as `tab-flash-forward`, unique in the book.
-        note: a line under the table.
         wrap: whether long cells may break into lines in HTML.
         folded: closed until the reader clicks on the caption, without a number or label, and not in the PDF.
         digits: column → significant digits, where they are not three.
@@ -239,9 +235,9 @@ def show(
         frame = pd.DataFrame({"rows": ["not measured"]})
     frame = printed(frame, digits)
     if folded:
-        as_html = to_folded_html(frame, caption, note)
+        as_html = to_folded_html(frame, caption)
         as_markdown = f"```{{raw}} html\n{as_html}\n```"  # which LaTeX leaves out
     else:
-        as_html, as_markdown = to_html(frame, caption, note), to_markdown(frame, caption, name, note, wrap)
+        as_html, as_markdown = to_html(frame, caption), to_markdown(frame, caption, name, wrap)
     as_text = f"{caption}\n{frame.to_string()}"
     display({"text/html": as_html, "text/markdown": as_markdown, "text/plain": as_text}, raw=True)

@@ -1,5 +1,5 @@
 """What chapter `training` shows: the ladder and its losses, time to a loss, real runs. (The matrix and the sweep, which
-commands draw as well, are `report.matrix` and `report.sweep`.)"""
+commands draw as well, are `show_matrix` and `show_sweep`.)"""
 
 from __future__ import annotations
 

@@ -140,10 +140,8 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
         for number in range(1, _STEPS_WITH_STATE + 1):
             last = number == _STEPS_WITH_STATE
             when = "first" if number == 1 else "later"
-            if last:
-                _settle(
-                    rank
-                )  # what Gloo's threads still held of gradients would be missed in the forward pass
+            if last:  # what Gloo's threads still held of gradients would be missed in the forward pass
+                _settle(rank)
             with contextlib.nullcontext() if last else sent:
                 before = look()["live_bytes"]
                 step.forward()
