@@ -322,11 +322,11 @@ def test_figures(results_root):
     assert list(exposed) == [1.0, 10.0, 100.0] and model == pytest.approx([1.1, 1.1, 10.01])
     assert len(right.lines) == 2
 
-    rows.write(ddp.TABLE, "x", [row | {"context_length": 512} for row in found], results_root)
+    rows.write(ddp.TABLE, "x", [row | {"context_length": 1024} for row in found], results_root)
     chapter = chapters.read("ddp", machine="x", preset="full")
     assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
     for wrapper in ("naive", "overlapped"):
-        path = ddp.overlap_path(Case("xl", 512, wrapper, kind="trace"), "x", results_root)
+        path = ddp.overlap_path(Case("xl", 1024, wrapper, kind="trace"), "x", results_root)
         path.parent.mkdir(exist_ok=True)
         trace_overlap.to_json([TRACED] * 2, path)
     drawn = page.trace_figure(chapter, ("naive", "overlapped")).axes

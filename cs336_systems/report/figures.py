@@ -33,6 +33,7 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "flex_compiled": ("FlexAttention", "#E69F00", "P"),
     "plain_triton": ("ours, portable", "#004a75", "h"),
     "fa4": ("FlashAttention-4", "#222222", "p"),
+    "fa3": ("FlashAttention-3", "#222222", "d"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),
     "tf32": ("TF32", "#D55E00", "D"),

@@ -110,7 +110,7 @@ def grid(preset: str) -> list[Case]:
     many = [(ALONE, 0.0), *few]
     cases += [Case("xl", c, w, mb, world_size=n) for n in (4, 8) for c in CONTEXTS for w, mb in many]
     traced = (("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0), ("bucketed", 100.0), ("torch", 0.0))
-    return [*cases, *(Case("xl", 512, w, mb, kind="trace") for w, mb in traced)]
+    return [*cases, *(Case("xl", CONTEXTS[-1], w, mb, kind="trace") for w, mb in traced)]
 
 
 def estimate_s(group: list[Case]) -> float:

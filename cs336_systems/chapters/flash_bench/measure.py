@@ -54,7 +54,7 @@ METRICS = (
     "power_w",
 )
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
-IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name != "fa4")  # whose axes are in another order
+IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name not in peers.TOKENS_FIRST)
 CHOICES = {
     "heads": range(1, 2**16 + 1), "seq_len": range(1, 2**24 + 1), "head_dim": range(16, 256 + 1), "dtype": DTYPES,
     "impl": IMPLEMENTATIONS, "repeat": range(2),

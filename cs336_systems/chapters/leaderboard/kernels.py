@@ -47,26 +47,27 @@ class Case:
 
 def grid(preset: str) -> list[Case]:
     """The leaderboard's work and a few shapes beside it, or one small shape for a CPU."""
-    passes, out = ("forward", "backward"), []
+    out: list[Case] = []
     if preset == "smoke":
         few = ("flash_triton", "flash_torch", "sdpa_flash", "reference")
-        for part in passes:
+        for part in ("forward", "backward"):
             out += peers.with_pair(Case, few, part, 2, 256, 64, True, "bf16", "matrix", again="reference")
         return out
     few = ("flash_triton", "sdpa_cudnn", "sdpa_flash")
     for impls, head_dim, is_causal, dtype in (
-        ((*few, "plain_triton", "fa4"), 64, True, "bf16"),
-        ((*few, "fa4"), 128, True, "bf16"),
-        ((*few, "fa4"), 64, False, "bf16"),
-        ((*few, "fa4"), 64, True, "fp16"),
-        (few, 80, True, "bf16"),  # whose gradients FlashAttention-4 gets wrong
+        ((*few, "plain_triton", "fa4", "fa3"), 64, True, "bf16"),
+        ((*few, "fa4", "fa3"), 128, True, "bf16"),
+        ((*few, "fa4", "fa3"), 64, False, "bf16"),
+        ((*few, "fa4", "fa3"), 64, True, "fp16"),
+        ((*few, "fa3"), 80, True, "bf16"),  # whose gradients FlashAttention-4 gets wrong
         (("flash_triton", "plain_triton", "sdpa_efficient"), 64, True, "fp32"),
         (("flash_triton", "plain_triton", "sdpa_efficient"), 128, True, "fp32"),
     ):
-        for part in passes:
-            out += peers.with_pair(Case, impls, part, *WORK[:2], head_dim, is_causal, dtype, "matrix")
+        both = tuple(impl for impl in impls if impl != "fa3")  # whose package has only the forward pass
+        for part, some in (("forward", impls), ("backward", both)):
+            out += peers.with_pair(Case, some, part, *WORK[:2], head_dim, is_causal, dtype, "matrix")
         if (head_dim, is_causal, dtype) == (64, True, "bf16"):
-            out += peers.with_pair(Case, impls, "backward", *WORK, True, "bf16", "number")
+            out += peers.with_pair(Case, both, "backward", *WORK, True, "bf16", "number")
     return out
 
 

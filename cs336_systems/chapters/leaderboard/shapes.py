@@ -31,7 +31,7 @@ DEPENDS = (*depends.TRITON, *depends.CALL_CLOCK, "accounting/operations.py")
 GROUP = ("part", "batch", "heads", "num_queries", "num_keys", "head_dim", "is_causal", "dtype")
 METRICS = (*columns(), "tflops", "backend", "apart")
 """apart: ‖x − y‖ / ‖y‖ of the pass's results x and those of the group's first implementation, y; the worst tensor."""
-PEERS = ("flash_triton", "fa4", "sdpa_cudnn", "sdpa_flash")
+PEERS = ("flash_triton", "fa4", "fa3", "sdpa_cudnn", "sdpa_flash")
 PARTS = ("forward", "backward")
 ROUNDS, WARMUP_MS, REP_MS = 4, 50, 20
 KINDS = ("training", "d 80 and 96", "long", "ragged", "cross")
@@ -107,6 +107,7 @@ def grid(preset: str) -> list[Case]:
         case
         for shape, part in itertools.product(shapes, PARTS)
         for case in peers.with_pair(Case, few, part, *shape, again=few[0])
+        if (case.impl, case.part) != ("fa3", "backward")  # whose package has only the forward pass
     ]
 
 
@@ -163,12 +164,10 @@ def _one_pass(impl: peers.Attention, case: Case, data: list[torch.Tensor]) -> Ca
 
     *inputs, grad = data
     apply = impl.apply
-    if impl.tokens_first:  # FlashAttention-4, in whose layout the tensors lie
-        from flash_attn.cute import flash_attn_func
+    if impl.tokens_first:  # the layout in which the tensors lie
 
         def apply(q, k, v):
-            o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.is_causal)
-            return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+            return impl.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
     made: list[Any] = []
 

@@ -50,12 +50,13 @@ def data_of(case: Any, device: str, grad_o: str = "matrix") -> list[torch.Tensor
 # ------------------------------------------------------------------------------------------------ implementations
 @dataclass(frozen=True)
 class Attention:
-    """An implementation, ready to be called. `apply`: (q, k, v) → o on (..., heads, tokens, d), or (tokens, heads, d)
-    with `tokens_first`. `backend`: what runs behind it."""
+    """An implementation, ready to be called. `apply`: (q, k, v) → o on (..., heads, tokens, d), or (..., tokens, heads,
+    d) with `tokens_first`. `backend`: what runs behind it; `backward`: whether it has a backward pass."""
 
     apply: Callable[..., Any]
     backend: str
     tokens_first: bool = False
+    backward: bool = True
 
     def laid_out(self, x: torch.Tensor) -> torch.Tensor:
         """(heads, n, d) on the axes of `apply`, contiguous and a leaf of its own; an expanded scalar stays one."""
@@ -147,11 +148,27 @@ def _fa4(is_causal: bool, device: str, seq_len: int) -> Attention:
         raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
 
     def forward(q, k, v):
-        found = fa4.flash_attn_func(q[None], k[None], v[None], causal=is_causal)
-        return (found[0] if isinstance(found, tuple) else found)[0]
+        found = fa4.flash_attn_func(q, k, v, causal=is_causal)
+        return found[0] if isinstance(found, tuple) else found
 
     version = importlib.metadata.version("flash-attn-4")
-    return Attention(forward, f"flash_attn.cute {version}", tokens_first=True)
+    return Attention(_on_four_axes(forward), f"flash_attn.cute {version}", tokens_first=True)
+
+
+def _fa3(is_causal: bool, device: str, seq_len: int) -> Attention:
+    import torch
+
+    try:
+        import fa3_fwd_interface as fa3
+    except ImportError as error:
+        raise Skip(f"needs FlashAttention-3's forward, the package fa3-fwd ({error})") from None
+
+    @torch.no_grad()
+    def forward(q, k, v):
+        return fa3.flash_attn_func(q, k, v, causal=is_causal)
+
+    version = importlib.metadata.version("fa3-fwd")
+    return Attention(_on_four_axes(forward), f"fa3-fwd {version}", tokens_first=True, backward=False)
 
 
 MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
@@ -163,6 +180,7 @@ MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
     "flex_compiled": _flex,
     "fa4": _fa4,
+    "fa3": _fa3,
 }
 FOR_GPUS = (
     "flash_triton",
@@ -172,7 +190,9 @@ FOR_GPUS = (
     "sdpa_efficient",
     "flex_compiled",
     "fa4",
+    "fa3",
 )
+TOKENS_FIRST = ("fa4", "fa3")
 
 
 def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:

@@ -21,10 +21,10 @@ def ordered(rows: pd.DataFrame) -> pd.DataFrame:
     over that of the row, forward, in the same run."""
     rows = tables.in_order(rows, ["cap_gib", "num_queries", "num_keys", "attention", "repeat"], ATTENTIONS)
     shapes = [f"{q}:{k}" for q, k in zip(rows["num_queries"], rows["num_keys"], strict=True)]
-    plain = (
-        rows[(rows["attention"] == PLAIN) & (rows["repeat"] == 0)].groupby("run")["forward_ms_p50"].first()
-    )
-    gain = rows["run"].map(plain).astype(float) / rows["forward_ms_p50"].astype(float)
+    keys = ["run", "num_queries", "num_keys"]
+    plain = rows[(rows["attention"] == PLAIN) & (rows["repeat"] == 0)].groupby(keys)["forward_ms_p50"].first()
+    base = plain.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []
+    gain = base / rows["forward_ms_p50"].astype(float)
     return rows.assign(tier=shapes, plain=gain)
 
 

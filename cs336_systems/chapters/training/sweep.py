@@ -3,30 +3,28 @@
     cs336 bench sweep --tiers 128:64,256:128 --attention sdpa flash_triton
 
 A tier is `queries:keys`, as between a decoder and what it looks at: not causal. Batch 4, 12 heads of dimension 64, as
-in `small`. Of each case forward (with its graph) and both passes are timed in turns; before that comes a trial of each,
-whose memory is read. Under `cap_gib` a process takes no more GPU memory than a smaller GPU has: what runs out there is
-a row.
+in `small`. Of each case forward (with its graph) and both passes are timed; before that comes a trial of each, whose
+memory is read. All tiers take turns in one process: small ones take the time of the host, which changes. Under
+`cap_gib` a process takes no more GPU memory than a smaller GPU has: what runs out there is a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks.calls import Calls
-from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, take_turns
+from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, take_turns
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
 from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 DEPENDS = (
     *depends.PLAIN,
@@ -35,7 +33,7 @@ DEPENDS = (
     *depends.CALL_CLOCK,
     "chapters/shared/memory_cap.py",
 )
-GROUP = ("num_queries", "num_keys", "head_dim", "heads", "batch", "dtype", "cap_gib")
+GROUP = ("head_dim", "heads", "batch", "dtype", "cap_gib")
 PARTS = ("forward", "both")
 METRICS = (
     *(column for part in PARTS for column in columns(part)),
@@ -115,48 +113,49 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of one shape in turns."""
+    """Measures the cases of all shapes in turns."""
     if cases[0].dtype not in DTYPES:
         raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
+    import torch
+
     device = default_device()
     shared: dict[str, Any] = {}
-    with oom_is_a_row(shared), comparable(), capped(cases[0].cap_gib, device):
-        inputs = _inputs(cases[0], device)
-        candidates = prepared(cases, lambda candidate: _try_out(candidate, inputs, device), device)
+    every_shape = torch._dynamo.config.patch(recompile_limit=len(cases) + 8)
+    with oom_is_a_row(shared), comparable(), every_shape, capped(cases[0].cap_gib, device):
+        candidates = prepared(cases, lambda candidate: _try_out(candidate, device), device)
         _time(candidates, device)
         return [candidate.metrics for candidate in candidates]
     return [dict(shared) for _ in cases]
 
 
-def _inputs(case: Case, device: str) -> list[torch.Tensor]:
-    """q, k, v and dO."""
+@contextmanager
+def _turn(case: Case, device: str, part: str = "") -> Iterator[Phases]:
+    """PARTS, or one of them, on tensors that last as long as the block: so the shapes do not share memory."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys)
-    dtype = torch_dtype(case.dtype)
-    make = lambda n: torch.randn(
-        (case.batch, case.heads, n, case.head_dim), generator=generator, device=device, dtype=dtype
-    )
-    q, k, v, grad = map(make, (case.num_queries, case.num_keys, case.num_keys, case.num_queries))
-    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
-
-
-def _try_out(candidate: Candidate, inputs: list[torch.Tensor], device: str) -> None:
-    """Tries both passes; notes their memory, or where it was not enough."""
-    import torch
-
-    case, metrics = candidate.case, candidate.metrics
     impl = peers.build(case.attention, False, device, case.num_keys)
-    *leaves, grad = inputs
+    generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys)
+    lengths = (case.num_queries, case.num_keys, case.num_keys, case.num_queries)
+    make = functools.partial(torch.randn, generator=generator, device=device, dtype=torch_dtype(case.dtype))
+    *leaves, grad = (make((case.batch, case.heads, n, case.head_dim)) for n in lengths)
+    for leaf in leaves:
+        leaf.requires_grad_()
     forward = lambda: impl.apply(*leaves)
     both = lambda: torch.autograd.grad(forward(), leaves, grad)
-    candidate.phases = {"forward": forward, "both": both}
-    metrics["failed_in"] = "forward"
-    forward()  # compiles
-    metrics["forward_peak_gib"] = peak_gib(forward)
-    metrics["failed_in"] = "backward"
-    both()
-    metrics["peak_gib"] = peak_gib(both)
+    phases = {"forward": forward, "both": both}
+    yield {part: phases[part]} if part else phases
+
+
+def _try_out(candidate: Candidate, device: str) -> None:
+    """Tries both passes; notes their memory, or where it was not enough."""
+    metrics = candidate.metrics
+    with _turn(candidate.case, device) as phases:
+        metrics["failed_in"] = "forward"
+        phases["forward"]()  # compiles
+        metrics["forward_peak_gib"] = peak_gib(phases["forward"])
+        metrics["failed_in"] = "backward"
+        phases["both"]()
+        metrics["peak_gib"] = peak_gib(phases["both"])
     del metrics["failed_in"]
     give_back(device)
 
@@ -165,9 +164,9 @@ def _time(candidates: Sequence[Candidate], device: str) -> None:
     """Times forward of the cases, and then both passes, as far as they run."""
     for part, runs in (("forward", ("backward", None)), ("both", (None,))):
         ready = {
-            place: {part: candidate.phases[part]}
+            place: functools.partial(_turn, candidate.case, device, part)
             for place, candidate in enumerate(candidates)
-            if candidate.phases and candidate.metrics.get("failed_in") in runs
+            if candidate.metrics.get("failed_in") in runs and "forward_peak_gib" in candidate.metrics
         }
         clock = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
         for place, samples in take_turns(ready, clock).items():
