@@ -64,8 +64,8 @@ def test_grids(table, preset):
     for group in rows.groups(experiment, cases):
         assert not experiment.estimate_s or 0 <= experiment.estimate_s(group) < 900
         if table not in UNPAIRED:
-            [again] = [case for case in group if case.repeat == 1]
-            assert dataclasses.replace(again, repeat=0) in group
+            assert any(case.repeat for case in group)
+            assert {dataclasses.replace(case, repeat=0) for case in group if case.repeat} <= set(group)
 
 
 # ------------------------------------------------------------------------------------------------ measuring

@@ -94,7 +94,7 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
     """Every size, eager and compiled: median ms of forward alone (F) and of the training step, the eager step measured
     again, and the speedups, of one run each."""
     rows = rows[(rows["context_length"] != SPEED_CONTEXT) & (rows["attention"] == "reference")]
-    keys = ["machine", "size"]
+    keys = ["machine", "dtype", "size"]
 
     def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
         chosen = (rows["mode"] == mode) & (rows["compile"] == compile) & (rows["repeat"] == repeat)
@@ -110,7 +110,7 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
             out["again, ms"] = pick(mode, "off", 1)["step_ms_p50"].astype(float)
         out[f"{head} compiled, ms"] = compiled_ms
         out[f"{head}, ×"] = (ms / compiled_ms).where(eager["run"] == compiled["run"])
-    return tables.in_order(pd.DataFrame(out).reset_index(), ["size"], SIZES)
+    return tables.in_order(pd.DataFrame(out).reset_index(), ["dtype", "size"], ("bf16", "fp32"), SIZES)
 
 
 # ---------------------------------------------------------------------------- the fastest training step
@@ -137,7 +137,8 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     rows = _ordered(rows)
     return pd.DataFrame({
         "machine": rows["machine"], "size": rows["size"], "context": rows["context_length"], "batch": rows["batch"],
-        "mode": rows["mode"], "attention": rows["attention"].map(label), "as": rows["compile"].map(MODES),
+        "dtype": rows["dtype"], "mode": rows["mode"], "attention": rows["attention"].map(label),
+        "as": rows["compile"].map(MODES),
         "repeat": rows["repeat"], "ms": rows["step_ms_p50"], "mean, ms": rows["step_ms_mean"],
         "std, ms": rows["step_ms_std"], "tokens/s": rows["tokens_per_s"], "MFU, %": 100 * rows["mfu"].astype(float),
         "peak, GiB": rows["peak_gib"], "compile, s": rows["compile_s"],
