@@ -8,16 +8,18 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
 from test_unit_memory import FakeAllocator, training_step
 
 from cs336_systems import accounting, chapters
+from cs336_systems.chapters.memory import figure
 from cs336_systems.chapters.memory import measure as memory
 from cs336_systems.chapters.memory import show as page
 from cs336_systems.measure.memory import tensors
-from cs336_systems.measure.memory.timeline import Timeline, timeline
+from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeline
 from cs336_systems.report.claims import execute
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import SIZES, size
@@ -414,3 +416,16 @@ def test_out_of_memory_on_a_gpu():
     [metrics] = memory.run_group([memory.Case("xl", 1024, "train_step", batch=64)])
     assert metrics["status"] == "oom" and metrics["asked_bytes"] > 0
     assert metrics["weights_bytes"] > 7 * GIB and metrics["activations_bytes"] > metrics["weights_bytes"]
+
+
+def test_hovering_over_a_timeline_tells_what_lives_there():
+    bytes = {"weights": [GIB, GIB, GIB], "activations": [0, 2 * GIB, 0]}
+    stages = (Stage("forward", 0, State(1, 3 * GIB, {})), Stage("backward", 2, State(2, GIB, {})))
+    drawn = ElementTree.fromstring(figure.hover(Timeline(3, (0, 1, 2), bytes, stages)))
+    titles = [title.text.splitlines() for title in drawn.iter("title")]
+    assert titles == [
+        ["forward", "weights 1.00", "together 1.00 GiB"],
+        ["forward", "weights 1.00", "activations 2.00", "together 3.00 GiB"],
+        ["backward", "weights 1.00", "together 1.00 GiB"],
+    ]
+    assert len(list(drawn.iter("polygon"))) == 2 and "highest 3.00 GiB" in drawn.get("aria-label")

@@ -763,3 +763,14 @@ def test_figures_of_odd_steps(tmp_path, drawn):
 def test_every_class_is_of_one_group(drawn):
     assert sorted(name for _, classes in drawn.GROUPS.values() for name in classes) == sorted(CLASSES)
     assert len({color for color, _ in drawn.GROUPS.values()}) == len(drawn.GROUPS)
+
+
+def test_a_step_opens_in_perfetto():
+    ranges = (condensed.HostRange("step", 0, 0, 9_000), condensed.HostRange("forward", 1, 1_000, 4_000))
+    step = condensed.Step(
+        "nsys", "step", 9_000, ranges, (condensed.Stream("stream 7", (2_000,), (5_000,), (0,)),)
+    )
+    events = json.loads(json.dumps(step.to_chrome()))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["host", "stream 7"]
+    spans = [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X"]
+    assert spans == [("step", 0, 9, 0), ("forward", 1, 4, 0), (kernels.CLASSES[0], 2, 5, 1)]

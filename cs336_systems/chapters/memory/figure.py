@@ -78,6 +78,39 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
         label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
 
 
+def hover(timeline: Timeline, columns: int = 160) -> str:
+    """The stacked areas as SVG (HTML): a column of events says, under the mouse, its stage and what lives in GiB."""
+    width, height = 720, 240
+    names = [name for name in CATEGORIES if any(timeline.bytes.get(name, ()))]
+    events = np.array(timeline.events, float)
+    x = width * (events - events[0]) / max(1.0, events[-1] - events[0])
+    stack = np.array([timeline.bytes[name] for name in names], float).reshape(len(names), len(events)) / GIB
+    top = max(float(stack.sum(axis=0).max()) * 1.05, 1e-9)
+    drawn, low = [], np.zeros(len(events))
+    for name, band in zip(names, stack, strict=True):
+        upper, lower = (height * (1 - level / top) for level in (low + band, low))
+        there, back = (
+            " ".join(f"{a:.0f},{b:.0f}" for a, b in points)
+            for points in (zip(x, upper, strict=True), zip(x[::-1], lower[::-1], strict=True))
+        )
+        drawn.append(f'<polygon points="{there} {back}" fill="{COLORS[name]}"/>')
+        low = low + band
+    begins = sorted({int(i) for i in np.searchsorted(x, np.linspace(0, width, columns))})
+    for at, end in zip(begins, [*x[begins[1:]], width], strict=True):
+        stage = [s.name for s in timeline.stages if s.begin <= events[at]][-1:] or ["before"]
+        alive = [f"{name} {fmt(band[at])}" for name, band in zip(names, stack, strict=True) if band[at] > 0]
+        told = "\n".join([*stage, *alive, f"together {fmt(float(stack[:, at].sum()))} GiB"])
+        drawn.append(
+            f'<rect x="{x[at]:.1f}" width="{end - x[at]:.1f}" height="{height}" class="hover">'
+            f"<title>{told}</title></rect>"
+        )
+    label = f"Active memory by category over {timeline.num_events} events, highest {fmt(top / 1.05)} GiB."
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
+        "<style>.hover{fill:transparent}.hover:hover{fill:#0003}</style>" + "".join(drawn) + "</svg>"
+    )
+
+
 def _label_bands(
     ax: Axes, events: np.ndarray, names: Sequence[str], stack: np.ndarray, begins: Sequence[float], top: float
 ) -> None:

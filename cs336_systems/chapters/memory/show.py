@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.chapters.memory import measure as memory
-from cs336_systems.chapters.memory.figure import GIB, MIB, cropped, draw, largest_allocations
+from cs336_systems.chapters.memory.figure import GIB, MIB, cropped, draw, hover, largest_allocations
 from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import in_order, pivot
+from cs336_systems.report.values import Number
 from cs336_systems.sizes import SIZES, ModelConfig, size
 
 REFERENCE = SIZES["2.7B"]  # the hyperparameters that the handout asks about
@@ -141,6 +142,21 @@ def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline |
             )
         return row, found
     return {}, None
+
+
+def first_step_gib(chapter: Chapter, context: int) -> Number:
+    """GiB: the most that was active in the first of two recorded steps of the largest model in fp32."""
+    _, found = recording(chapter, mode="train_step", dtype="fp32", context_length=context, optimizer="fused")
+    first = [stage.peak.bytes for stage in found.stages if not stage.name.endswith(" 2")] if found else []
+    return Number(max(first) / GIB) if first else Number(0, NOT_MEASURED)
+
+
+def explore(chapter: Chapter) -> None:
+    """The second step at the longest context under the mouse, on web pages."""
+    longest = largest_model(chapter.rows())["context_length"].max()
+    _, found = recording(chapter, mode="train_step", dtype="fp32", context_length=longest)
+    if found is not None:
+        figures.only_html(hover(cropped(found, "forward 2")))
 
 
 def timelines_figure(chapter: Chapter) -> Figure:

@@ -6,6 +6,7 @@ over the steps that were recorded.
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import math
@@ -20,6 +21,7 @@ from cs336_systems.chapters.profiling.figure import steps_figure
 from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_path
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
+from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
 from cs336_systems.report.tables import escaped, pivot
 from cs336_systems.sizes import SIZES
@@ -184,3 +186,14 @@ def timeline_figure(chapter: Chapter) -> Figure:
         if name in there & {"small", "tiny"} and path.is_file():
             steps[f"{name}, context {context}, {dtype}"] = Step.from_json(path)
     return steps_figure(steps)
+
+
+def perfetto(chapter: Chapter) -> None:
+    """On web pages: a link that saves the kept step of the smallest size in bf16 as a trace for Perfetto."""
+    name, context, dtype = DRAWN[2]
+    path = step_path(name, context, dtype, next(iter(chapter.machines), ""), chapter.root)
+    if path.is_file():
+        trace = json.dumps(Step.from_json(path).to_chrome(), separators=(",", ":")).encode()
+        link = figures.download(f"{path.stem}.trace.json.gz", gzip.compress(trace, mtime=0))
+        site = '<a href="https://ui.perfetto.dev">ui.perfetto.dev</a>'
+        figures.only_html(f"<p>The step in bf16 as a trace: save {link} and open it on {site}.</p>")
