@@ -262,7 +262,7 @@ def carry(
 
 
 # -------------------------------------------------------------------------------- training
-for command in (training.data, training.tokenize, training.train, training.speedrun, training.generate):
+for command in training.COMMANDS:
     app.command()(command)
 
 

@@ -1,5 +1,5 @@
-"""The training system's commands: `cs336 data`, `tokenize`, `train`, `speedrun`, `generate`. Importing this needs no
-torch."""
+"""The training system's commands: `cs336 data`, `tokenize`, `train`, `speedrun`, `generate`, `export`. Importing this
+needs no torch."""
 
 from __future__ import annotations
 
@@ -207,3 +207,20 @@ def generate(
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's folder.")] = Path(
+        "runs/stories"
+    ),
+    hf: Annotated[str, typer.Option("--hf", metavar="DIR", help="The folder to write.")] = ...,
+) -> None:
+    """Write a trained model as Hugging Face's transformers load it: a LlamaForCausalLM with its tokenizer."""
+    with _told_in_a_line():
+        from cs336_systems.training import export as room
+
+        for path in room.export(checkpoint, make_folder("--hf", hf)):
+            typer.echo(path)
+
+
+COMMANDS = (data, tokenize, train, speedrun, generate, export)

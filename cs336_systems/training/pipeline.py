@@ -294,6 +294,11 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     return model, tokenizer
 
 
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The token that stands after each document."""
+    return tokenizer.token_to_id(tokens.END_OF_TEXT)
+
+
 def check_asked(prompt: str, temperature: float) -> None:
     """ValueError for a prompt that is not UTF-8 (a command line may hold any bytes), or too small a temperature."""
     try:
