@@ -383,13 +383,60 @@ def test_the_best_is_one_of_the_checkpoints(tmp_path, name):
         checkpoints.best_of(tmp_path)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_weights_begin_under_the_names_that_wrappers_give(tmp_path, two_checkpoints, prefix):
+FILES = {  # what people's files hold, of a plain state dict
+    "safetensors": lambda state: state,
+    "pt": lambda state: state,
+    "staff.pt": lambda state: {
+        "model": state,
+        "optimizer": {"state": {}, "param_groups": []},
+        "iteration": 7,
+    },
+    "notebook.pth": lambda state: {"epoch": 3, "model_state_dict": state, "loss": 1.5},
+    "lightning.ckpt": lambda state: {"state_dict": {f"model.{name}": x for name, x in state.items()}},
+    "engine.pt": lambda state: {"module": state},
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("name", FILES)
+def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, name, prefix):
     weights = checkpoints.weights_of(checkpoints.found(two_checkpoints / "checkpoints")[-1])
-    file = tmp_path / "weights.safetensors"
-    safetensors.torch.save_file({prefix + name: tensor for name, tensor in weights.items()}, file)
+    file = tmp_path / f"weights.{name}"
+    held = {prefix + name: tensor for name, tensor in weights.items()}
+    held[f"{prefix}positional_encoder.cos"] = torch.ones(3)  # computed, not learned
+    (safetensors.torch.save_file if name == "safetensors" else torch.save)(FILES[name](held), file)
     begun = Trainer(made(tmp_path, checkpoints__init_from=str(file)), data()).model.state_dict()
     assert all(torch.equal(begun[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(("held", "names"), [
+    (lambda state: Evil(), "Weights only load failed"), (lambda state: [1, 2], "no state dict.*: list"),
+    (lambda state: {"epoch": 3, "loss": 0.5}, "no state dict, nor one under model, .*: epoch, loss"),
+], ids=["code", "list", "no weights"])  # fmt: skip
+def test_a_file_without_weights_is_refused_and_runs_nothing(tmp_path, monkeypatch, held, names):
+    monkeypatch.chdir(tmp_path)
+    torch.save(held({}), "weights.pt")
+    with pytest.raises(
+        checkpoints.CheckpointError, match=f"weights.pt holds no weights: .*{names}"
+    ) as caught:
+        checkpoints.weights_of(Path("weights.pt"))
+    assert "\n" not in str(caught.value) and not Path("executed").exists()
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path, two_checkpoints):
+    weights = checkpoints.weights_of(checkpoints.found(two_checkpoints / "checkpoints")[-1])
+    weights["lm_head.bias"] = torch.zeros(VOCAB)
+    weights["ln_final.weight"] = torch.ones(17)
+    for number in (0, 1):
+        del weights[f"layers.{number}.ln1.weight"], weights[f"layers.{number}.ln2.weight"]
+    torch.save(weights, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"do not fit model\.size='tiny'") as caught:
+        Trainer(made(tmp_path, checkpoints__init_from=str(tmp_path / "weights.pt")), data())
+    for words in (
+        "missing: layers.0.ln1.weight, layers.0.ln2.weight, layers.1.ln1.weight and 1 more",
+        "unknown: lm_head.bias", "other shapes: ln_final.weight is (17,), not (16,)",
+    ):  # fmt: skip
+        assert words in str(caught.value)
 
 
 def test_a_resumed_run_has_its_own_settings_not_those_saved(tmp_path, two_checkpoints):

@@ -45,6 +45,10 @@ _MAY = {"count": int, "seconds": float, "skipped": int, "progress": float, "best
 # an optimizer's state of each parameter, by `optimizer.name`
 _MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "own": {"step", "m", "v"}}
 
+# where files that torch has saved keep a model's state dict, from the outside in
+_STATE = ("model", "model_state_dict", "state_dict", "module")
+_FIRST = "token_embeddings.weight"
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; says which, why, and what there is instead."""
@@ -235,23 +239,52 @@ def _check_moments(moments: dict[str, Any], weights: Mapping[str, torch.Tensor],
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, or of a safetensors file, under the names that a plain model has."""
+    """The weights in a checkpoint of ours, a safetensors file, or a file that torch has saved: a state dict, or one
+    under a key of its own, with or without what wrappers put before the names. Nothing is unpickled but tensors.
+    CheckpointError that says why there are none."""
     if path.is_dir():
         return load(path)[1]
     try:
         with reading(path):
-            return staff_state_dict(safetensors.torch.load_file(path))
+            if path.suffix == ".safetensors":
+                return _plain(safetensors.torch.load_file(path))
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            for key in _STATE:
+                if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+                    found = found[key]
+            return _plain(found)
     except CheckpointError as error:
         raise CheckpointError(f"{path} holds no weights: {error}") from error
 
 
+def _plain(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Under a plain model's names, whatever held it: `model.`, `transformer.` ... before all of them are cut off."""
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        keys = ", ".join(map(str, list(state)[:8])) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"no state dict, nor one under {', '.join(_STATE)}: {keys}")
+    own = staff_state_dict(state)
+    before = next((name.removesuffix(_FIRST) for name in own if name.endswith(_FIRST)), "")
+    return {name.removeprefix(before): tensor for name, tensor in own.items()}
+
+
 def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> None:
-    """Has a model take weights; ValueError in a line where they do not fit it."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        first = next(iter(str(error).splitlines()[1:]), str(error)).strip()
-        raise ValueError(f"the weights do not fit {whose}: {first}") from None
+    """Has a model take weights; ValueError, in a line, that names those missing, unknown, or of other shapes."""
+    own = model.state_dict()
+    shapes = [
+        f"{name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    wrong = {"missing": own.keys() - weights, "unknown": weights.keys() - own, "other shapes": shapes}
+    if any(wrong.values()):
+        told = (f"{why}: {_few(sorted(names))}" for why, names in wrong.items() if names)
+        raise ValueError(f"the weights do not fit {whose}: {'; '.join(told)}")
+    model.load_state_dict(weights)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def tokenizer_of(path: Path) -> Path | None:

@@ -193,7 +193,7 @@ class Checkpoints:
     resume_changed: bool = _switch(
         False, "go on though settings that change the run differ from the checkpoint's"
     )
-    init_from: str = _text("", "a checkpoint or safetensors file whose weights are the first")
+    init_from: str = _text("", "a checkpoint, .safetensors or .pt file whose weights are the first")
 
 
 @dataclass(frozen=True)
