@@ -61,14 +61,14 @@ def by_llamas_formulas(folder, ids):
 
 
 def test_the_logits_are_those_of_llamas_formulas(exported):
-    model, _, folder = exported
+    model, *_, folder = exported
     ids = torch.randint(model.config.vocab_size, (model.config.context_length,))
     torch.testing.assert_close(by_llamas_formulas(folder, ids), model(ids[None])[0], rtol=1e-5, atol=1e-5)
 
 
 def test_transformers_loads_it_with_the_same_logits_and_tokens(exported):
     transformers = pytest.importorskip("transformers")
-    model, tokenizer, folder = exported
+    model, tokenizer, end, folder = exported
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(theirs).__name__ == "LlamaForCausalLM" and not any(told.values())
     ids = torch.randint(model.config.vocab_size, (2, model.config.context_length))
@@ -78,7 +78,6 @@ def test_transformers_loads_it_with_the_same_logits_and_tokens(exported):
     for text in TEXTS:
         assert same(text)["input_ids"] == tokenizer.encode(text, add_special_tokens=False).ids
         assert same.decode(same(text)["input_ids"]) == text
-    end = pipeline.end_of_text(tokenizer)
     assert same.bos_token_id == same.eos_token_id == theirs.generation_config.eos_token_id == end
     assert same.is_fast and same.model_max_length == model.config.context_length
 

@@ -19,6 +19,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+import numpy as np
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
@@ -85,6 +87,51 @@ def test_a_text_of_ones_own_and_random_tokens(tmp_path):
     assert own["floor"] is None and own["valid_loss"] < 6
     drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
     assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
+
+
+def tokens_of_stories(out):
+    """The folder of a run's tokens, before it has trained."""
+    assert cs336("tokenize", *words(out)[1:]).exit_code == 0
+    return out / "tokens"
+
+
+def test_ready_tokens_with_and_without_their_tokenizer(tmp_path):
+    folder = tokens_of_stories(tmp_path)
+    np.save(tmp_path / "train.npy", np.fromfile(folder / "train.bin", "<u2").astype(np.int64))
+    ready = {
+        "text__source": str(tmp_path / "train.npy"),
+        "text__valid": str(folder / "valid.bin"),
+    }
+    ready |= {"text__train_mb": 0, "text__valid_mb": 1}
+    silent = pipeline.train(made(tmp_path / "a", **ready), lambda line: None)
+    assert "samples" not in silent and silent["bits_per_byte"] is silent["floor"] is None
+    assert cs336("generate", "--checkpoint", tmp_path / "a").exit_code == 2
+    told = pipeline.train(
+        made(tmp_path / "b", **ready, tokenizer__path=str(folder / "tokenizer.json")), lambda line: None
+    )
+    assert len(told["samples"]) == 2 and told["valid_loss"] == silent["valid_loss"]
+    text_run = pipeline.train(made(tmp_path / "c"), lambda line: None)
+    assert text_run["valid_loss"] == told["valid_loss"]
+
+
+def test_a_prompt_begins_a_text_as_in_training(tmp_path, monkeypatch):
+    """Documents are separated by the token that the tokenizer names; the same stands before a prompt."""
+    from cs336_systems.training import generate
+
+    given = Tokenizer.from_file(str(tokens_of_stories(tmp_path) / "tokenizer.json"))
+    given.add_special_tokens(["<sep>"])
+    given.save(str(tmp_path / "given.json"))
+    own = {"tokenizer__path": str(tmp_path / "given.json"), "tokenizer__separator": "<sep>"}
+    pipeline.train(made(tmp_path / "run", **own, generation__samples=0), lambda line: None)
+    model, tokenizer, end = pipeline.trained(tmp_path / "run", "cpu")
+    assert end == tokenizer.token_to_id("<sep>") == np.fromfile(tmp_path / "run/tokens/train.bin", "<u2")[-1]
+    seen = []
+    monkeypatch.setattr(
+        generate, "generate", lambda model, ids, *_, stop: seen.append((ids, stop)) or iter(())
+    )
+    for prompt in ("The dog", ""):
+        list(pipeline.spoken(model, tokenizer, prompt, end=end))
+        assert seen.pop() == ([end, *tokenizer.encode(prompt, add_special_tokens=False).ids], end)
 
 
 def test_weights_begin_with_the_tokens_that_they_know(tmp_path):

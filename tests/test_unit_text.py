@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -86,19 +87,72 @@ def test_documents_end_at_the_mark_and_with_the_file(tmp_path):
         f"{MARK}\none\n\ntwo\n{MARK}\n three {MARK}\r\nfour\r\n{MARK}{MARK} \n\t{MARK}\nfive\n".encode()
     )
     (source / "c.md").write_text("of another kind")
+    (source / "d" / "e").mkdir(parents=True)
+    (source / "d" / "e" / "f.txt").write_text("nested")
+    (source / ".hidden").mkdir()
+    (source / ".hidden" / "g.txt").write_text("hidden")
     (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0)
-    assert train + valid == ["one\n\ntwo", " three ", "four", "five\n", *["second file"] * 3]
+    told = ["one\n\ntwo", " three ", "four", "five\n", *["second file"] * 3, "nested"]
+    told.remove(valid[0])
+    assert train == told and len(valid) == 1
+
+
+def test_documents_of_lines_of_json(tmp_path, rng):
+    source = tmp_path / "source.jsonl"
+    told = [f"{n} " + "".join(rng.choices('abcé🙂\n "\\', k=30)) + "." for n in range(50)]
+    lines = [json.dumps({"id": n, "text": text, "raw": f"raw {n}"}) for n, text in enumerate(told)]
+    source.write_text("\n\n".join(lines), encoding="utf-8")
+    (train, valid), _ = prepare(tmp_path / "a", source=str(source), train_mb=0)
+    assert sorted(train + valid) == sorted(told) and 1 <= len(valid) <= 6
+    (train, valid), _ = prepare(tmp_path / "b", source=str(source), train_mb=0, field="raw")
+    assert sorted(train + valid) == sorted(f"raw {n}" for n in range(50))
+    source.write_text(json.dumps({"text": f"one\n{MARK}\ntwo"}) + "\n" + json.dumps({"text": " \n"}))
+    (train, valid), _ = prepare(tmp_path / "c", source=str(source), train_mb=0)
+    assert sorted(train + valid) == ["one", "two"]
+    for line in ("{", "[]", "3", "{}", '{"text": 3}', '{"text": "\\ud800"}', "[" * 100_000):
+        source.write_text(f"{lines[0]}\n\n{line}\n")
+        with pytest.raises(ValueError, match=r"source.jsonl, line 3: no JSON object with a text 'text'"):
+            prepare(tmp_path / "d", source=str(source))
+
+
+def test_what_is_held_out_is_drawn_by_the_seed(tmp_path):
+    source = tmp_path / "source.txt"
+    source.write_text(f"\n{MARK}\n".join(f"{n:04}" for n in range(2000)))
+    held = [
+        [int(one) for one in prepare(tmp_path / f"{seed}{again}", source=str(source), train_mb=0, seed=seed)[0][1]]
+        for again in (0, 1) for seed in range(8)
+    ]  # fmt: skip
+    assert held[:8] == held[8:] and len(set(map(tuple, held))) == 8
+    assert all(len(some) == 200 and some == sorted(some) for some in held)
+    share = sum(n >= 1000 for some in held for n in some) / 3200
+    assert 0.4 < share < 0.6, "of all parts of the text"
+
+
+def test_a_file_of_its_own_is_held_out(tmp_path):
+    (tmp_path / "valid").mkdir()
+    (tmp_path / "valid" / "a.jsonl").write_text('{"text": "held"}\n{"text": "out"}\n')
+    (tmp_path / "train.txt").write_text(f"\n{MARK}\n".join(f"document {n}" for n in range(20)))
+    keys = {"source": str(tmp_path / "train.txt"), "valid": str(tmp_path / "valid"), "train_mb": 0}
+    (train, valid), _ = prepare(tmp_path / "out", **keys)
+    assert train == [f"document {n}" for n in range(20)] and valid == ["held", "out"]
+    (tmp_path / "valid" / "a.jsonl").write_text('{"text": "other"}\n')
+    assert prepare(tmp_path / "out", **keys)[0][1] == ["other"]
+    with pytest.raises(ValueError, match=r"text\.valid='/no/such'; allowed: a file or folder"):
+        prepare(tmp_path / "out", source=keys["source"], valid="/no/such")
+    with pytest.raises(ValueError, match="has a held-out text of its own"):
+        prepare(tmp_path / "out", source="stories", valid=keys["valid"])
 
 
 def test_our_own_files_are_read_as_they_were_written(tmp_path, rng):
     source = tmp_path / "source.txt"
     pieces = ["a", "\n", "\r\n", "<", "|", MARK[:-1], "é", "🙂", " ", "endoftext"]
-    wanted = ["x" + "".join(rng.choices(pieces, k=rng.randrange(1, 30))) + "." for _ in range(300)]
+    wanted = [f"{n}" + "".join(rng.choices(pieces, k=rng.randrange(1, 30))) + "." for n in range(300)]
     source.write_bytes(b"".join(document.encode() + documents.END for document in wanted))
     (train, valid), info = prepare(tmp_path / "out", source=str(source), train_mb=0)
-    assert train + valid == wanted
+    assert sorted(train + valid) == sorted(wanted)
     again, _ = prepare(tmp_path / "again", source=str(info.train.path), train_mb=0)
-    assert again[0] + again[1] == train
+    assert sorted(again[0] + again[1]) == sorted(train)
+    assert train == [document for document in wanted if document in set(train)], "in their order"
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["documents", "one document"])
@@ -109,7 +163,7 @@ def test_nothing_is_in_both_and_nothing_is_lost(tmp_path, rng, marked):
     source.write_bytes((f"\n{MARK}\n" if marked else "").join(told).encode())
     (train, valid), info = prepare(tmp_path / "out", source=str(source), train_mb=0, valid_mb=0.001)
     if marked:
-        assert train + valid == told and train and valid
+        assert sorted(train + valid) == sorted(told) and train and valid
     else:
         assert train + valid == ["".join(train + valid)[: len(train[0])], valid[0]]
         assert "".join(train + valid) == "".join(told)
@@ -129,11 +183,12 @@ def test_limits_fall_between_documents_and_cut_one_that_is_longer(tmp_path):
     source = tmp_path / "source.txt"
     source.write_text(f"\n{MARK}\n".join(f"{n:03}" + "-" * 97 for n in range(100)))
     (train, valid), _ = prepare(tmp_path / "a", source=str(source), train_mb=0.00055, valid_mb=0.00032)
-    assert [document[:3] for document in train] == ["000", "001", "002", "003", "004"]
-    assert [document[:3] for document in valid] == ["097", "098", "099"]
-    source.write_text(f"{'é' * 5000}\n{MARK}\n{'ü' * 5000}")
+    held = {document[:3] for document in valid}
+    first = [f"{n:03}" for n in range(8) if f"{n:03}" not in held]
+    assert [document[:3] for document in train] == first[:5] and len(held) == 3
+    source.write_text(f"{'é' * 5000}\n{MARK}\n{'é' * 5000}")
     long, _ = prepare(tmp_path / "b", source=str(source), train_mb=0.002_001, valid_mb=0.000_101)
-    assert long == [["é" * 1000], ["ü" * 50]]
+    assert long == [["é" * 1000], ["é" * 50]]
 
 
 def test_a_large_file_of_small_pieces_is_checked_across_them(tmp_path, rng):
@@ -158,8 +213,8 @@ def test_a_large_file_of_small_pieces_is_checked_across_them(tmp_path, rng):
     (lambda p: p.write_bytes("UTF-16".encode("utf-16")), "not UTF-8: byte 0"),
     (lambda p: p.write_text(" \n"), "too little text"),
     (lambda p: p.write_text("a"), "too little text"),
-    (lambda p: p.mkdir(), r"without \*\.txt"),
-    (lambda p: (p / "folder.txt").mkdir(parents=True), "cannot be read"),
+    (lambda p: p.mkdir(), r"without \*\.txt, \*\.jsonl"),
+    (lambda p: (p / "folder.txt").mkdir(parents=True), r"without \*\.txt"),
 ], ids=["missing", "empty", "latin-1", "cut off", "utf-16", "blank", "one byte", "folder", "folder.txt"])  # fmt: skip
 def test_a_text_that_is_none_is_refused_by_name(tmp_path, make, named):
     source = tmp_path / "named.txt"
@@ -177,6 +232,8 @@ def test_a_text_is_not_written_over_its_source_and_no_source_is_none(tmp_path, m
     with pytest.raises(ValueError, match="which is to be written" if name else r"text\.source=''"):
         prepare(tmp_path, source=name)
     assert (tmp_path / "train.txt").read_text() == "precious"
+    with pytest.raises(ValueError, match="which is to be written"):
+        prepare(tmp_path / "runs" / "text", source=".")
 
 
 # ------------------------------------------------------------------------------------------------------------ the stage

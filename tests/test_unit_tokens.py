@@ -112,20 +112,26 @@ def test_a_long_document_is_cut_where_no_token_is(prepare, rng, monkeypatch, kin
     _, info = prepare(told, vocab_size=400, valid_mb=0.001)
     monkeypatch.setattr(documents, "_BLOCK", 1000)
     _, cut = prepare(told, vocab_size=400, valid_mb=0.001, path=str(info.tokenizer))
-    assert documents_of(cut, cut.train) == told[:-1]
+    whole = documents_of(cut, cut.train)
+    assert len(whole) == 3 and whole == [document for document in told if document in whole]
     if kind is prose:
         assert np.array_equal(cut.train, info.train)
 
 
-def test_the_number_of_processes_makes_no_difference(prepare, rng, monkeypatch):
-    monkeypatch.setattr(documents, "_BLOCK", 3000)
+def test_blocks_and_threads_make_no_difference(prepare, rng, monkeypatch):
     told = [kind(rng, rng.randrange(1, 400)).replace(MARK, "|") + "." for kind in (prose, unicode) * 20]
-    made = [prepare(told, vocab_size=350, workers=workers)[1] for workers in (1, 2, 3)]
-    assert isinstance(made[0].train, np.memmap)
-    for other in made[1:]:
-        assert np.array_equal(other.train, made[0].train) and np.array_equal(other.valid, made[0].valid)
-        assert other.tokenizer.read_bytes() == made[0].tokenizer.read_bytes()
-    assert documents_of(made[0], made[0].train) + documents_of(made[0], made[0].valid) == told
+    _, info = prepare(told, vocab_size=350)
+    assert isinstance(info.train, np.memmap)
+    assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
+    for size, at_once, threads in ((3000, 8, "true"), (3000, 1, "false"), (900, 3, "true")):
+        monkeypatch.setattr(documents, "_BLOCK", size)
+        monkeypatch.setattr(tokens, "_AT_ONCE", at_once)
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+        _, other = prepare(told, path=str(info.tokenizer))
+        assert documents_of(other, other.train) == documents_of(info, info.train)
+        assert documents_of(other, other.valid) == documents_of(info, info.valid)
+        if size == 3000:
+            assert np.array_equal(other.train, info.train)
 
 
 # ------------------------------------------------------------------------------------------------------------- learning
@@ -148,9 +154,11 @@ def test_a_part_of_a_long_text_is_learned_from(prepare, rng, monkeypatch):
     monkeypatch.setattr(documents, "_BLOCK", 2000)
     monkeypatch.setattr(tokens, "_LEARN_FROM", 20_000)
     seen = []
-    read = documents.texts
+    read, encode = documents.texts, tokens._encode
     monkeypatch.setattr(documents, "texts", lambda block: seen.append(block) or read(block))
-    _, info = prepare(told, vocab_size=262, workers=2)  # so that this process reads to learn alone
+    monkeypatch.setattr(tokens, "_encode", lambda split, *_: [seen.append(None), encode(split, *_)][1])
+    _, info = prepare(told, vocab_size=262)
+    seen = seen[: seen.index(None)]  # read to learn
     assert 15_000 <= sum(end - start for _, start, end in seen) <= 25_000
     known = tokens.load_tokenizer(info.tokenizer).get_vocab()
     assert {"ab", "xy"} <= set(known)
@@ -186,7 +194,7 @@ def test_a_given_tokenizer_is_used_whole(prepare, rng, tmp_path):
     _, info = prepare(told, path=str(given), vocab_size=999)
     assert info.tokenizer.read_bytes() == given.read_bytes()
     assert (info.vocab_size, info.end_of_text) == (257, 256)
-    assert documents_of(info, info.train) + documents_of(info, info.valid) == told
+    assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
 
 
 @pytest.mark.parametrize("more, dtype", [(2**16 - 257, "<u2"), (2**16 - 256, "<u4")])
@@ -194,7 +202,27 @@ def test_ids_are_as_wide_as_the_vocabulary(prepare, rng, tmp_path, more, dtype):
     told = [prose(rng, 20) for _ in range(4)]
     _, info = prepare(told, path=str(byte_level(tmp_path / "given.json", more=more)))
     assert info.train.dtype == np.dtype(dtype) and info.end_of_text == info.vocab_size - 1 == 256 + more
-    assert documents_of(info, info.train) == told[:-1]
+    assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
+
+
+@pytest.mark.parametrize("asked, special, separator", [
+    ("", ["</s>"], "</s>"), ("", ["<s>", "<eos>"], "<eos>"), ("", ["</s>", MARK], MARK), ("", ["<bos>"], None),
+    ("<bos>", ["<bos>", MARK], "<bos>"), ("<none>", [MARK], None),
+])  # fmt: skip
+def test_documents_are_separated_as_the_tokenizer_has_it(prepare, rng, tmp_path, asked, special, separator):
+    told = [prose(rng, 9) + " </s> <eos>" for _ in range(20)]
+    given = byte_level(tmp_path / "given.json", special=special)
+    make = lambda: prepare(told, path=str(given), separator=asked)[1]
+    if separator is None:
+        with pytest.raises(ValueError, match=rf"tokenizer\.separator names .* such as {special[0]}"):
+            make()
+        return
+    info = make()
+    assert info.end_of_text == 256 + special.index(separator)
+    for ids in (info.train, info.valid):
+        ends = np.flatnonzero(ids == info.end_of_text)
+        assert ends[-1] == len(ids) - 1 and set(ids.tolist()) & {256, 257} == {info.end_of_text}
+    assert (info.train == info.end_of_text).sum() + (info.valid == info.end_of_text).sum() == 20
 
 
 @pytest.mark.parametrize("make, why", [
@@ -203,7 +231,7 @@ def test_ids_are_as_wide_as_the_vocabulary(prepare, rng, tmp_path, more, dtype):
     (lambda path: path.write_text('{"version": "1.0", "model"'), "no tokenizer.json"),
     (lambda path: path.write_bytes(b"\xff\xfe"), "no tokenizer.json"),
     (lambda path: path.mkdir(), "no tokenizer.json"),
-    (lambda path: byte_level(path, special=["<eos>"]), r"has no token <\|endoftext\|>"),
+    (lambda path: byte_level(path, special=["<bos>"]), r"has no token <\|endoftext\|>; tokenizer\.separator"),
 ], ids=["missing", "other JSON", "cut off", "binary", "folder", "no end of text"])  # fmt: skip
 def test_what_is_no_tokenizer_is_refused_by_name(prepare, tmp_path, make, why):
     path = tmp_path / "given.json"
@@ -219,7 +247,7 @@ def test_what_was_made_from_the_same_is_taken(prepare, rng, tmp_path):
     more, given = [*told, "more"], byte_level(tmp_path / "given.json")
     made = lambda told, **keys: prepare(told, out, log, **keys)[1]
     info = made(told, vocab_size=300)
-    same = made(told, vocab_size=300, workers=2)  # processes are no difference
+    same = made(told, vocab_size=300)
     assert np.array_equal(info.train, same.train) and info.vocab_size == same.vocab_size
     made(told, vocab_size=301)
     made(more, vocab_size=301)
@@ -316,11 +344,6 @@ def test_tokens_that_are_not_all_of_the_text_have_no_bits_a_byte(tmp_path, prepa
     known = dataclasses.replace(text_info, valid=dataclasses.replace(text_info.valid, nats=9.0))
     again = lambda: tokens.prepare(settings(path="losing.json"), known, out / "tokens", lambda line: None)
     assert (again().floor_nats_per_token is None) == (kind != "ASCII")
-    about = out / "tokens" / "tokens.json"
-    told = json.loads(about.read_text())
-    del told["lossless"]  # as it was written before
-    about.write_text(json.dumps(told))
-    assert again().valid_bytes == info.valid_bytes
 
 
 def test_merges_are_not_left_out_at_random(tmp_path, prepare):
@@ -360,37 +383,69 @@ def test_random_tokens_reach_the_whole_vocabulary(tmp_path, vocab_size, dtype):
     assert 0.99 * vocab_size < int(info.train.max()) < vocab_size
 
 
-def test_a_script_without_a_guard_works(tmp_path):
-    """Its processes do not import it: they would run it once more, and wait for what it holds."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from cs336_systems.training import config, outputs, pipeline\n"
-        "outputs.cores = lambda: 2\n"
-        "keys = {'text.train_mb': 0.05, 'text.valid_mb': 0.05, 'tokenizer.vocab_size': 300}\n"
-        "made = config.load(None, {'out': 'run', 'tokenizer.workers': 2, **keys})\n"
-        "print(pipeline.prepare(made, lambda line: None).vocab_size)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout == "300\n", done.stderr
+# -------------------------------------------------------------------------------------------------------- ready tokens
+def take(folder, ids, valid=(1, 2, 3), kind="npy", stored="uint16", train_mb=0, **keys):
+    for name, told in (("train", ids), ("valid", valid)):
+        array = np.asarray(told, stored)
+        np.save(folder / f"{name}.npy", array) if kind == "npy" else array.tofile(folder / f"{name}.bin")
+    files = {key: str(folder / f"{name}.{kind}") for key, name in (("source", "train"), ("valid", "valid"))}
+    chosen = load(None, {f"text.{key}": value for key, value in files.items()} | {"text.train_mb": train_mb})
+    info = text.prepare(chosen.text, folder / "text", lambda line: None)
+    return tokens.prepare(settings(**keys), info, folder / "out", lambda line: None)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch, workers, capfd):
+@pytest.mark.parametrize(
+    "kind, stored", [("npy", "int64"), ("npy", "uint16"), ("bin", "uint16"), ("bin", "int32")]
+)
+def test_ready_tokens_are_taken_as_they_are(tmp_path, rng, kind, stored):
+    told = [rng.randrange(400) for _ in range(3000)]
+    keys = {"kind": kind, "stored": stored, "vocab_size": 400, "dtype": stored if kind == "bin" else "uint32"}
+    info = take(tmp_path, told, **keys)
+    assert (
+        info.train.tolist() == told
+        and info.valid.tolist() == [1, 2, 3]
+        and info.train.dtype == np.dtype("<u2")
+    )
+    assert info.vocab_size == 400 and info.tokenizer is info.end_of_text is info.valid_bytes is None
+    assert info.files.keys() == {"train.bin", "valid.bin"} and info.floor_nats_per_token is None
+    few = take(tmp_path, told, **keys, train_mb=0.001)
+    assert few.train.tolist() == told[: 1000 // np.dtype(stored).itemsize]
+    assert take(tmp_path, [3, *told[1:]], **keys).train[0] == 3, "another content"
+    given = byte_level(tmp_path / "given.json", more=200)
+    info = take(tmp_path, told, **keys | {"path": str(given)})
+    assert (
+        info.vocab_size == 457
+        and info.end_of_text == 456
+        and info.tokenizer.read_bytes() == given.read_bytes()
+    )
+
+
+def test_ready_tokens_that_are_none_are_refused_by_name(tmp_path):
+    for told, stored, why in (
+        ([1, 300], "int64", "train.npy holds id 300; the vocabulary has 300"),
+        ([1, -1], "int64", "train.npy holds id -1"), ([[1, 2]], "int64", r"of shape \(1, 2\)"),
+        ([0.5], "float32", "holds float32"), ([], "int64", "train.npy holds no ids"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=why):
+            take(tmp_path, told, stored=stored, vocab_size=300)
+    with pytest.raises(ValueError, match=r"train.bin holds no array of int32 ids"):
+        take(tmp_path, [1, 2, 3], kind="bin", dtype="int32")
+    np.save(tmp_path / "train.npy", np.array([{}], object))
+    for source, valid in (("train.npy", "valid.npy"), ("train.npy", ""), ("none.npy", "valid.npy")):
+        keys = {"text.source": str(tmp_path / source), "text.valid": valid and str(tmp_path / valid)}
+        with pytest.raises(ValueError, match=r"holds no array of ids|ready tokens are two files"):
+            info = text.prepare(load(None, keys).text, tmp_path / "text", lambda line: None)
+            tokens.prepare(settings(), info, tmp_path / "out", lambda line: None)
+
+
+def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(documents, "_BLOCK", 1000)
     made = Tokenizer(models.BPE({MARK: 0, "x": 1}, []))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     made.save(str(tmp_path / "made.json"))
     source = tmp_path / "source.txt"
     source.write_text(f"\n{MARK}\n".join("x" * 500 for _ in range(40)))
-    keys = {"tokenizer.path": str(tmp_path / "made.json"), "tokenizer.workers": workers}
-    chosen = load(None, {"text.source": str(source), **keys})
+    chosen = load(None, {"text.source": str(source), "tokenizer.path": str(tmp_path / "made.json")})
     found = text.prepare(chosen.text, tmp_path / "text", lambda line: None)
     with pytest.raises(ValueError, match="the tokenizer fails at the text"):
         tokens.prepare(chosen.tokenizer, found, tmp_path / "tokens", lambda line: None)
@@ -406,7 +461,7 @@ if __name__ == "__main__":
     source, out = sys.argv[1:]
     tokens.tqdm.update = lambda self, n: time.sleep(60)  # in the middle, until it is interrupted
     documents._BLOCK = 2000
-    keys = {"text.source": source, "text.train_mb": 0, "tokenizer.vocab_size": 300, "tokenizer.workers": 2}
+    keys = {"text.source": source, "text.train_mb": 0, "tokenizer.vocab_size": 300}
     chosen = config.load(None, keys)
     tokens.prepare(chosen.tokenizer, text.prepare(chosen.text, Path(out) / "text"), Path(out) / "tokens")
 """
@@ -414,7 +469,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_an_interrupted_stage_leaves_no_tokens_and_no_processes(tmp_path, rng, how):
+def test_an_interrupted_stage_leaves_no_tokens(tmp_path, rng, how):
     source, script, out = tmp_path / "source.txt", tmp_path / "script.py", tmp_path / "out" / "tokens"
     source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
     script.write_text(SCRIPT)

@@ -199,11 +199,11 @@ def generate(
         read = load(None, {"run.device": device} | told).generation
         for prompt in (prompts := prompts or ["Once upon a time"]):
             pipeline.check_asked(prompt, read.temperature)
-        model, tokenizer = pipeline.trained(checkpoint, device)
+        model, tokenizer, end = pipeline.trained(checkpoint, device)
         for prompt in prompts:
             typer.echo(prompt, nl=False)
             sampling = {key: getattr(read, key) for key in asked}
-            for piece in pipeline.spoken(model, tokenizer, prompt, **sampling):
+            for piece in pipeline.spoken(model, tokenizer, prompt, **sampling, end=end):
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
             typer.echo("\n")

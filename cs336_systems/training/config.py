@@ -54,12 +54,16 @@ def _switch(default: bool, about: str) -> Any:
 class Text:
     """What is learned."""
 
-    source: str = _text("stories", "stories, tinystories, random, or a file or folder of text")
+    source: str = _text(
+        "stories", "stories, tinystories, random, or a path: text, .jsonl, a folder, .npy or .bin ids"
+    )
+    valid: str = _text("", "a path of the same kind to hold out; empty: some of the source")
+    field: str = _text("text", "of a line of .jsonl, which holds the text")
     train_mb: float = _number(
         8.0, 0, "megabytes of stories or random tokens to make; of other texts the most to take (0: all)"
     )
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
-    seed: int = _number(0, 0, "of the stories, or of the random tokens")
+    seed: int = _number(0, 0, "of the stories, of random tokens, of which documents are held out")
     cache: str = _text("", "folder of texts that runs share; empty: text/ in the run's own")
 
 
@@ -69,7 +73,8 @@ class Tokenizer:
 
     vocab_size: int = _number(2048, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
     path: str = _text("", "a tokenizer.json to use instead of training one")
-    workers: int = _number(0, 0, "processes that tokenize; 0: one for each core")
+    separator: str = _text("", "its token after each document; empty: <|endoftext|>, or what it has for that")
+    dtype: str = _one_of("uint16", ("uint16", "uint32", "int32", "int64"), "of the ids in a ready .bin file")
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,21 @@
 
 In ours each document is ended by `END`: the line `<|endoftext|>`, with the line break before it. No document holds that
 mark, so a file can be split at `END`. In other files a document ends at a `<|endoftext|>`, which takes a line break on
-either side with it, or where the file ends.
+either side with it, or where the file ends; in a .jsonl file also with its line, of which one field is taken.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 import mmap
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import compress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cs336_systems.store.files import opened as regular
 
@@ -23,8 +25,10 @@ END = f"\n{END_OF_TEXT}\n".encode()
 _MARK = END_OF_TEXT.encode()
 _BLOCK = 2**20  # bytes
 
-Document = tuple[mmap.mmap, int, int]  # a file, and where in it the document begins and ends
-Block = tuple[Path, int, int]  # the same of some documents, or a piece of a long one
+Document = memoryview  # into a file, mostly
+Block = tuple[
+    Path, int, int
+]  # a file, and where in it some documents, or a piece of a long one, begin and end
 
 
 def opened(path: Path) -> mmap.mmap:
@@ -46,9 +50,9 @@ def opened(path: Path) -> mmap.mmap:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def found(data: mmap.mmap) -> Iterator[Document]:
-    """Where the documents of a file lie; those of white space are left out."""
-    start = 0
+def found(data: mmap.mmap | bytes) -> Iterator[Document]:
+    """The documents of a text; those of white space are left out."""
+    start, view = 0, memoryview(data)
     while start < len(data):
         end, after = len(data), len(data)
         mark = data.find(_MARK, start)
@@ -57,40 +61,62 @@ def found(data: mmap.mmap) -> Iterator[Document]:
             after = mark + len(_MARK)
             after += len(re.match(rb"(\r?\n)?", data[after : after + 2])[0])
         if re.compile(rb"\S").search(data, start, end):
-            yield data, start, end
+            yield view[start:end]
         start = after
 
 
-def held_out(files: list[mmap.mmap], limit: float) -> tuple[Iterable[Document], Iterable[Document]]:
-    """The documents to learn from, and the last ones: as many as have `limit` bytes, and no more than a tenth of all,
+class Corpus:
+    """The documents of some files, in their order; they are read anew each time. field: of lines of a .jsonl file.
+
+    ValueError as `opened`, and, once it is read, for a line that is no JSON object with a text under that name."""
+
+    def __init__(self, paths: Iterable[Path], field: str) -> None:
+        self.files, self.field = [(path, opened(path)) for path in paths], field
+
+    def __iter__(self) -> Iterator[Document]:
+        for path, data in self.files:
+            yield from self._in_lines(path, data) if path.suffix == ".jsonl" else found(data)
+
+    def _in_lines(self, path: Path, data: mmap.mmap) -> Iterator[Document]:
+        data.seek(0)
+        for number, line in enumerate(iter(data.readline, b""), 1):
+            if line.strip():
+                try:
+                    text = json.loads(line)[self.field].encode()
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    raise ValueError(
+                        f"{path}, line {number}: no JSON object with a text {self.field!r}"
+                    ) from None
+                yield from found(text)
+
+
+def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document], Iterable[Document]]:
+    """The documents to learn from, and some at random: as many as have `limit` bytes, and no more than a tenth of all,
     but one at least. One single document is cut in two."""
-    limit = min(limit, sum(map(len, files)) / 10)
-    tail: deque[Document] = deque()
-    count = size = 0
-    for data, start, end in chain.from_iterable(map(found, files)):
-        tail.append((data, start, end))
-        count, size = count + 1, size + end - start
-        while len(tail) > 1 and size > limit:
-            _, start, end = tail.popleft()
-            size -= end - start
-    if count == 1:
-        [(data, start, end)] = tail
-        cut = _boundary(data, start, min(end, end - int(limit) + 3))  # characters have four bytes at most
-        return [(data, start, cut)], [(data, cut, end)]
-    return islice(chain.from_iterable(map(found, files)), count - len(tail)), tail
+    sizes = np.fromiter(map(len, corpus), np.int64)
+    limit = min(limit, sizes.sum() / 10)
+    if len(sizes) == 1:
+        [whole] = corpus
+        cut = _boundary(
+            whole, 0, min(len(whole), len(whole) - int(limit) + 3)
+        )  # characters have 4 bytes at most
+        return [whole[:cut]], [whole[cut:]]
+    order, out = np.random.default_rng(seed).permutation(len(sizes)), np.zeros(len(sizes), bool)
+    out[order[: max(1, np.searchsorted(sizes[order].cumsum(), limit, "right"))]] = True
+    return compress(corpus, ~out), compress(corpus, out)
 
 
 def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, Any]:
     """Writes documents into a file of ours, up to `limit` bytes (of a first longer one, so much); counts of both."""
     count = size = 0
     with open(path, "wb") as out:
-        for data, start, end in documents:
-            if count and size + end - start > limit:
+        for document in documents:
+            if count and size + len(document) > limit:
                 break
-            end = _boundary(data, start, start + int(min(limit, end - start)))
-            out.write(memoryview(data)[start:end])
+            document = document[: _boundary(document, 0, int(min(limit, len(document))))]
+            out.write(document)
             out.write(END)
-            count, size = count + 1, size + end - start
+            count, size = count + 1, size + len(document)
     return {"documents": count, "bytes": size}
 
 
@@ -123,7 +149,7 @@ def texts(block: Block) -> list[str]:
         return [document.decode() for document in file.read(end - start).split(END)]
 
 
-def _boundary(data: mmap.mmap, start: int, place: int) -> int:
+def _boundary(data: mmap.mmap | memoryview, start: int, place: int) -> int:
     """The last place up to this one, and not before `start`, at which a character begins."""
     while start < place < len(data) and data[place] & 0xC0 == 0x80:
         place -= 1

@@ -37,10 +37,10 @@ def export(place: Path, folder: Path) -> list[Path]:
 
     place: a checkpoint, or a run's folder. Errors: those of `pipeline.trained`; OSError where it cannot be written.
     """
-    model, tokenizer = pipeline.trained(place, "cpu")
-    end = tokenizer.id_to_token(pipeline.end_of_text(tokenizer))
+    model, tokenizer, end_of_text = pipeline.trained(place, "cpu")
+    end = tokenizer.id_to_token(end_of_text)
     weights = llama_weights(model.state_dict(), model.config.num_heads)
-    special = {"bos_token_id": tokenizer.token_to_id(end), "eos_token_id": tokenizer.token_to_id(end)}
+    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     told: dict[str, Any] = {
         "config.json": llama_config(model.config, model.ln_final.eps) | special,
         "generation_config.json": special,

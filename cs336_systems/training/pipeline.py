@@ -22,6 +22,7 @@ from cs336_systems.store import files
 from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import TrainingConfig, load
+from cs336_systems.training.tokens import end_of_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -243,8 +244,10 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
     how = config.generation
-    if how.samples and config.text.source != "random":
-        model, tokenizer = trained(Path(result["checkpoint"]))
+    from cs336_systems.training.checkpoints import tokenizer_of
+
+    if how.samples and tokenizer_of(Path(result["checkpoint"])):
+        model, tokenizer, end = trained(Path(result["checkpoint"]))
         result["samples"] = []
         for number in range(how.samples):
             pieces = spoken(
@@ -256,6 +259,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
                 how.top_k,
                 how.top_p,
                 how.seed + number,
+                end,
             )
             result["samples"].append(how.prompt + "".join(pieces))
             say(f"\n{result['samples'][-1]}")
@@ -263,8 +267,9 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     return result
 
 
-def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer]:
-    """A trained model and its tokenizer. `place`: a checkpoint, or a run's folder (its best checkpoint, or its newest).
+def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer, int]:
+    """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
+    best checkpoint, or its newest).
 
     ValueError where there is none, or no tokenizer; CheckpointError for one that is not sound.
     """
@@ -281,22 +286,18 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     if (file := checkpoints.tokenizer_of(path)) is None:
         raise ValueError(f"no tokenizer for {path}: neither in it nor in tokens/ of its run")
     try:
-        sizes = load(None, about["config"]).model.sizes(about["vocab_size"])
+        config = load(None, about["config"])
+        sizes, separator = config.model.sizes(about["vocab_size"]), config.tokenizer.separator
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: checkpoint.json describes no model: {error!r}") from error
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
-    tokenizer = tokens.load_tokenizer(file)
+    tokenizer = tokens.load_tokenizer(file, separator)
     if tokenizer.get_vocab_size() > sizes.vocab_size:
         raise ValueError(
             f"{file} has {tokenizer.get_vocab_size()} tokens; the model of {path} has {sizes.vocab_size}"
         )
-    return model, tokenizer
-
-
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """The token that stands after each document."""
-    return tokenizer.token_to_id(tokens.END_OF_TEXT)
+    return model, tokenizer, end_of_text(tokenizer, separator)
 
 
 def check_asked(prompt: str, temperature: float) -> None:
@@ -311,14 +312,15 @@ def check_asked(prompt: str, temperature: float) -> None:
 
 def spoken(
     model: TransformerLM, tokenizer: Tokenizer, prompt: str, tokens: int = 200, temperature: float = 0.8,
-    top_k: int = 0, top_p: float = 0.95, seed: int = 0,
+    top_k: int = 0, top_p: float = 0.95, seed: int = 0, end: int | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """What a model writes after a prompt, piece by piece, until the text ends or there are `tokens` tokens."""
-    from cs336_systems.training.generate import Sampling, generate
-    from cs336_systems.training.tokens import END_OF_TEXT
+    """What a model writes after a prompt, piece by piece, until the text ends or there are `tokens` tokens.
 
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
+    A prompt begins a text, as in training after `end`, the token that ends the one before (None: as `end_of_text`)."""
+    from cs336_systems.training.generate import Sampling, generate
+
+    end = end_of_text(tokenizer) if end is None else end
+    ids = [end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     sampling = Sampling(temperature, top_k, top_p, seed)
     new: list[int] = []
     shown = ""

@@ -15,8 +15,8 @@ from typing import Any
 from cs336_systems.training.config import TrainingConfig, load
 
 # what changes nothing about the weights that come out
-BESIDE = ("out", "logging", "generation", "parallel.timeout_s", "parallel.nproc", "run.profile", "tokenizer.workers",
-          "checkpoints", "text.cache")  # fmt: skip
+BESIDE = ("out", "logging", "generation", "parallel.timeout_s", "parallel.nproc", "run.profile", "checkpoints",
+          "text.cache")  # fmt: skip
 # nor, to rounding, about the step after a checkpoint; and how long a run is, which may be changed on the way
 _MAY_CHANGE = (*BESIDE, "schedule.steps", "schedule.tokens", "schedule.epochs", "schedule.minutes", "parallel",
                "run.compile", "run.device", "run.deterministic", "model.attention", "batch.accumulate",

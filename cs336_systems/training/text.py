@@ -7,10 +7,12 @@ Both hold documents, each ended by a line `<|endoftext|>` (`training.documents`)
     stories       our own (`training.stories`), whose entropy is known
     tinystories   `roneneldan/TinyStories` (V2, by GPT-4) from its hub, by the package huggingface_hub
     random        token ids drawn uniformly, to measure speed with: no text at all
-    a path        a file, or a folder whose *.txt are taken in the order of their names; the last documents are held out
+    a path        a file of text, or .jsonl with one in each line; a folder, whose *.txt and *.jsonl, nested ones too,
+                  are taken in the order of their names; or ready token ids, .npy or .bin (`training.tokens`)
 
-Megabytes are 10^6 bytes of documents. Of a path no more than a tenth is held out, or one document. Limits fall between
-documents, except that a single one is cut in two, and one that is longer than its limit to it.
+`text.valid` names what is held out of a path, another one; without it documents are, drawn by the seed, a tenth of all
+at most, or one. Megabytes are 10^6 bytes of documents (of ids: of the file). Limits fall between documents, except that
+a single one is cut in two, and one that is longer than its limit to it.
 
 `tinystories` was tested against a stand-in for the hub on 127.0.0.1, connections that break and wrong content included,
 not against the hub itself. What arrives is held against the SHA-256 by which the hub names it.
@@ -37,6 +39,11 @@ REPOSITORY = "roneneldan/TinyStories"
 _HUB_FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-GPT4-valid.txt"}
 _VALID_FROM = 2**40  # index of the first story that is held out: no training text comes so far
 _MB = 10**6
+_TEXTS, READY = (".txt", ".jsonl"), (".npy", ".bin")
+_ALLOWED = {
+    "text.source": "stories, tinystories, random, or a file or folder of text",
+    "text.valid": "a file or folder of text; without it some of text.source is held out",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class Split:
 
 @dataclass(frozen=True)
 class TextInfo:
-    """What the text is. Of random tokens there are no files: `bytes` is then the size of the token ids to draw."""
+    """What the text is. Of random tokens there are no files: `bytes` is then the size of the token ids to draw. Of
+    ready ones (source "tokens") `path` and `sha256` are theirs, and `bytes` is how much to take."""
 
     source: str
     seed: int
@@ -80,16 +88,24 @@ def prepare(
         sizes = [round(mb * _MB) for mb in (config.train_mb, config.valid_mb)]
         return TextInfo("random", config.seed, *(Split(folder, 0, size, "") for size in sizes))
     known = {"stories": _stories, "tinystories": _tinystories}
+    if config.valid and config.source in known:
+        raise ValueError(
+            f"text.valid={config.valid!r}; text.source={config.source!r} has a held-out text of its own"
+        )
+    if Path(config.source).suffix in READY:
+        log("text: ready tokens need none")
+        return TextInfo("tokens", config.seed, *_ready(config))
     kind = config.source if config.source in known else "files"
     inputs, write = known.get(kind, _files)(config)
     made_from = {"source": kind, "train_mb": config.train_mb, "valid_mb": config.valid_mb, "inputs": inputs}
-    if kind == "stories":
+    if kind != "tinystories":
         made_from["seed"] = config.seed
     if config.cache:
         folder /= f"{kind}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]}"
-    source = Path(config.source).expanduser().resolve()
-    if kind == "files" and folder.resolve() in (source, source.parent):
-        raise ValueError(f"text.source={config.source!r} lies in {folder}, which is to be written")
+    for key, told in (("source", config.source), ("valid", config.valid)) if kind == "files" else ():
+        path, place = Path(told).expanduser().resolve(), folder.resolve()
+        if told and (path.parent == place or (path.is_dir() and place.is_relative_to(path))):
+            raise ValueError(f"text.{key}={told!r} and {folder}, which is to be written, lie in one another")
 
     def make(new: Path) -> dict[str, Any]:
         splits = write(new)
@@ -132,8 +148,8 @@ def _tinystories(config: Text) -> _Source:
     def write(new: Path) -> dict[str, dict[str, Any]]:
         splits, limits = {}, {"train": config.train_mb * _MB or float("inf"), "valid": config.valid_mb * _MB}
         for name, limit in limits.items():
-            data = documents.opened(_fetched(_HUB_FILES[name]))
-            splits[name] = documents.copy(documents.found(data), new / f"{name}.txt", limit)
+            told = documents.Corpus([_fetched(_HUB_FILES[name])], config.field)
+            splits[name] = documents.copy(told, new / f"{name}.txt", limit)
         return splits
 
     return {"repository": REPOSITORY, **_HUB_FILES}, write
@@ -168,27 +184,63 @@ def _fetched(name: str) -> Path:
 
 
 def _files(config: Text) -> _Source:
-    source = Path(config.source).expanduser()
-    try:
-        if not config.source.strip() or not source.exists():
-            allowed = "stories, tinystories, random, or a file or folder of text"
-            raise ValueError(f"text.source={config.source!r}; allowed: {allowed}")
-        paths = sorted(source.glob("*.txt")) if source.is_dir() else [source]
-        inputs = [[path.name, outputs.sha256(path)] for path in paths]
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
-    if not paths:
-        raise ValueError(f"text.source={config.source!r} is a folder without *.txt files")
+    found = {"source": _found("text.source", config.source)}
+    if config.valid:
+        found["valid"] = _found("text.valid", config.valid)
+    inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
-        files = [documents.opened(path) for path in paths]
-        train, valid = documents.held_out(files, config.valid_mb * _MB)
+        learned, *other = (
+            documents.Corpus([path for _, path, _ in some], config.field) for some in found.values()
+        )
+        train, valid = (
+            (learned, *other) if other else documents.held_out(learned, config.valid_mb * _MB, config.seed)
+        )
         splits = {
             "train": documents.copy(train, new / "train.txt", config.train_mb * _MB or float("inf")),
             "valid": documents.copy(valid, new / "valid.txt", config.valid_mb * _MB),
         }
         if not all(split["bytes"] for split in splits.values()):
-            raise ValueError(f"{source} has too little text to learn from some and hold some out")
+            raise ValueError(f"{config.source} has too little text to learn from some and hold some out")
         return splits
 
-    return inputs, write
+    return inputs | {"field": config.field}, write
+
+
+def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
+    """Name, place and SHA-256 of a file, or of the texts in a folder and in folders of it, without hidden ones."""
+    source = Path(told).expanduser()
+    try:
+        if not told.strip() or not source.exists():
+            raise ValueError(f"{key}={told!r}; allowed: {_ALLOWED[key]}")
+        paths = {source.name: source}
+        if source.is_dir():
+            there = {
+                path.relative_to(source).as_posix(): path for path in source.rglob("*") if not path.is_dir()
+            }
+            paths = {
+                name: there[name]
+                for name in sorted(there)
+                if Path(name).suffix in _TEXTS and "/." not in f"/{name}"
+            }
+        if not paths:
+            raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")
+        return [(name, path, outputs.sha256(path)) for name, path in paths.items()]
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _ready(config: Text) -> list[Split]:
+    splits = []
+    for key, told, mb in (
+        ("source", config.source, config.train_mb),
+        ("valid", config.valid, config.valid_mb),
+    ):
+        path = Path(told).expanduser()
+        if path.suffix not in READY or not path.is_file():
+            raise ValueError(
+                f"text.{key}={told!r}; ready tokens are two files, text.source and text.valid: .npy or .bin"
+            )
+        size = min(path.stat().st_size, mb * _MB or float("inf"))
+        splits.append(Split(path, 0, int(size), outputs.sha256(path)))
+    return splits

@@ -5,8 +5,12 @@
 
 The tokenizer is a byte-level BPE by the package tokenizers, which encodes and decodes any text without loss: the end of
 text, 256 bytes, and merges up to `vocab_size`, learned on the training text (of more than 100 MB, on blocks evenly
-apart). A tokenizer.json of other making is used as it is. Blocks of about 1 MB are tokenized in processes. A .bin file
-is an array of little-endian uint16, or uint32 where the vocabulary is larger than 65,536.
+apart). A tokenizer.json of other making is used as it is. The .bin files are arrays of little-endian uint16, or uint32
+where the vocabulary is larger than 65,536.
+
+Ids that are ready (`text.source=train.bin text.valid=valid.bin`) are taken as they are, up to `text.train_mb` and
+`valid_mb` of the files: .npy of any integers, .bin of `tokenizer.dtype`. They are of the tokenizer in `tokenizer.path`,
+without which the model cannot be asked to write, or at least below `tokenizer.vocab_size`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,16 +32,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 
 from cs336_systems.store.files import content
-from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
-from cs336_systems.training.documents import END_OF_TEXT, Block
+from cs336_systems.training.documents import END_OF_TEXT
 from cs336_systems.training.text import Split, TextInfo
 
 if TYPE_CHECKING:
     from cs336_systems.training import config as configuration
 
 _LEARN_FROM = 100 * 10**6  # bytes: BPE learns no better from more
-_DRAW = 2**22  # random tokens at a time
+_DRAW = 2**22  # tokens at a time
+_AT_ONCE = 8  # blocks that the package spreads over its threads; 1 MB of text takes some 25 MB meanwhile
+# what ends a text, by those who make tokenizers
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 @dataclass(frozen=True)
@@ -63,36 +69,44 @@ def prepare(
     config: configuration.Tokenizer, text: TextInfo, folder: Path, log: Callable[[str], None] = print,
     expected: Mapping[str, str] = {},
 ) -> TokensInfo:  # fmt: skip
-    """The tokens of `text`: taken from `folder`, or made there. They do not depend on `config.workers`.
+    """The tokens of `text`: taken from `folder`, or made there.
 
     expected: as for `outputs.stage`. Errors: ValueError where `config.path` is no tokenizer or has no end of text, or
     the text or the tokens are damaged or not those expected; OSError that names the folder where it cannot be written.
     """
     started = time.perf_counter()
     given = Path(config.path).expanduser() if config.path else None
-    vocab_size = _vocab_size(load_tokenizer(given)) if given else config.vocab_size
+    vocab_size = _vocab_size(load_tokenizer(given, config.separator)) if given else config.vocab_size
     tokenizer = outputs.sha256(given) if given else None
     made_from: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": tokenizer}
-    random = text.source == "random"
-    if random:
+    if text.source == "random":
         made_from["random"] = {"seed": text.seed, "train": text.train.bytes, "valid": text.valid.bytes}
         make = lambda new: _draw(text, vocab_size, new)
+    elif text.source == "tokens":
+        splits = {"train": text.train, "valid": text.valid}
+        made_from["ready"] = {
+            name: [split.sha256, split.bytes, config.dtype] for name, split in splits.items()
+        }
+        make = lambda new: _take(config, given, text, vocab_size, new)
     else:
         made_from["text"] = {"train": text.train.sha256, "valid": text.valid.sha256}
+        made_from |= {"separator": config.separator} if config.separator else {}
         make = lambda new: _tokenize(config, given, text, new, log)
     told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
-    path, nats = None if random else folder / "tokenizer.json", text.valid.nats
     with outputs.told_by(folder / "tokens.json"):
         train, valid = (_array(folder / f"{name}.bin", told) for name in ("train", "valid"))
-        names = ("train.bin", "valid.bin", "tokenizer.json")[: 2 if random else 3]
+        path = (
+            folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
+        )
+        names = ("train.bin", "valid.bin", *["tokenizer.json"] * (path is not None))
         files = {name: told["files"][name]["sha256"] for name in names}
-        end_of_text = _agrees(path, told, vocab_size)
-        if (lossless := random or told.get("lossless")) is None:  # made before this was looked at
-            lossless = _lossless(valid, text.valid.path, path)
-    if not random:
+        end_of_text = _agrees(path, config.separator, told, vocab_size)
+        lossless = told["lossless"]
+    if text.train.documents:
         files |= {split.path.name: split.sha256 for split in (text.train, text.valid)}
-    if not lossless:
-        log(f"tokens: {path} loses characters of the text; there are no bits a byte")
+        if not lossless:
+            log(f"tokens: {path} loses characters of the text; there are no bits a byte")
+    nats, random = text.valid.nats, text.source == "random"
     floor = math.log(vocab_size) if random else nats / len(valid) if nats is not None and lossless else None
     return TokensInfo(
         train=train, valid=valid, vocab_size=told["vocab_size"], end_of_text=end_of_text, tokenizer=path,
@@ -114,37 +128,47 @@ def _array(path: Path, told: Mapping[str, Any]) -> np.memmap:
     return ids
 
 
-def _agrees(path: Path | None, told: Mapping[str, Any], vocab_size: int) -> int | None:
+def _agrees(path: Path | None, separator: str, told: Mapping[str, Any], vocab_size: int) -> int | None:
     """The end of text; ValueError where the tokenizer (None: `vocab_size` ids without one) is not the one told of."""
     known = {"vocab_size": vocab_size, "end_of_text": None}
     if path:
-        tokenizer = load_tokenizer(path)
-        known = {"vocab_size": _vocab_size(tokenizer), "end_of_text": tokenizer.token_to_id(END_OF_TEXT)}
+        tokenizer = load_tokenizer(path, separator)
+        known = {"vocab_size": _vocab_size(tokenizer), "end_of_text": end_of_text(tokenizer, separator)}
     for name, value in known.items():
         if told[name] != value:
             raise ValueError(f"{name} is {told[name]!r}, not {value}")
     return known["end_of_text"]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path, separator: str = "") -> Tokenizer:
     """A tokenizer.json that encodes texts of any length, always the same way, and reads no special tokens out of them.
 
-    `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. ValueError that names the file
-    where it is none, or has no end of text.
+    `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. separator: its token after each
+    document; "": as `end_of_text` finds it. ValueError that names the file where it is none, or has no such token.
     """
     try:
         tokenizer = Tokenizer.from_str(content(path).decode())
     except Exception as error:  # the package raises nothing more exact
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {why}") from None
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"tokenizer.path={str(path)!r} has no token {END_OF_TEXT}")
+    if end_of_text(tokenizer, separator) is None:
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
+        raise ValueError(
+            f"tokenizer.path={str(path)!r} has no token {separator or END_OF_TEXT}; tokenizer.separator names the one "
+            f"that stands after each document, such as {', '.join(special) or 'none'}"
+        )
     if hasattr(tokenizer.model, "dropout"):
         tokenizer.model.dropout = None  # would leave out merges at random
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
     return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer, separator: str = "") -> int | None:
+    """The token after each document: the one asked for, or the first that tokenizers have for it; None: not there."""
+    ids = map(tokenizer.token_to_id, [separator] if separator else _ENDS)
+    return next((token for token in ids if token is not None), None)
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:
@@ -167,8 +191,46 @@ def _draw(text: TextInfo, vocab_size: int, new: Path) -> dict[str, Any]:
                 size = min(_DRAW, counts[name] - start)
                 out.write(random.integers(vocab_size, size=size, dtype=dtype.newbyteorder("=")).astype(dtype))
     return {
-        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": None, "counts": counts,
+        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": None, "counts": counts, "lossless": True,
         "about": f"{counts['train']:,} and {counts['valid']:,} random tokens of {vocab_size:,}",
+    }  # fmt: skip
+
+
+def _take(
+    config: configuration.Tokenizer, given: Path | None, text: TextInfo, vocab_size: int, new: Path
+) -> dict[str, Any]:
+    """Ids from others' files; ValueError that names the one which holds none, or such as are not of the vocabulary."""
+    counts: dict[str, int] = {}
+    for name, split in (("train", text.train), ("valid", text.valid)):
+        try:
+            npy = split.path.suffix == ".npy"
+            ids = np.load(split.path, mmap_mode="r") if npy else np.memmap(split.path, config.dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{split.path} holds no array of {'' if npy else config.dtype + ' '}ids: {error}"
+            ) from None
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{split.path} holds {ids.dtype} of shape {ids.shape}; allowed: whole numbers in a row"
+            )
+        if not len(ids := ids[: split.bytes // ids.itemsize]):
+            raise ValueError(f"{split.path} holds no ids")
+        with open(new / f"{name}.bin", "wb") as out:
+            for start in range(0, len(ids), _DRAW):
+                some = ids[start : start + _DRAW]
+                if (low := some.min()) < 0 or (high := some.max()) >= vocab_size:
+                    raise ValueError(
+                        f"{split.path} holds id {low if low < 0 else high}; the vocabulary has {vocab_size}"
+                    )
+                out.write(some.astype(_dtype(vocab_size)))
+        counts[name] = len(ids)
+    end = None
+    if given:
+        shutil.copyfile(given, new / "tokenizer.json")
+        end = end_of_text(load_tokenizer(given, config.separator), config.separator)
+    return {
+        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": end, "counts": counts, "lossless": False,
+        "about": f"{counts['train']:,} and {counts['valid']:,} ready tokens of {vocab_size:,}",
     }  # fmt: skip
 
 
@@ -183,31 +245,30 @@ def _tokenize(
         log(f"tokens: learning {config.vocab_size:,} of them from the text")
         learned = _learn(text.train.path, config.vocab_size)
         path.write_text(learned.to_str(pretty=True), encoding="utf-8")  # `save` has errors of its own
-    tokenizer = load_tokenizer(path)
-    vocab_size = _vocab_size(tokenizer)
+    tokenizer = load_tokenizer(path, config.separator)
+    vocab_size, end = _vocab_size(tokenizer), end_of_text(tokenizer, config.separator)
     splits = {"train": text.train, "valid": text.valid}
     counts = {
-        name: _encode(split, path, config.workers, new / f"{name}.bin", _dtype(vocab_size))
+        name: _encode(split, tokenizer, end, new / f"{name}.bin", _dtype(vocab_size))
         for name, split in splits.items()
     }
     ids = np.fromfile(new / "valid.bin", _dtype(vocab_size))
     short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
     return {
-        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
+        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": end,
         "counts": counts, "bytes": {name: split.bytes for name, split in splits.items()},
-        "lossless": _lossless(ids, text.valid.path, path),
+        "lossless": _lossless(ids, text.valid.path, tokenizer, end),
         "about": f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}{short}, "
         f"{text.train.bytes / counts['train']:.2f} bytes each",
     }  # fmt: skip
 
 
-def _lossless(ids: np.ndarray, text: Path, tokenizer: Path) -> bool:
+def _lossless(ids: np.ndarray, text: Path, tokenizer: Tokenizer, end_of_text: int) -> bool:
     """Whether a text's tokens decode to that text. Else the loss of a token says nothing about the text's bytes."""
-    own = load_tokenizer(tokenizer)
-    ends = np.flatnonzero(ids == own.token_to_id(END_OF_TEXT))
+    ends = np.flatnonzero(ids == end_of_text)
     with open(text, "rb") as file:
         for start, end in itertools.pairwise([0, *(ends + 1).tolist()]):
-            decoded = own.decode(ids[start : end - 1].tolist()).encode() + documents.END
+            decoded = tokenizer.decode(ids[start : end - 1].tolist()).encode() + documents.END
             if file.read(len(decoded)) != decoded:
                 return False
         return not file.read(1)
@@ -230,45 +291,36 @@ def _learn(path: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(split: Split, tokenizer: Path, workers: int, out: Path, dtype: str) -> int:
-    """Writes a split's tokens and counts them."""
+def _encode(split: Split, tokenizer: Tokenizer, end_of_text: int, out: Path, dtype: str) -> int:
+    """Writes a split's tokens and counts them. The package has a thread for each core."""
     blocks, count = list(documents.blocks(split.path)), 0
-    workers = min(workers or outputs.cores(), len(blocks))
     with (
         tqdm(total=blocks[-1][2], desc=out.stem, unit="B", unit_scale=True, disable=None) as bar,
         open(out, "wb") as file,
-        _mapped(blocks, (tokenizer, dtype), workers) as arrays,
     ):
-        for (_, start, end), ids in zip(blocks, arrays, strict=True):
-            file.write(ids)
-            count += len(ids)
-            bar.update(end - start)
+        for first in range(0, len(blocks), _AT_ONCE):
+            some = blocks[first : first + _AT_ONCE]
+            told = [documents.texts(block) for block in some]
+            encoded = iter(_encoded(tokenizer, [text for texts in told for text in texts]))
+            for (_, start, end), texts in zip(some, told, strict=True):
+                ids: list[int] = []
+                for _ in texts:
+                    ids += next(encoded).ids
+                    ids.append(end_of_text)
+                file.write(np.array(ids[:-1], dtype))
+                count += len(ids) - 1
+                bar.update(end - start)
     return count
 
 
-# --------------------------------------------------------------------------------------------------------- processes
-@contextlib.contextmanager
-def _mapped(blocks: list[Block], how: tuple[Path, str], workers: int) -> Iterator[Iterable[np.ndarray]]:
-    """The tokens of each block, in order; left early, the processes end."""
-    if workers == 1:
-        _begin(*how)
-        yield map(_ids, blocks)
-        return
-    with Pool(workers, _begin_process, how) as pool:
-        yield pool.map(_ids, blocks)
-
-
-def _begin_process(tokenizer: Path, dtype: str) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _begin(tokenizer, dtype)
-
-
-def _begin(tokenizer: Path, dtype: str) -> None:
-    global _worker
-    _worker = load_tokenizer(tokenizer), dtype
-
-
-_worker: tuple[Tokenizer, str]  # of this process
+def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
+    try:
+        with _silent_stderr():  # before it raises, a panic tells of itself
+            return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
+            raise
+        raise ValueError(f"the tokenizer fails at the text: {error}") from None
 
 
 @contextlib.contextmanager
@@ -281,20 +333,3 @@ def _silent_stderr() -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
-
-
-def _ids(block: Block) -> np.ndarray:
-    tokenizer, dtype = _worker
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    ids: list[int] = []
-    try:
-        with _silent_stderr():  # before it raises, a panic tells of itself
-            found = tokenizer.encode_batch_fast(documents.texts(block), add_special_tokens=False)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
-            raise
-        raise ValueError(f"the tokenizer fails at the text: {error}") from None
-    for encoded in found:
-        ids += encoded.ids
-        ids.append(end_of_text)
-    return np.array(ids[:-1], dtype)
