@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import time
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -20,9 +21,10 @@ pytest.importorskip("safetensors")
 
 import distributed  # noqa: E402
 import safetensors.torch  # noqa: E402
+from alive_bytes import AliveBytes  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
-from cs336_systems.training import checkpoints, clock, config, modes, optimizer, outputs  # noqa: E402
+from cs336_systems.training import checkpoints, clock, config, loop, modes, optimizer, outputs  # noqa: E402
 from cs336_systems.training.batches import Batches  # noqa: E402
 from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
 
@@ -471,6 +473,64 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     trainer.run()
     names = [int(path.name[5:]) for path in checkpoints.found(tmp_path / "checkpoints")]
     assert names == [6, 12, 14] and checkpoints.best_of(tmp_path / "checkpoints").name == "step-00000006"
+
+
+def steps_of(folder):
+    return [int(path.name[5:]) for path in checkpoints.found(Path(folder) / "checkpoints")]
+
+
+def three_minutes_a_step(trainer, patched):
+    """By the clock that tells when a checkpoint is due."""
+    now, step = [0.0], trainer.train_step
+    patched.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    trainer._saved_s = 0.0
+    trainer.train_step = lambda: [step(), now.append(now.pop() + 180)][0]
+
+
+@pytest.mark.parametrize(("often", "saved"), [
+    ({}, [4, 8, 12]), ({"minutes": 7}, [4, 8, 12]), ({"minutes": 0}, [12]), ({"minutes": 13}, [6, 12]),
+    ({"every": 5}, [4, 5, 10, 12]), ({"every": -1}, [12]), ({"minutes": 100}, [12]),
+], ids=str)  # fmt: skip
+def test_checkpoints_come_by_time_beside_steps(tmp_path, monkeypatch, often, saved):
+    changes = {f"checkpoints__{key}": value for key, value in often.items()}
+    trainer = Trainer(made(tmp_path, logging__every=2, **changes), data())
+    three_minutes_a_step(trainer, monkeypatch)
+    trainer.run()
+    assert steps_of(tmp_path) == saved
+
+
+def timed_on_two_ranks(folder):
+    rank = torch.distributed.get_rank()
+    trainer = Trainer(made(folder, logging__every=2), data(), Rank(rank, rank, 2, 2, "cpu", "gloo"))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            three_minutes_a_step(trainer, patched)
+        trainer.run()
+
+
+def test_rank_0s_clock_decides_for_all(tmp_path):
+    distributed.run(timed_on_two_ranks, 2, str(tmp_path))
+    assert steps_of(tmp_path) == [4, 8, 12]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_saving_holds_at_most_four_bytes_a_parameter_more(tmp_path, device):
+    trainer = Trainer(made(tmp_path, model__d_model=256, model__d_ff=1024, run__device=device), data())
+    trainer.train_step()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    trainer.save()  # what is imported by then is no part of it
+    held = [
+        *trainer.model.parameters(),
+        *(x for state in trainer.optimizer.state.values() for x in state.values()),
+    ]
+    tensors = AliveBytes()
+    tensors.known = {tensor.untyped_storage()._cdata for tensor in held}
+    tracemalloc.start()
+    with tensors:
+        trainer.save()
+    _, objects = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert parameters > 2e6 and tensors.peak + objects <= 4 * parameters + 2**20
 
 
 def test_what_an_earlier_start_was_told_to_keep_stays(tmp_path):

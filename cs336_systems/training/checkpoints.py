@@ -16,7 +16,6 @@ with the lowest validation loss.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -61,7 +61,8 @@ def save(
     """Writes a checkpoint of `step` into `folder`, and returns its place; one that is there already is replaced.
 
     weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON; tokenizer: the
-    content of a tokenizer.json, if there is one.
+    content of a tokenizer.json, if there is one. Nothing is copied that lies in main memory; of what lies on a GPU the
+    weights, all at once, and the largest tensor of the rest.
     CheckpointError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
@@ -70,12 +71,12 @@ def save(
         for left in folder.glob(".step-*"):  # of writers that were killed
             shutil.rmtree(left)
         new.mkdir(parents=True)
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        (new / _FILES[0]).write_bytes(safetensors.torch.save(plain))
+        safetensors.torch.save_file(
+            {name: x.detach().contiguous() for name, x in weights.items()}, new / _FILES[0]
+        )
         for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
-            buffer = io.BytesIO()  # into a file, torch.save hides what a full disk says
-            torch.save(dict(value), buffer)
-            (new / name).write_bytes(buffer.getbuffer())
+            with open(new / name, "wb") as file:  # of a name alone torch.save hides what a full disk says
+                torch.save(dict(value), file)
         if tokenizer:
             (new / TOKENIZER).write_bytes(tokenizer)
         files = {name: outputs.synced(new / name) for name in (*_FILES, *[TOKENIZER] * bool(tokenizer))}
@@ -85,9 +86,10 @@ def save(
             shutil.rmtree(final)
         os.replace(new, final)
         outputs.sync_folder(folder)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
-        raise CheckpointError(f"cannot write {final}: {error.strerror or error}{_instead(folder)}") from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {final}: {why}{_instead(folder)}") from error
     return final
 
 

@@ -191,7 +191,10 @@ class Evaluation:
 class Checkpoints:
     """What is saved, beside the last step, which always is."""
 
-    every: int = _number(0, -_LARGEST, "steps; 0 or less: the last only")
+    every: int = _number(0, -_LARGEST, "steps; 0: by time alone; less: the last only")
+    minutes: float = _number(
+        10.0, 0, "the longest time between them, to a line of the log; 0: by steps alone"
+    )
     keep: int = _number(2, 1, "of the periodic ones; those that a start with another number kept stay")
     best: bool = _switch(False, "keep the one of the lowest validation loss as well")
     resume: str = _text("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")

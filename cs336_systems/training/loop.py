@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class Trainer:
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
         self._asked_to_stop = False
+        self._saved_s = time.monotonic()  # when it was saved last, or began
 
     # -------------------------------------------------------------------------------------------------- setting up
     def _take_weights(self, weights: dict[str, torch.Tensor]) -> None:
@@ -211,6 +213,7 @@ class Trainer:
             dist.broadcast_object_list(trouble, src=0)
         if trouble[0]:
             raise checkpoints.CheckpointError(trouble[0])
+        self._saved_s = time.monotonic()
         return path
 
     def resume(self, path: Path) -> None:
@@ -283,7 +286,9 @@ class Trainer:
                 continue
             clock.ask()
             if due["line"]:
-                self._line(log, norm, clock.seconds - seconds, clock.timed - timed)
+                due["checkpoint"] |= (
+                    self._line(log, norm, clock.seconds - seconds, clock.timed - timed) and not ends
+                )
                 seconds, timed = clock.seconds, clock.timed
             if due["evaluation"]:
                 self._note_validation(log, self.evaluate())
@@ -303,10 +308,14 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _line(self, log: RunLog | None, norm: torch.Tensor | None, seconds: float, steps: int) -> None:
-        """Logs what came since the last line, timed as so many steps, and has all ranks agree on whether to stop."""
+    def _line(self, log: RunLog | None, norm: torch.Tensor | None, seconds: float, steps: int) -> bool:
+        """Logs what came since the last line, timed as so many steps, and has all ranks agree on whether to stop, and
+        on what it returns: whether by rank 0's clock a checkpoint is due."""
         asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
-        told = torch.tensor([self._check_losses(), float(asked)], dtype=torch.float64, device=self.device)
+        often = self.config.checkpoints
+        late = time.monotonic() - self._saved_s >= 60 * (often.minutes if often.every >= 0 else 0) > 0
+        flags = [float(asked), float(late and self.number == 0)]
+        told = torch.tensor([self._check_losses(), *flags], dtype=torch.float64, device=self.device)
         self._add_up(told)
         mean, self._asked_to_stop = told[0].item() / self.world, told[1].item() > 0
         if self.scaler.is_enabled():
@@ -323,6 +332,7 @@ class Trainer:
             })  # fmt: skip
         self._sum.zero_()
         self._count = 0
+        return told[2].item() > 0
 
     def skipped_steps(self) -> int:
         """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
