@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,36 +20,75 @@ def model():
     return build(CONFIG, "reference").requires_grad_(False)
 
 
-def test_the_cache_gives_the_logits_of_the_whole_text(model):
-    ids = torch.randint(0, CONFIG.vocab_size, (CONFIG.context_length,))
-    for prompt in (1, 7, len(ids)):
-        cache = Cache(model)
-        found = [cache.logits(ids[:prompt])] + [cache.logits(ids[i : i + 1]) for i in range(prompt, len(ids))]
+def some(*lengths):
+    return [torch.randint(0, CONFIG.vocab_size, (length,)).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (7,), (24,), (3, 9, 1, 9), (24, 2)], ids=str)
+def test_the_cache_gives_the_logits_of_the_whole_text(model, lengths):
+    """Of each text, whatever fills it up in front, and whichever texts have ended meanwhile."""
+    texts, longest = some(*lengths), max(lengths)
+    before = torch.tensor([longest - length for length in lengths])
+    cache, rows = Cache(model, before), list(range(len(texts)))
+    ids = torch.tensor([[5] * (longest - len(text)) + text for text in texts])
+    for step in range(CONFIG.context_length - longest + 1):
         with torch.no_grad():
-            whole = model(ids[None])[0, prompt - 1 :]
-        torch.testing.assert_close(torch.stack(found), whole, rtol=1e-4, atol=1e-5)
+            whole = torch.stack([model(torch.tensor([texts[row]]))[0, -1] for row in rows])
+        torch.testing.assert_close(cache.logits(ids), whole, rtol=1e-4, atol=1e-5)
+        if step == 2 and len(rows) > 1:
+            cache.keep([1, 0] if len(rows) == 2 else [3, 0, 1])
+            rows = [1, 0] if len(rows) == 2 else [3, 0, 1]
+        ids = torch.tensor(some(*[1] * len(rows)))
+        for row, new in zip(rows, ids.tolist(), strict=True):
+            texts[row] += new
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0), Sampling(0.7, seed=3), Sampling(1.3, top_k=5), Sampling(top_p=0.6)]
-)
-def test_the_same_tokens_with_and_without_the_cache_beyond_the_context(model, sampling):
-    prompt = torch.randint(0, CONFIG.vocab_size, (9,)).tolist()
-    with_cache, without = (list(generate(model, prompt, sampling, 70, cached=c)) for c in (True, False))
-    assert with_cache == without and len(with_cache) == 70
+def one_by_one(model, prompt, sampling, count, stop=None):
+    """The same without a cache, and alone."""
+    window, random, found = prompt[-24:], torch.Generator().manual_seed(sampling.seed), []
+    while len(found) < count:
+        with torch.no_grad():
+            token = sampling.choose(model(torch.tensor([window]))[0, -1], random)
+        if token == stop:
+            break
+        found.append(token)
+        window = [*window, token] if len(window) < 24 else [*window, token][-12:]
+    return found
 
 
-def test_a_prompt_longer_than_the_context_is_its_end(model):
-    long = torch.randint(0, CONFIG.vocab_size, (50,)).tolist()
-    assert list(generate(model, long, Sampling(0), 5)) == list(generate(model, long[-24:], Sampling(0), 5))
+def of_each(model, prompts, *args, **kwargs):
+    steps = list(generate(model, prompts, *args, **kwargs))
+    assert all(len(step) == len(prompts) and any(token is not None for token in step) for step in steps)
+    found = [[token for token in text if token is not None] for text in zip(*steps, strict=True)]
+    assert all(
+        None not in text[: len(one)] for one, text in zip(found, zip(*steps, strict=True), strict=True)
+    )
+    return found or [[] for _ in prompts]
 
 
-def test_stop_ends_the_text_and_seeds_repeat_it(model):
-    tokens = list(generate(model, [1], Sampling(seed=5), 40))
-    assert tokens == list(generate(model, [1], Sampling(seed=5), 40))
-    assert tokens != list(generate(model, [1], Sampling(seed=6), 40))
-    stop = tokens[7]
-    assert list(generate(model, [1], Sampling(seed=5), 40, stop=stop)) == tokens[: tokens.index(stop)]
+SAMPLINGS = [Sampling(0), Sampling(0.7, seed=3), Sampling(1.3, top_k=5), Sampling(top_p=0.6)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("lengths", [(9,), (1, 50, 13), (24, 24)], ids=str)
+def test_the_same_tokens_alone_and_together_beyond_the_context(model, sampling, lengths):
+    """In fp64, so that no rounding decides between two tokens."""
+    model, prompts = model.double(), some(*lengths)
+    expected = [
+        one_by_one(model, prompt, dataclasses.replace(sampling, seed=sampling.seed + n), 70)
+        for n, prompt in enumerate(prompts)
+    ]
+    assert of_each(model, prompts, sampling, 70) == expected
+
+
+def test_stop_ends_a_text_the_others_go_on_and_seeds_repeat_them(model):
+    model, prompts, sampling = model.double(), some(4, 11, 7), Sampling(seed=5)
+    whole = of_each(model, prompts, sampling, 60)
+    assert whole == of_each(model, prompts, sampling, 60) != of_each(model, prompts, Sampling(seed=6), 60)
+    for stop in whole[1][:12]:
+        expected = [text[: text.index(stop)] if stop in text else text for text in whole]
+        assert of_each(model, prompts, sampling, 60, stop=stop) == expected
+    assert list(generate(model, [], sampling, 5)) == list(generate(model, prompts, sampling, 0)) == []
 
 
 def test_choices_follow_their_probabilities():
@@ -67,10 +108,11 @@ def test_what_makes_no_sense_is_refused(model):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)
     with pytest.raises(ValueError, match="prompt"):
-        list(generate(model, [], Sampling(), 3))
-    cache = Cache(model)
-    cache.logits(torch.tensor([1, 2]))
+        list(generate(model, [[1], []], Sampling(), 3))
+    none = torch.zeros(1, dtype=torch.long)
+    cache = Cache(model, none)
+    cache.logits(torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="2 tokens at once"):
-        cache.logits(torch.tensor([1, 2]))
+        cache.logits(torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="context_length=24"):
-        Cache(model).logits(torch.zeros(25, dtype=torch.long))
+        Cache(model, none).logits(torch.zeros(1, 25, dtype=torch.long))

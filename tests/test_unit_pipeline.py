@@ -125,13 +125,12 @@ def test_a_prompt_begins_a_text_as_in_training(tmp_path, monkeypatch):
     pipeline.train(made(tmp_path / "run", **own, generation__samples=0), lambda line: None)
     model, tokenizer, end = pipeline.trained(tmp_path / "run", "cpu")
     assert end == tokenizer.token_to_id("<sep>") == np.fromfile(tmp_path / "run/tokens/train.bin", "<u2")[-1]
-    seen = []
+    seen, prompts = [], ["The dog", ""]
     monkeypatch.setattr(
         generate, "generate", lambda model, ids, *_, stop: seen.append((ids, stop)) or iter(())
     )
-    for prompt in ("The dog", ""):
-        list(pipeline.spoken(model, tokenizer, prompt, end=end))
-        assert seen.pop() == ([end, *tokenizer.encode(prompt, add_special_tokens=False).ids], end)
+    assert pipeline.written(model, tokenizer, end, prompts, num_tokens=3, sampling=None) == prompts
+    assert seen == [([[end, *tokenizer.encode(one, add_special_tokens=False).ids] for one in prompts], end)]
 
 
 def test_weights_begin_with_the_tokens_that_they_know(tmp_path):
@@ -178,7 +177,7 @@ def test_generate_speaks_in_a_stream(tmp_path):
         "generate", "--checkpoint", tmp_path, "--tokens", 9, "The dog", "A cat — ünïcode", "--seed", 3
     )
     done = call()
-    assert done.exit_code == 0 and done.stdout.startswith("The dog") and "A cat — ünïcode" in done.stdout
+    assert done.exit_code == 0 and done.stdout.startswith("The dog") and "\n\nA cat — ünïcode" in done.stdout
     assert done.stdout == call().stdout
 
 
@@ -308,11 +307,12 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
     class Letters:
         encode = lambda self, text, add_special_tokens: types.SimpleNamespace(ids=[1])
         decode = lambda self, ids: bytes(ids).decode(errors="replace")
-        token_to_id = lambda self, name: 0
 
-    for told in ("fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82"):
-        monkeypatch.setattr(generate, "generate", lambda *_, told=told, **__: iter(told))
-        assert "".join(pipeline.spoken(None, Letters(), "")) == told.decode(errors="replace")
+    told = ["fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82", b""]
+    steps = list(itertools.zip_longest(*told))
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: iter(steps))
+    texts = pipeline.written(None, Letters(), 0, [""] * 5, num_tokens=9, sampling=None)
+    assert texts == [one.decode(errors="replace") for one in told]
 
 
 def test_what_is_damaged_is_named(tmp_path):

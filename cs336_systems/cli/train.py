@@ -190,7 +190,7 @@ def generate(
     seed: Annotated[str, typer.Option(metavar="NUMBER", help="Of the choices.")] = "0",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
 ) -> None:
-    """Let a trained model go on with some texts."""
+    """Let a trained model go on with some texts, all at once; the second one's seed is one more, and so on."""
     with _told_in_a_line():
         from cs336_systems.training import pipeline
 
@@ -199,14 +199,17 @@ def generate(
         read = load(None, {"run.device": device} | told).generation
         for prompt in (prompts := prompts or ["Once upon a time"]):
             pipeline.check_asked(prompt, read.temperature)
-        model, tokenizer, end = pipeline.trained(checkpoint, device)
-        for prompt in prompts:
-            typer.echo(prompt, nl=False)
-            sampling = {key: getattr(read, key) for key in asked}
-            for piece in pipeline.spoken(model, tokenizer, prompt, **sampling, end=end):
+        speaker, texts = pipeline.trained(checkpoint, device), list(prompts)
+        how = {"num_tokens": read.tokens, "sampling": pipeline.sampling_of(read)}
+        typer.echo(prompts[0], nl=False)  # the first one appears as it is written
+        for number, piece in pipeline.spoken(*speaker, prompts, **how):
+            texts[number] += piece
+            if number == 0:
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
-            typer.echo("\n")
+        typer.echo("\n")
+        for text in texts[1:]:
+            typer.echo(f"{text}\n")
 
 
 def export(

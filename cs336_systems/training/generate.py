@@ -1,10 +1,11 @@
-"""Text from a model: one token after the other, with a cache of keys and values.
+"""Texts from a model: one token after the other, for several prompts at once, with a cache of keys and values.
 
-    for token in generate(model, prompt_ids, Sampling(temperature=0.8), num_tokens=100, stop=end_of_text):
-        ...
+    for tokens in generate(model, prompts, Sampling(temperature=0.8), num_tokens=100, stop=end_of_text):
+        ...                                             # a token for each prompt, None where the text has ended
 
-The cache makes a token cost one position's matmuls instead of all positions'. Where a text outgrows the context, the
-last half of it is kept as the new context and computed again, with the cache and without.
+The cache makes a token cost one position's matmuls instead of all positions'. Texts of different lengths are aligned
+at their ends, and no query sees what fills them up in front. Where a text outgrows the context, the last half of it is
+kept as the new context, and all are computed again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from cs336_systems.attention import attention
 from cs336_systems.model import TransformerBlock, TransformerLM, rotate
 
 
@@ -38,8 +39,7 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)!r}; it must be {allowed}")
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """A token by its logits (V,); `random` is a generator on the CPU, so that a seed means the same everywhere."""
-        logits = logits.float().cpu()
+        """A token by its logits (V,), on the CPU as `random` is, so that a seed means the same everywhere."""
         if self.temperature == 0:
             return int(logits.argmax())
         if self.top_k:
@@ -54,65 +54,94 @@ class Sampling:
 
 
 class Cache:
-    """The keys and values that a `TransformerLM` has computed so far, for one text."""
+    """The keys and values that a `TransformerLM` has computed so far, for B texts. `before` (B,): how many positions of
+    each are no text, but fill it up in front to the length of the longest."""
 
-    def __init__(self, model: TransformerLM) -> None:
-        self.model, self.length = model, 0
+    def __init__(self, model: TransformerLM, before: Tensor) -> None:
+        self.model, self.length, self.before = model, 0, before
         self._kept: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
 
-    def logits(self, ids: Tensor) -> Tensor:
-        """The next token's logits (V,) after the tokens `ids` (n,), which follow those seen before: all of a text at
-        first, then one at a time. ValueError where they outgrow the context."""
-        model, context = self.model, self.model.config.context_length
-        if self.length + len(ids) > context:
-            raise ValueError(f"{self.length + len(ids)} tokens; context_length={context} is the most")
-        if self.length and len(ids) != 1:
-            raise ValueError(f"{len(ids)} tokens at once; after the first call it is one")
-        cos, sin = (table[self.length :] for table in model.positional_encoder(self.length + len(ids)))
-        x = model.token_embeddings(ids[None])
-        for number, layer in enumerate(model.layers):
-            x = x + self._attend(number, layer, layer.ln1(x), cos, sin)
-            x = x + layer.ffn(layer.ln2(x))
-        self.length += len(ids)
-        return model.lm_head(model.ln_final(x[:, -1]))[0]
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with these texts alone."""
+        self.before = self.before[rows]
+        self._kept = [(k[rows], v[rows]) for k, v in self._kept]
 
-    def _attend(self, number: int, layer: TransformerBlock, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
+        """The next tokens' logits (B, V) after the tokens `ids` (B, n), which follow those seen before: all of the
+        texts at first, then one at a time. ValueError where one outgrows the context."""
+        model, context, n = self.model, self.model.config.context_length, ids.shape[1]
+        if self.length and n != 1:
+            raise ValueError(f"{n} tokens at once; after the first call it is one")
+        places = torch.arange(self.length, self.length + n, device=ids.device)
+        self.length += n
+        if (longest := self.length - int(self.before.min())) > context:
+            raise ValueError(f"{longest} tokens; context_length={context} is the most")
+        own = (places - self.before[:, None]).clamp(min=0)  # (B, n): each text's own positions
+        cos, sin = (table[own][:, None] for table in model.positional_encoder(context))
+        x, mask = model.token_embeddings(ids), None
+        if self.before.any():
+            keys, queries = torch.arange(self.length, device=ids.device), places[:, None]
+            seen = (keys >= self.before[:, None, None]) & (keys <= queries)  # (B, n, keys)
+            mask = (seen | (keys == queries))[
+                :, None
+            ]  # what fills up sees itself: of nothing there is no mean
+        for number, layer in enumerate(model.layers):
+            x = x + self._attend(number, layer, layer.ln1(x), cos, sin, mask)
+            x = x + layer.ffn(layer.ln2(x))
+        return model.lm_head(model.ln_final(x[:, -1]))
+
+    def _attend(
+        self, number: int, layer: TransformerBlock, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
         attn = layer.attn
         q, k, v = (
-            projection(x).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (1, H, n, d)
+            projection(x).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, n, d)
             for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (before := self._kept[number]) is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
         self._kept[number] = k, v
-        o = attention(q, k, v, is_causal=before is None, impl="sdpa")  # a single query sees all keys
+        causal = mask is None and before is None  # a single query sees all keys
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return attn.output_proj(o.transpose(1, 2).flatten(-2))
 
 
 @torch.no_grad()
 def generate(
-    model: TransformerLM, prompt: Sequence[int], sampling: Sampling, num_tokens: int, stop: int | None = None,
-    cached: bool = True,
-) -> Iterator[int]:  # fmt: skip
-    """At most `num_tokens` tokens after a prompt, one at a time; `stop` ends the text and is not given out.
+    model: TransformerLM, prompts: Sequence[Sequence[int]], sampling: Sampling, num_tokens: int, stop: int | None = None
+) -> Iterator[list[int | None]]:  # fmt: skip
+    """At most `num_tokens` tokens after each prompt, one for all at a time, until all texts have ended.
 
-    `cached` False computes every position anew for each token. ValueError for an empty prompt.
+    `stop` ends a text and is not given out: there, and from then on, it gets None. Prompt n has the choices of
+    `sampling.seed` + n: to rounding, what follows it does not depend on the others. ValueError for an empty prompt.
     """
-    if not len(prompt):
-        raise ValueError("the prompt has no tokens; it needs one at least")
+    if not all(map(len, prompts)):
+        raise ValueError("a prompt has no tokens; it needs one at least")
     context, device = model.config.context_length, next(model.parameters()).device
-    random = torch.Generator("cpu").manual_seed(sampling.seed)
-    window, cache, new = list(prompt)[-context:], Cache(model), 0
-    for _ in range(num_tokens):
-        if new == 0 or not cached:  # the whole window
-            cache, new = Cache(model), len(window)
-        logits = cache.logits(torch.tensor(window[-new:], device=device))
-        token = sampling.choose(logits, random)
-        if token == stop:
-            return
-        yield token
-        window.append(token)
-        new = 1
-        if len(window) > context:
-            window, new = window[-max(1, context // 2) :], 0
+    randoms = [torch.Generator("cpu").manual_seed(sampling.seed + number) for number in range(len(prompts))]
+    windows = {
+        number: list(prompt)[-context:] for number, prompt in enumerate(prompts)
+    }  # of texts that go on
+    cache = None
+    for _ in range(num_tokens if windows else 0):
+        longest = max(map(len, windows.values()))
+        if cache is None:
+            lacking = [longest - len(window) for window in windows.values()]
+            cache = Cache(model, torch.tensor(lacking, device=device))
+            new = [[0] * lack + window for lack, window in zip(lacking, windows.values(), strict=True)]
+        else:
+            new = [window[-1:] for window in windows.values()]
+        logits = cache.logits(torch.tensor(new, device=device)).float().cpu()
+        chosen = {n: sampling.choose(logits[row], randoms[n]) for row, n in enumerate(windows)}
+        if going := [row for row, token in enumerate(chosen.values()) if token != stop]:
+            yield [None if (token := chosen.get(n)) == stop else token for n in range(len(prompts))]
+        if len(going) < len(windows):
+            windows = {n: window for n, window in windows.items() if chosen[n] != stop}
+            if not windows:
+                return
+            cache.keep(going)
+        for n, window in windows.items():
+            window.append(chosen[n])
+            if len(window) > context:
+                windows[n], cache = window[-max(1, context // 2) :], None

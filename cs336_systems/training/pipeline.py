@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from cs336_systems.launch.group import Rank
     from cs336_systems.model import TransformerLM
+    from cs336_systems.training import config as configuration
+    from cs336_systems.training.generate import Sampling
     from cs336_systems.training.loop import Data
 
 Say = Callable[[str], None]
@@ -247,22 +249,12 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     from cs336_systems.training.checkpoints import tokenizer_of
 
     if how.samples and tokenizer_of(Path(result["checkpoint"])):
-        model, tokenizer, end = trained(Path(result["checkpoint"]))
-        result["samples"] = []
-        for number in range(how.samples):
-            pieces = spoken(
-                model,
-                tokenizer,
-                how.prompt,
-                how.tokens,
-                how.temperature,
-                how.top_k,
-                how.top_p,
-                how.seed + number,
-                end,
-            )
-            result["samples"].append(how.prompt + "".join(pieces))
-            say(f"\n{result['samples'][-1]}")
+        how_long = {"num_tokens": how.tokens, "sampling": sampling_of(how)}
+        result["samples"] = written(
+            *trained(Path(result["checkpoint"])), [how.prompt] * how.samples, **how_long
+        )
+        for sample in result["samples"]:
+            say(f"\n{sample}")
         files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
     return result
 
@@ -310,25 +302,41 @@ def check_asked(prompt: str, temperature: float) -> None:
         raise ValueError(f"temperature={temperature}; it must be 0, or 1e-6 or more")
 
 
+def sampling_of(how: configuration.Generation) -> Sampling:
+    """How tokens are chosen."""
+    from cs336_systems.training.generate import Sampling
+
+    return Sampling(how.temperature, how.top_k, how.top_p, how.seed)
+
+
 def spoken(
-    model: TransformerLM, tokenizer: Tokenizer, prompt: str, tokens: int = 200, temperature: float = 0.8,
-    top_k: int = 0, top_p: float = 0.95, seed: int = 0, end: int | None = None,
-) -> Iterator[str]:  # fmt: skip
-    """What a model writes after a prompt, piece by piece, until the text ends or there are `tokens` tokens.
+    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], num_tokens: int, sampling: Sampling
+) -> Iterator[tuple[int, str]]:  # fmt: skip
+    """What a model writes after some prompts, piece by piece, with the prompt's number: until each text ends or there
+    are so many tokens. end: the token that ends a text; as in training it stands before each."""
+    from cs336_systems.training.generate import generate
 
-    A prompt begins a text, as in training after `end`, the token that ends the one before (None: as `end_of_text`)."""
-    from cs336_systems.training.generate import Sampling, generate
+    ids = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
+    new: list[list[int]] = [[] for _ in prompts]
+    shown = [""] * len(prompts)
+    for tokens_of_all in generate(model, ids, sampling, num_tokens, stop=end):
+        for n, token in enumerate(tokens_of_all):
+            if token is not None:
+                new[n].append(token)
+                known = tokenizer.decode(new[n])
+                if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
+                    yield n, known[len(shown[n]) :]
+                    shown[n] = known
+    for n, some in enumerate(new):
+        if last := tokenizer.decode(some)[len(shown[n]) :]:  # a character that was never ended
+            yield n, last
 
-    end = end_of_text(tokenizer) if end is None else end
-    ids = [end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    new: list[int] = []
-    shown = ""
-    for token in generate(model, ids, sampling, tokens, stop=end):
-        new.append(token)
-        known = tokenizer.decode(new)
-        if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
-            yield known[len(shown) :]
-            shown = known
-    if new and (last := tokenizer.decode(new)[len(shown) :]):  # a character that was never ended
-        yield last
+
+def written(
+    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], **how: Any
+) -> list[str]:
+    """The texts, whole, with their prompts. how: as for `spoken`."""
+    texts = list(prompts)
+    for n, piece in spoken(model, tokenizer, end, prompts, **how):
+        texts[n] += piece
+    return texts

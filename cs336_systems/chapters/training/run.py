@@ -131,8 +131,9 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from cs336_systems.training import pipeline
+    from cs336_systems.training.generate import Sampling
     from cs336_systems.training.loop import Trainer
-    from cs336_systems.training.tokens import load_tokenizer
+    from cs336_systems.training.tokens import end_of_text, load_tokenizer
 
     wanted, metrics = Case(**case), {}
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder, failure_is_a_row(metrics):
@@ -142,8 +143,10 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
             tokenizer = load_tokenizer(Path(folder) / "tokens" / "tokenizer.json")
 
             def written() -> str:
-                pieces = pipeline.spoken(trainer.model, tokenizer, PROMPT, tokens=120)
-                return plain(PROMPT + "".join(pieces))
+                how = {"num_tokens": 120, "sampling": Sampling(0.8, top_p=0.95)}
+                return plain(
+                    *pipeline.written(trainer.model, tokenizer, end_of_text(tokenizer), [PROMPT], **how)
+                )
 
             before = written()
             result = trainer.run()
