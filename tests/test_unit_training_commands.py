@@ -182,11 +182,11 @@ class NoKey(Exception):
 
 
 def stub_of_wandb(monkeypatch, mode):
-    """A module of that name, which keeps what it is told; without a key unless offline."""
+    """A module of that name, which keeps what it is told."""
     told = []
 
     def begun():
-        if mode != "offline":
+        if mode == "no key":
             raise NoKey("api_key not configured (no-tty).\nCall wandb.login")
 
     def init(**settings):
@@ -202,16 +202,45 @@ def stub_of_wandb(monkeypatch, mode):
 
 @pytest.mark.parametrize("how", [(), ("--nproc", 2)], ids=str)
 def test_wandb_without_a_login_is_told_in_a_line(tmp_path, monkeypatch, how):
-    stub_of_wandb(monkeypatch, "online")
+    stub_of_wandb(monkeypatch, "no key")
     told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--set", "logging.wandb=stories", *how)
     line = refused(call(*told), "logging.wandb='stories': api_key not configured (no-tty).")
     assert "wandb login" in line and "WANDB_MODE=offline" in line and not (tmp_path / "run").exists()
 
 
-def test_wandb_gets_the_lines_of_the_log(tmp_path, monkeypatch):
-    told = stub_of_wandb(monkeypatch, "offline")
-    log = RunLog(tmp_path, wandb="stories", config={"out": "here"})
-    log.row({"step": 3, "loss": 1.5, "mfu": None})
-    log.close()
-    begun = {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}}
-    assert told == [begun, (3, {"loss": 1.5}), "finished"]
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_wandb_has_one_run_across_resumes(tmp_path, monkeypatch, mode):
+    """Offline the later part tells it all: sent after the first one, it replaces it."""
+    told = stub_of_wandb(monkeypatch, mode)
+    for step, number in ((0, 3), (3, 6), (0, 3)):
+        log = RunLog(tmp_path, step, wandb="stories", config={"out": "here"})
+        log.row({"step": number, "loss": 1.5, "mfu": None})
+        log.close()
+    told = [part for part in told if part != "finished"]
+    ids = [part["id"] for part in told if isinstance(part, dict)]
+    assert ids[0] == ids[1] != ids[2]
+    same = {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}, "resume": "allow"}
+    first, later = (3, {"loss": 1.5}), (6, {"loss": 1.5})
+    again = [first] if mode == "offline" else []
+    assert told == [
+        same | {"id": ids[0]},
+        first,
+        same | {"id": ids[0]},
+        *again,
+        later,
+        same | {"id": ids[2]},
+        first,
+    ]
+
+
+def test_tensorboard_drops_what_is_trained_again(tmp_path, monkeypatch):
+    told = []
+    board = types.SimpleNamespace(add_scalar=lambda *values: told.append(values), close=lambda: None)
+    module = types.SimpleNamespace(SummaryWriter=lambda *place, **how: told.append((*place, how)) or board)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    for step in (0, 5):
+        RunLog(tmp_path, step, tensorboard=True).row({"step": 7, "loss": 1.5})
+    place = str(tmp_path / "tensorboard")
+    line = ("loss", 1.5, 7)
+    assert told == [(place, {"purge_step": None}), line, (place, {"purge_step": 6}), line]

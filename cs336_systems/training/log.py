@@ -7,6 +7,7 @@ import csv
 import io
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,11 +31,15 @@ def check_trackers(tensorboard: bool, wandb: str) -> None:
     for name, asked in (("tensorboard", tensorboard), ("wandb", wandb)):
         if asked and sys.modules.get(name) is None and not has_module(name):
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
-    if wandb and os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled"):
+    if wandb and not _offline():
         with _one_line(wandb):
             from wandb import login
 
             login()
+
+
+def _offline() -> bool:
+    return os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
 
 
 @contextlib.contextmanager
@@ -49,7 +54,8 @@ def _one_line(project: str) -> Iterator[None]:
 
 
 class RunLog:
-    """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped.
+    """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped, and
+    the trackers go on with the run that they know: that of Weights & Biases is kept in wandb.txt.
 
     ValueError where TensorBoard or wandb is asked for and cannot begin; `check_trackers` finds out before.
     """
@@ -65,15 +71,29 @@ class RunLog:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out / "tensorboard"))
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
         if wandb:
             with _one_line(wandb):
                 from wandb import init
 
-                self._wandb = init(project=wandb, dir=str(out), config=dict(config or {}))
+                known = self._known_run(step)
+                self._wandb = init(
+                    project=wandb, dir=str(out), config=dict(config or {}), id=known, resume="allow"
+                )
+            for row in (
+                self._lines if _offline() else ()
+            ):  # of several offline parts the last one sent replaces all
+                numbers = {name: float(text) for name, text in row.items() if text}
+                self._wandb.log(numbers, step=int(numbers.pop("step")))
         self._write_all()
         shown = sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05) if shown else None
+
+    def _known_run(self, step: int) -> str:
+        file = self.out / "wandb.txt"
+        if not (step and file.is_file()):
+            files.replace({file: secrets.token_hex(4)})
+        return file.read_text(encoding="utf-8").strip()
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Adds a line: values by COLUMNS, unknown ones left out. A second line of a step joins the first."""
