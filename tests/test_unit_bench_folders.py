@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
 
 import pytest
 import training_rows
 
 from cs336_systems import chapters
+from cs336_systems.chapters.attention import measure as attention
 from cs336_systems.chapters.training import measure as training
 from cs336_systems.chapters.training import run as training_run
 from cs336_systems.chapters.training import sweep as training_sweep
+from cs336_systems.chapters.training import trials
 from cs336_systems.cli import bench_folders
 from cs336_systems.cli import main as cli
 
@@ -51,6 +55,61 @@ def test_a_matrix_is_a_folder(made_up, tmp_path):
     report = (out / "report.md").read_text()
     assert "![throughput](throughput.png)" in report and report.count("\n| 2 ") == 7
     call("matrix", "--attention", "sdpa", "--wrapper", "none", "--steps", 5, "--size", "tiny", "--out", out)
+
+
+def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
+    call(
+        "matrix", "--attention", "sdpa", "--wrapper", "none", "--steps", 5, "--size", "tiny", "--d-model", 96,
+        "--num-layers", 3, "--num-heads", 6, "--vocab-size", 777, "--out", tmp_path, "--json", tmp_path / "rows.json",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["size"] for row in rows} == {"96x192x3x6x777"} and len(rows) == len(made_up) == 2
+    config = trials.configuration(made_up[0], "unused")
+    sizes = config.model.sizes(config.tokenizer.vocab_size)
+    assert (sizes.d_model, sizes.d_ff, sizes.num_layers, sizes.num_heads, sizes.vocab_size) == (
+        96,
+        192,
+        3,
+        6,
+        777,
+    )
+    assert trials.model("96x192x3x6x777") == dataclasses.replace(sizes, context_length=512)
+    for name in ("tiny", "small"):  # names mean what they meant
+        named = trials.configuration(
+            dataclasses.replace(made_up[0], size=trials.shape(name, d_model=0)), "unused"
+        )
+        assert named.model.sizes(9) == dataclasses.replace(
+            named.model, d_model=0, d_ff=0, num_layers=0, num_heads=0
+        ).sizes(9)
+    for words in (["--d-model", "97"], ["--num-heads", "-1"], ["--d-ff", "wide"]):
+        done = runner.invoke(cli.app, ["bench", "matrix", "--size", "tiny", *words, "--out", str(tmp_path)])
+        assert done.exit_code == 2 and done.stderr.startswith("Error: "), done.output
+
+
+def test_naive_attention_is_a_command_with_json(measured_by):
+    seen = []
+    measured_by(
+        attention.TABLE, lambda cases: (seen.extend(cases), [{"peak_gib": 1.0} for _ in cases])[1]
+    )
+    done = call(
+        "attention",
+        "--impl",
+        "reference",
+        "--seq-len",
+        256,
+        1024,
+        "--dtype",
+        "fp32",
+        "--preset",
+        "full",
+        "--json",
+        "-",
+    )
+    rows = json.loads(done.stdout)
+    assert {(row["seq_len"], row["head_dim"]) for row in rows} == {
+        (n, d) for n in (256, 1024) for d in (16, 32, 64, 128)
+    }
+    assert {(case.impl, case.cap_gib) for case in seen} == {("reference", 0)}
 
 
 def test_a_sweep_is_a_folder(made_up, tmp_path):

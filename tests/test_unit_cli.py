@@ -79,7 +79,7 @@ def test_doctor_says_why():
     assert done.exit_code == 0 and done.stdout.startswith("machine: ")
     names = "python torch triton NVRTC flash_triton flash_cuda sdpa nsys xelatex jupyter-book nccl"
     assert all(name in done.stdout for name in names.split())
-    told = json.loads(call("doctor", "--json").stdout)
+    told = json.loads(call("doctor", "--json", "-").stdout)
     assert set(told) == {"machine", "checks", "kernels"}
     assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
 
@@ -103,13 +103,13 @@ def test_doctor_says_what_an_untried_triton_breaks(broken, told, monkeypatch):
     monkeypatch.setattr(aot, "compile_hopper_kernel", compile_hopper_kernel)
     for name in ("hopper_reason", "untried_triton"):
         monkeypatch.setattr(doctor, name, lambda: "triton 9.9: tried")
-    checks = {c["name"]: c for c in json.loads(call("doctor", "--json").stdout)["checks"]}
+    checks = {c["name"]: c for c in json.loads(call("doctor", "--json", "-").stdout)["checks"]}
     assert checks["flash_triton on Hopper"]["detail"] == told
 
 
 def test_doctor_names_no_tool_that_is_not_there(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    tools = {c["name"]: c for c in json.loads(call("doctor", "--json").stdout)["checks"]}
+    tools = {c["name"]: c for c in json.loads(call("doctor", "--json", "-").stdout)["checks"]}
     assert not tools["nsys"]["available"] and "no nsys on the PATH" in tools["nsys"]["detail"]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import typer
 from tqdm import tqdm
 
 from cs336_systems.cli import terminal
@@ -20,15 +21,37 @@ from cs336_systems.store import machine, measuring, rows
 from cs336_systems.store.table import Table
 
 
-def check_writable(option: str, file: Path) -> None:
-    """ValueError, before anything is measured, for a file that could not be written in the end."""
-    try:
-        new = not file.exists()
-        file.open("a").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        raise ValueError(f"{option} {file}: {error.strerror}") from error
+def table(
+    chapter: str, given: dict[str, str], preset: str, refresh: str, save: bool, json_file: str | None,
+    snapshot: Path | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Measures what is due of some cases of a table, and shows their rows: a table, or JSON where that is asked for."""
+    from cs336_systems import chapters
+    from cs336_systems.store import selection
+
+    with terminal.wrong_input():
+        name, experiment = machine.machine_name(), chapters.load(chapter)
+        cases = chapters.cases_beyond(experiment, selection.resolve_preset(preset, name), **given)
+        refresh = selection.choice("refresh", refresh, measuring.REFRESH)
+        root = rows.results_root() if save else None
+        if json_file not in (None, "-"):
+            terminal.check_writable("--json", Path(json_file))
+        if snapshot is not None:
+            if name.startswith("cpu-"):
+                raise ValueError(f"--memory-snapshot {snapshot}: it records a CUDA device, and there is none")
+            terminal.check_writable("--memory-snapshot", snapshot)
+            options["snapshot"] = snapshot
+    if experiment.forecast:
+        for line in experiment.forecast(cases):
+            terminal.say(line)
+    if options:  # what is asked for beside the rows needs a run, whatever rows there are
+        refresh = "all"
+    with terminal.wrong_input():
+        frame, failure = measure(experiment, cases, refresh, root, options)
+    if not terminal.wrote_json(json_file, as_json(frame)):
+        typer.echo(as_table(frame, rows.case_fields(experiment)))
+    if failure:
+        terminal.fail(failure)
 
 
 def measure(

@@ -16,20 +16,26 @@ Auto = Annotated[str, typer.Option(help="One value, or auto: what this machine i
 Batch = Annotated[
     str, typer.Option(help="Sequences of a step on each rank (`train` counts those of all); or several.")
 ]
+Shape = Annotated[str, typer.Option(help="Of the model; 0: as the size has it.")]
 Out = Annotated[str, typer.Option(help="The folder to write: CSV, pictures, report.md.")]
 Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/, too.")]
+Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
 
 
 def matrix(
     attention: Values = "flash_triton,reference,sdpa", wrapper: Values = "auto", sharded: Values = "all",
-    size: Auto = "auto", context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
+    size: Auto = "auto", d_model: Shape = "0", d_ff: Shape = "0", num_layers: Shape = "0", num_heads: Shape = "0",
+    vocab_size: Annotated[str, typer.Option(help="Tokens; 0: 2,048, and 512 of sizes mini and tiny.")] = "0",
+    context_length: Values = "256", batch: Batch = "8", dtype: Auto = "auto",
     compile: Values = "off", steps: Values = "12",
     ranks: Annotated[str, typer.Option(help="Processes, a GPU each; 0: one for each GPU, two on a CPU.")] = "0",
     out: Out = "runs/matrix", refresh: Refresh = "missing", save: Save = True,
+    json_file: Json = None,
 ) -> None:  # fmt: skip
     """Attention × wrapper × sharded optimizer in short training runs: time, throughput, memory, scaling, losses."""
     from cs336_systems.chapters.training import measure as training
+    from cs336_systems.chapters.training import trials
     from cs336_systems.store import numbers
     from cs336_systems.store.machine import gpu_names
 
@@ -46,6 +52,11 @@ def matrix(
         best = {"size": "small" if gpu_names() else "tiny", "dtype": _best_dtype}
         best |= {"wrapper": "all" if world_size > 1 else training.ALONE}
         chosen = _chosen(training.TABLE, given | {"world_size": str(world_size)}, best)
+        own = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
+        own = {
+            name: numbers.whole(text, f"{name}=") for name, text in (own | {"vocab_size": vocab_size}).items()
+        }
+        chosen["size"] = [trials.shape(size, **own) for size in chosen["size"]]
         cases = [
             case
             for fields in _products(
@@ -57,7 +68,7 @@ def matrix(
             raise ValueError(
                 f"--sharded {sharded}: wrapper {training.ALONE} has no ranks to spread the state over"
             )
-    _measure(training.TABLE, cases, out, refresh, save, report.folder)
+    _measure(training.TABLE, cases, out, refresh, save, json_file, report.folder)
 
 
 def sweep(
@@ -68,6 +79,7 @@ def sweep(
     head_dim: Values = "64", heads: Values = "12", batch: Values = "4",
     cap_gib: Annotated[str, typer.Option(help="GiB of GPU memory to use at most; 0: all.")] = "0",
     out: Out = "runs/sweep", refresh: Refresh = "missing", save: Save = True,
+    json_file: Json = None,
 ) -> None:  # fmt: skip
     """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
     from cs336_systems.chapters.training import sweep as training_sweep
@@ -83,7 +95,7 @@ def sweep(
             for fields in _products(chosen, "dtype", "head_dim", "heads", "batch", "cap_gib")
             for case in training_sweep.cases_of(shapes, chosen["attention"], **fields)
         ]
-    _measure(training_sweep.TABLE, cases, out, refresh, save, report.folder)
+    _measure(training_sweep.TABLE, cases, out, refresh, save, json_file, report.folder)
 
 
 def _best_dtype() -> str:
@@ -120,7 +132,7 @@ def _products(chosen: dict[str, list[Any]], *fields: str) -> list[dict[str, Any]
 
 
 def _measure(
-    experiment: Table, cases: Sequence[Any], out: str, refresh: str, save: bool,
+    experiment: Table, cases: Sequence[Any], out: str, refresh: str, save: bool, json_file: str | None,
     folder: Callable[[Any, Path], list[Path]],
 ) -> None:  # fmt: skip
     """Measures the cases and writes the folder; exit code 1 where some of them ended in an error."""
@@ -134,11 +146,14 @@ def _measure(
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
         place = make_folder("--out", out)
+        if json_file not in (None, "-"):
+            terminal.check_writable("--json", Path(json_file))
     with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, {})
         frame.insert(0, "machine", machine_name())
         with figures.styled():
-            for path in folder(frame.reset_index(drop=True), place):
-                typer.echo(path)
+            paths = folder(frame.reset_index(drop=True), place)
+        if not terminal.wrote_json(json_file, bench.as_json(frame)):
+            typer.echo("\n".join(map(str, paths)))
     if failure:
         terminal.fail(failure)

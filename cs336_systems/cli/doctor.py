@@ -1,7 +1,7 @@
 """What this machine can run, and why the rest is unavailable. Works where torch and triton are not installed.
 
 cs336 doctor
-cs336 doctor --json
+cs336 doctor --json -
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     cs336 doctor                       what this machine can run, and why not the rest
     cs336 run                          measure every chapter here: its notebook, by papermill
     cs336 run hardware -p dtype=bf16   one chapter, some of its cases
+    cs336 bench attention --impl reference --json naive.json
     cs336 bench flash --seq-len 4096 --head-dim 64 128 --json -
     cs336 bench model --size small medium --mode forward train_step --dtype fp32 bf16
     cs336 bench matrix --attention sdpa flash_triton --wrapper none in_place torch
@@ -84,16 +85,17 @@ def _team() -> Iterator[bool]:
 # -------------------------------------------------------------------------------- doctor
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write it as JSON to this file; - is stdout.")
+    ] = None,
 ) -> None:
     """Say what this machine can run, and why the rest is unavailable."""
     from cs336_systems.cli import doctor as room
 
     with _wrong_input():
         checks, name, kernels = room.checks(), room.machine_name(), room.chosen_kernels()
-    if as_json:
-        found = {"machine": name, "checks": [dataclasses.asdict(c) for c in checks], "kernels": kernels}
-        typer.echo(json.dumps(found, indent=1))
+    found = {"machine": name, "checks": [dataclasses.asdict(c) for c in checks], "kernels": kernels}
+    if terminal.wrote_json(json_file, json.dumps(found, indent=1)):
         return
     typer.echo(f"machine: {name or 'unknown'}")
     for section, group in itertools.groupby(checks, key=lambda check: check.section):
@@ -275,6 +277,12 @@ Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
 Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
 
 
+def _bench(*asked: Any, **options: Any) -> None:
+    from cs336_systems.cli import bench as room
+
+    room.table(*asked, **options)
+
+
 @bench.command("hardware", cls=terminal.Lists)
 def bench_hardware(
     kind: Values = "all", dtype: Values = "all", size: Values = "all", preset: Preset = "auto",
@@ -283,6 +291,17 @@ def bench_hardware(
     """The roofs: matrix products, copies, launches."""
     given = {"kind": kind, "dtype": dtype, "size": size}
     _bench("hardware", given, preset, refresh, save, json_file)
+
+
+@bench.command("attention", cls=terminal.Lists)
+def bench_attention(
+    seq_len: Values = "all", head_dim: Values = "all", dtype: Values = "all", impl: Values = "all",
+    cap_gib: Values = "0", preset: Preset = "auto", refresh: Refresh = "missing", save: Save = True,
+    json_file: Json = None,
+) -> None:  # fmt: skip
+    """Plain attention without heads or mask, eager and compiled: the handout's grid, until memory runs out."""
+    given = {"seq_len": seq_len, "head_dim": head_dim, "dtype": dtype, "impl": impl, "cap_gib": cap_gib}
+    _bench("attention", given, preset, refresh, save, json_file)
 
 
 @bench.command("flash", cls=terminal.Lists)
@@ -353,46 +372,6 @@ def bench_run(
         "cap_gib": cap_gib, "minutes": minutes, "train_mb": train_mb,
     }  # fmt: skip
     _bench("training_run", given, "full", refresh, save, json_file)
-
-
-def _bench(
-    chapter: str, given: dict[str, str], preset: str, refresh: str, save: bool, json_file: str | None,
-    snapshot: Path | None = None, **options: Any,
-) -> None:  # fmt: skip
-    from cs336_systems import chapters
-    from cs336_systems.cli import bench as room
-    from cs336_systems.store import measuring, rows, selection
-    from cs336_systems.store.files import naming
-    from cs336_systems.store.machine import machine_name
-
-    with _wrong_input():
-        machine, experiment = machine_name(), chapters.load(chapter)
-        cases = chapters.cases_beyond(experiment, selection.resolve_preset(preset, machine), **given)
-        refresh = selection.choice("refresh", refresh, measuring.REFRESH)
-        root = rows.results_root() if save else None
-        to_file = json_file not in (None, "-")
-        if to_file:
-            room.check_writable("--json", Path(json_file))
-        if snapshot is not None:
-            if machine.startswith("cpu-"):
-                raise ValueError(f"--memory-snapshot {snapshot}: it records a CUDA device, and there is none")
-            room.check_writable("--memory-snapshot", snapshot)
-            options["snapshot"] = snapshot
-    if experiment.forecast:
-        for line in experiment.forecast(cases):
-            _say(line)
-    if options:  # what is asked for beside the rows needs a run, whatever rows there are
-        refresh = "all"
-    with _wrong_input():
-        frame, failure = room.measure(experiment, cases, refresh, root, options)
-    typer.echo(
-        room.as_json(frame) if json_file == "-" else room.as_table(frame, rows.case_fields(experiment))
-    )
-    if to_file:
-        with _wrong_input(), naming("write", Path(json_file)):
-            Path(json_file).write_text(room.as_json(frame) + "\n", encoding="utf-8")
-    if failure:
-        _fail(failure)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import typer
 import typer.core
 
+from cs336_systems.store.files import naming
 from cs336_systems.store.machine import has_module
 
 # what the system has no more of, whatever the command: room, names, open files
@@ -43,6 +45,27 @@ def fail(message: object) -> typing.NoReturn:
     """Says what failed, and ends with exit code 1."""
     say(f"Error: {message}")
     raise typer.Exit(1)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """ValueError, before anything is measured, for a file that could not be written in the end."""
+    try:
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {error.strerror}") from error
+
+
+def wrote_json(file: str | None, text: str) -> bool:
+    """What `--json FILE` does: writes the text there, or prints it for "-". Whether it has been printed."""
+    if file not in (None, "-"):
+        with wrong_input(), naming("write", Path(file)):
+            Path(file).write_text(text + "\n", encoding="utf-8")
+    elif file:
+        typer.echo(text)
+    return file == "-"
 
 
 class Interruptible(typer.core.TyperGroup):

@@ -24,6 +24,7 @@ from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, take_turns, time_together
 from cs336_systems.measure.device import give_back
+from cs336_systems.sizes import ModelConfig
 from cs336_systems.store import machine
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.training import forecast
@@ -31,7 +32,6 @@ from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 
 if TYPE_CHECKING:
     from cs336_systems.launch.group import Rank
-    from cs336_systems.sizes import ModelConfig
     from cs336_systems.training.loop import Data
 
 METRICS = (
@@ -50,17 +50,44 @@ EPOCH_MB = 1000.0
 LAST = 5
 _TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
 _SMALL = ("mini", "tiny")
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 _TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 120.0, 300.0  # a rank may wait for another one that compiles
+
+
+def shape(size: str, **own: int) -> str:
+    """What `Case.size` calls a model: one of MODEL_SIZES, or, where some of d_model, d_ff, num_layers, num_heads and
+    vocab_size are not 0, all of them in this order, as in 512x2048x8x8x10000. ValueError where they do not fit."""
+    if not any(own.values()):
+        return size
+    sizes = dataclasses.replace(
+        MODEL_SIZES[size],
+        **{"vocab_size": _vocab_size(size)} | {name: value for name, value in own.items() if value},
+    )
+    return "x".join(str(getattr(sizes, name)) for name in _SHAPE)
+
+
+def model(size: str) -> ModelConfig:
+    """The model of a `Case.size`."""
+    if size in MODEL_SIZES:
+        return dataclasses.replace(MODEL_SIZES[size], vocab_size=_vocab_size(size))
+    return ModelConfig(**dict(zip(_SHAPE, map(int, size.split("x")), strict=True)))
+
+
+def _vocab_size(size: str) -> int:
+    return 512 if size in _SMALL else 2048
 
 
 def configuration(case: Any, folder: str, device: str = "auto") -> TrainingConfig:
     """The training configuration of a case, which has `size`, `context_length`, `sequences` (of a step, all ranks
     together), `attention` (one of ATTENTIONS, or "auto"), `dtype`, `compile`, `wrapper`, `sharded` and `steps`."""
-    small = case.size in _SMALL
+    small, sizes = case.size in _SMALL, model(case.size)
+    named = case.size if case.size in MODEL_SIZES else "tiny"
     alone = case.attention == COMPILED_PLAIN and case.compile == "off"
     return load(None, {
         "out": folder, "text.train_mb": _SMALL_TEXT_MB if small else _TEXT_MB, "text.valid_mb": 0.05,
-        "tokenizer.vocab_size": 512 if small else 2048, "model.size": case.size,
+        "tokenizer.vocab_size": sizes.vocab_size, "model.size": named,
+        "model.d_model": sizes.d_model, "model.d_ff": sizes.d_ff, "model.num_layers": sizes.num_layers,
+        "model.num_heads": sizes.num_heads,
         "model.context_length": case.context_length,
         "model.attention": "reference" if case.attention == COMPILED_PLAIN else case.attention,
         "batch.sequences": case.sequences, "schedule.steps": case.steps + WARMUP, "schedule.warmup": RISING,
@@ -87,10 +114,9 @@ def estimate_s(group: Sequence[Any], rounds: int = 1) -> float:
     }
     total = 12.0 + 25.0 * len(compiled)
     for case in group:
-        speed = {"fp32": 35e12, "tf32": 100e12}.get(case.dtype, 180e12) if case.size not in _SMALL else 20e9
-        flops = accounting.model_flops(
-            MODEL_SIZES[case.size], case.sequences, case.context_length, "train_step"
-        )
+        slow = case.size in _SMALL or not (case.size in MODEL_SIZES or machine.gpu_names())
+        speed = 20e9 if slow else {"fp32": 35e12, "tf32": 100e12}.get(case.dtype, 180e12)
+        flops = accounting.model_flops(model(case.size), case.sequences, case.context_length, "train_step")
         step = flops / speed / (1 if case.wrapper == "none" else case.world_size) + 0.01
         total += (case.steps + WARMUP * rounds) * step + rounds * (1.0 if speed > 1e12 else 0.1)
     return total
