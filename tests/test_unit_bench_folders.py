@@ -88,9 +88,7 @@ def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
 
 def test_naive_attention_is_a_command_with_json(measured_by):
     seen = []
-    measured_by(
-        attention.TABLE, lambda cases: (seen.extend(cases), [{"peak_gib": 1.0} for _ in cases])[1]
-    )
+    measured_by(attention.TABLE, lambda cases: (seen.extend(cases), [{"peak_gib": 1.0} for _ in cases])[1])
     done = call(
         "attention",
         "--impl",

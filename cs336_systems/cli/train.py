@@ -23,7 +23,8 @@ from cs336_systems.training.config import TrainingConfig, describe, load
 FLAGS = {
     "out": "out", "source": "text.source", "train_mb": "text.train_mb", "vocab_size": "tokenizer.vocab_size",
     "size": "model.size", "context_length": "model.context_length", "attention": "model.attention",
-    "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "minutes": "schedule.minutes",
+    "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "epochs": "schedule.epochs",
+    "minutes": "schedule.minutes",
     "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile", "device": "run.device",
     "nproc": "parallel.nproc", "wrapper": "parallel.wrapper", "sharded": "optimizer.sharded",
     "resume": "checkpoints.resume", "resume_changed": "checkpoints.resume_changed",
