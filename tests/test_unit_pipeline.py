@@ -283,21 +283,10 @@ def test_the_text_and_the_tokenizer_of_a_finished_run_stay(tmp_path, trained, co
 
 
 def test_a_checkpoint_speaks_by_itself(tmp_path, trained):
-    """Old ones have no tokenizer, and speak with that of their run."""
     [step] = checkpoints.found(trained[0] / "checkpoints")
     alone = shutil.copytree(step, tmp_path / "alone" / step.name)
     speak = lambda place: cs336("generate", "--checkpoint", place, "--tokens", 5)
     assert speak(alone).exit_code == 0 and speak(alone).stdout == speak(trained[0]).stdout
-    old = shutil.copytree(trained[0], tmp_path / "old") / "checkpoints" / step.name
-    told = json.loads((old / "checkpoint.json").read_text())
-    del told["files"]["tokenizer.json"], told["data"], told["dtype"]
-    (old / "checkpoint.json").write_text(json.dumps(told))
-    (old / "tokenizer.json").unlink()
-    assert speak(old).stdout == speak(alone).stdout, speak(old).stderr
-    assert resuming.expected(made(tmp_path / "old")).keys() == {"tokenizer.json"}
-    file = tmp_path / "old" / "tokens" / "tokenizer.json"
-    file.write_bytes(file.read_bytes().replace(b"cat", b"dog"))
-    assert "tokenizer.json is missing or damaged" in speak(old).stderr
 
 
 def test_a_text_ends_with_all_that_was_written(monkeypatch):

@@ -21,7 +21,6 @@ import math
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,9 @@ from cs336_systems.training import outputs
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
 TOKENIZER = "tokenizer.json"
-# what checkpoint.json must tell, and may
-_MUST = {"step": int, "vocab_size": int, "config": dict}
-_MAY = {"count": int, "seconds": float, "skipped": int, "progress": float, "best": float, "world_size": int,
-        "data": dict, "dtype": str}  # fmt: skip
-# an optimizer's state of each parameter, by `optimizer.name`
-_MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "own": {"step", "m", "v"}}
+# what checkpoint.json tells
+_TOLD = {"step": int, "vocab_size": int, "config": dict, "data": dict, "dtype": str, "count": int, "seconds": float,
+         "skipped": int, "progress": float, "best": float, "world_size": int}  # fmt: skip
 
 # where files that torch has saved keep a model's state dict, from the outside in
 _STATE = ("model", "model_state_dict", "state_dict", "module")
@@ -173,8 +169,8 @@ def told(path: Path) -> dict[str, Any]:
     """What `checkpoint.json` says of a checkpoint; CheckpointError where that cannot be. Its files are not read."""
     with reading(path / "checkpoint.json"):
         found = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        for name, kind in (_MUST | _MAY).items():
-            value = found[name] if name in _MUST else found.get(name, kind())
+        for name, kind in _TOLD.items():
+            value = found[name]
             if not (name == "best" and value is None):  # nothing was held out yet
                 kinds = (int, float) if kind is float else (kind,)
                 if type(value) not in kinds or (kind in (int, float) and not 0 <= value < math.inf):
@@ -206,7 +202,7 @@ def about(path: Path) -> dict[str, Any]:
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    CheckpointError as `about`, and where a file holds anything else than its name says; it names the newest sound
+    CheckpointError as `about`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
     model, optimizer, state = (path / name for name in _FILES)
@@ -218,26 +214,11 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
                 raise ValueError(f"weights in {', '.join(sorted(other))}; they are saved in torch.float32")
         with reading(optimizer):
             moments = torch.load(optimizer, map_location="cpu", weights_only=True)
-            _check_moments(moments, weights, found["config"]["optimizer"]["name"])
         with reading(state):
             rest = torch.load(state, map_location="cpu", weights_only=True)
-            dict(rest["scaler"]), float(rest["sum"])
-            for random in rest["random"]:
-                torch.Generator().set_state(random["cpu"])
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
     return found, weights, moments, rest
-
-
-def _check_moments(moments: dict[str, Any], weights: Mapping[str, torch.Tensor], name: str) -> None:
-    for group in moments["param_groups"]:
-        list(group["params"])
-    shapes = Counter(tensor.shape for tensor in weights.values())
-    for key in _MOMENTS[name] - {"step"} if moments["state"] else ():
-        if any(set(one) != _MOMENTS[name] for one in moments["state"].values()):
-            raise ValueError(f"it is no state of the optimizer {name!r}")
-        if Counter(one[key].shape for one in moments["state"].values()) != shapes:
-            raise ValueError("its shapes are not those of the weights")
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -290,18 +271,8 @@ def _few(names: list[str]) -> str:
 
 
 def tokenizer_of(path: Path) -> Path | None:
-    """The tokenizer.json of a checkpoint: its own, or of one that has none that of its run; None where there is none.
-
-    ValueError where the run's is not what it was.
-    """
-    own, run = path / TOKENIZER, path.resolve().parent.parent / "tokens"
-    if TOKENIZER in told(path)["files"]:
-        return own
-    if not (run / TOKENIZER).is_file():
-        return None
-    if (run / "tokens.json").is_file():
-        outputs.check(run, "tokens", TOKENIZER)
-    return run / TOKENIZER
+    """The tokenizer.json of a checkpoint; None where there is none: its tokens were drawn, or came without one."""
+    return path / TOKENIZER if TOKENIZER in told(path)["files"] else None
 
 
 def _instead(folder: Path, path: Path | None = None) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -255,7 +256,7 @@ class Trainer:
         valid = None
         try:
             count = 0 if self.number else config.run.profile
-            with self._stopping_on_sigterm(), recording(self.out, count) as traced:
+            with on_sigterm(self._ask_to_stop), recording(self.out, count) as traced:
                 valid = self._steps(log, traced)
         finally:
             if log:
@@ -377,22 +378,21 @@ class Trainer:
     def _peak_gib(self) -> float | None:
         return None if self.device == "cpu" else torch.cuda.max_memory_allocated(self.device) / 2**30
 
-    # ----------------------------------------------------------------------------------------------- beside the steps
-    @contextlib.contextmanager
-    def _stopping_on_sigterm(self) -> Iterator[None]:
-        """SIGTERM asks for an end after the step (of several ranks: at the next line of the log)."""
+    def _ask_to_stop(self) -> None:
+        """For an end after the step (of several ranks: at the next line of the log)."""
+        self._asked_to_stop = self.world == 1
+        if self.world > 1:
+            (self.out / STOP).touch()
 
-        def ask(signum: int, frame: Any) -> None:
-            self._asked_to_stop = self.world == 1
-            if self.world > 1:
-                (self.out / STOP).touch()
 
-        try:
-            before = signal.signal(signal.SIGTERM, ask)
-        except ValueError:  # not the main thread, which alone hears signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+@contextlib.contextmanager
+def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

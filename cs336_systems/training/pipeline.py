@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,28 +112,13 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
 def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
     """Trains in `parallel.nproc` processes."""
     from cs336_systems.launch.start import launch
+    from cs336_systems.training.loop import STOP, on_sigterm
 
-    with _sigterm_asks_to_stop(Path(config.out)):
+    with on_sigterm((Path(config.out) / STOP).touch):
         return launch(
             f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
             device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
-
-
-@contextlib.contextmanager
-def _sigterm_asks_to_stop(out: Path) -> Iterator[None]:
-    """Within its block SIGTERM has the ranks save and end, by the file that they look for."""
-    from cs336_systems.training.loop import STOP
-
-    try:
-        before = signal.signal(signal.SIGTERM, lambda *_: (out / STOP).touch())
-    except ValueError:  # not the main thread, which alone hears signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None]) -> dict[str, Any]:

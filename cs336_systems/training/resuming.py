@@ -7,7 +7,6 @@ expected(config)                       # SHA-256 by name of the files that the r
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: checkpoint.json describes no run: {error}") from error
     old, new = (_compared(config) for config in (before, now))
-    if "dtype" in about:  # what `auto` came to
-        old["run.dtype"], new["run.dtype"] = about["dtype"], dtype
+    old["run.dtype"], new["run.dtype"] = about["dtype"], dtype  # what `auto` came to
     differ = {key: f"{key}={old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]}
     if never := [text for key, text in differ.items() if key in _NEVER]:
         raise ValueError(f"weights and optimizer of {path} do not fit other settings: {'; '.join(never)}")
@@ -74,20 +72,9 @@ def expected(config: TrainingConfig) -> dict[str, str]:
 
     for path in [Path(asked)] if asked not in ("no", "auto") else reversed(checkpoints.found(folder)):
         try:
-            data = checkpoints.told(path).get("data") or _before_that_was_kept(path)
+            data = checkpoints.told(path)["data"]
         except checkpoints.CheckpointError:
             continue  # the one before it is gone on from
         kept = (checkpoints.TOKENIZER,) if config.checkpoints.resume_changed else data
         return {name: data[name] for name in kept if name in data}
     return {}
-
-
-def _before_that_was_kept(path: Path) -> dict[str, str]:
-    """The same of a checkpoint that says nothing of it: the tokenizer of the run that it lies in."""
-    try:
-        told = json.loads(
-            (path.resolve().parent.parent / "tokens" / "tokens.json").read_text(encoding="utf-8")
-        )
-        return {"tokenizer.json": told["files"]["tokenizer.json"]["sha256"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}

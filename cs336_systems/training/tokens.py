@@ -15,14 +15,12 @@ without which the model cannot be asked to write, or at least below `tokenizer.v
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,15 +91,13 @@ def prepare(
         made_from |= {"separator": config.separator} if config.separator else {}
         make = lambda new: _tokenize(config, given, text, new, log)
     told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
+    path = folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
     with outputs.told_by(folder / "tokens.json"):
-        train, valid = (_array(folder / f"{name}.bin", told) for name in ("train", "valid"))
-        path = (
-            folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
+        train, valid = (
+            np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid")
         )
-        names = ("train.bin", "valid.bin", *["tokenizer.json"] * (path is not None))
-        files = {name: told["files"][name]["sha256"] for name in names}
-        end_of_text = _agrees(path, config.separator, told, vocab_size)
-        lossless = told["lossless"]
+        files = {name: about["sha256"] for name, about in told["files"].items()}
+        lossless, vocab_size, end = told["lossless"], told["vocab_size"], told["end_of_text"]
     if text.train.documents:
         files |= {split.path.name: split.sha256 for split in (text.train, text.valid)}
         if not lossless:
@@ -109,35 +105,10 @@ def prepare(
     nats, random = text.valid.nats, text.source == "random"
     floor = math.log(vocab_size) if random else nats / len(valid) if nats is not None and lossless else None
     return TokensInfo(
-        train=train, valid=valid, vocab_size=told["vocab_size"], end_of_text=end_of_text, tokenizer=path,
+        train=train, valid=valid, vocab_size=vocab_size, end_of_text=end, tokenizer=path,
         valid_bytes=valid.nbytes if random else text.valid.bytes if lossless else None,
         floor_nats_per_token=floor, files=files,
     )  # fmt: skip
-
-
-def _array(path: Path, told: Mapping[str, Any]) -> np.memmap:
-    """The ids in a file; ValueError where they are not of the width and number told, or not of the vocabulary."""
-    vocab_size, count = told["vocab_size"], told["counts"][path.stem]
-    if told["dtype"] != _dtype(vocab_size):
-        raise ValueError(f"dtype {told['dtype']!r}; of {vocab_size} tokens it is {_dtype(vocab_size)!r}")
-    ids = np.memmap(path, told["dtype"], mode="r")
-    if len(ids) != count:
-        raise ValueError(f"{path.name} holds {len(ids)} ids, not {count}")
-    if (highest := max(int(ids[i : i + _DRAW].max()) for i in range(0, len(ids), _DRAW))) >= vocab_size:
-        raise ValueError(f"{path.name} holds id {highest}; the vocabulary has {vocab_size}")
-    return ids
-
-
-def _agrees(path: Path | None, separator: str, told: Mapping[str, Any], vocab_size: int) -> int | None:
-    """The end of text; ValueError where the tokenizer (None: `vocab_size` ids without one) is not the one told of."""
-    known = {"vocab_size": vocab_size, "end_of_text": None}
-    if path:
-        tokenizer = load_tokenizer(path, separator)
-        known = {"vocab_size": _vocab_size(tokenizer), "end_of_text": end_of_text(tokenizer, separator)}
-    for name, value in known.items():
-        if told[name] != value:
-            raise ValueError(f"{name} is {told[name]!r}, not {value}")
-    return known["end_of_text"]
 
 
 def load_tokenizer(path: Path, separator: str = "") -> Tokenizer:
@@ -315,21 +286,8 @@ def _encode(split: Split, tokenizer: Tokenizer, end_of_text: int, out: Path, dty
 
 def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
     try:
-        with _silent_stderr():  # before it raises, a panic tells of itself
-            return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
             raise
         raise ValueError(f"the tokenizer fails at the text: {error}") from None
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    before = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
