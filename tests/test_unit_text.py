@@ -40,7 +40,8 @@ def prepare(folder, log=None, **keys):
 def stories(tmp_path, monkeypatch):
     """A stand-in for the stories: story n of a seed is `seed n ` and some é, and has n % 7 nats; `calls` of it."""
     calls, file = [], tmp_path / "stories.py"
-    file.write_text("# a grammar\n")
+    file.write_text("# a teller\n")
+    file.with_suffix(".txt").write_text("a grammar\n")
 
     def write(path, seed, start, num_bytes, workers):
         calls.append(start)
@@ -72,10 +73,16 @@ def test_stories_are_documents_with_their_entropy(tmp_path, stories):
 
 def test_stories_are_told_anew_when_their_teller_changes(tmp_path, stories):
     log = []
-    for grammar in ("one", "one", "another"):
-        stories.file.write_text(grammar)
+    for suffix, content in (
+        (".py", "one"),
+        (".py", "one"),
+        (".py", "another"),
+        (".txt", "one"),
+        (".txt", "another"),
+    ):
+        stories.file.with_suffix(suffix).write_text(content)
         prepare(tmp_path / "out", log=log, source="stories", train_mb=0.001, valid_mb=0.001)
-    assert [line.split()[1] for line in log] == ["made", "took", "made"]
+    assert [line.split()[1] for line in log] == ["made", "took", "made", "made", "made"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -141,7 +141,8 @@ def _stories(config: Text) -> _Source:
             splits[name] = {"documents": written.stories, "bytes": size, "nats": written.nats}
         return splits
 
-    return {"stories.py": outputs.sha256(Path(stories.__file__))}, write
+    code = Path(stories.__file__)
+    return {file.name: outputs.sha256(file) for file in (code, code.with_suffix(".txt"))}, write
 
 
 def _tinystories(config: Text) -> _Source:
