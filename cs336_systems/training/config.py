@@ -22,7 +22,6 @@ from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.sizes import SIZES, ModelConfig
 from cs336_systems.store import numbers
 from cs336_systems.store.files import content
-from cs336_systems.training import values
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
@@ -41,11 +40,7 @@ def _number(default: float, least: float, about: str, most: float = _LARGEST, ab
     return field(default=default, metadata={"least": least, "most": most, "above": above, "about": about})
 
 
-def _text(default: str, about: str) -> Any:
-    return field(default=default, metadata={"about": about})
-
-
-def _switch(default: bool, about: str) -> Any:
+def _key(default: Any, about: str) -> Any:
     return field(default=default, metadata={"about": about})
 
 
@@ -54,17 +49,17 @@ def _switch(default: bool, about: str) -> Any:
 class Text:
     """What is learned."""
 
-    source: str = _text(
+    source: str = _key(
         "stories", "stories, tinystories, random, or a path: text, .jsonl, a folder, .npy or .bin ids"
     )
-    valid: str = _text("", "a path of the same kind to hold out; empty: some of the source")
-    field: str = _text("text", "of a line of .jsonl, which holds the text")
+    valid: str = _key("", "a path of the same kind to hold out; empty: some of the source")
+    field: str = _key("text", "of a line of .jsonl, which holds the text")
     train_mb: float = _number(
         8.0, 0, "megabytes of stories or random tokens to make; of other texts the most to take (0: all)"
     )
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
     seed: int = _number(0, 0, "of the stories, of random tokens, of which documents are held out")
-    cache: str = _text("", "folder of texts that runs share; empty: text/ in the run's own")
+    cache: str = _key("", "folder of texts that runs share; empty: text/ in the run's own")
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,8 @@ class Tokenizer:
     """Bytes to tokens."""
 
     vocab_size: int = _number(2048, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
-    path: str = _text("", "a tokenizer.json to use instead of training one")
-    separator: str = _text("", "its token after each document; empty: <|endoftext|>, or what it has for that")
+    path: str = _key("", "a tokenizer.json to use instead of training one")
+    separator: str = _key("", "its token after each document; empty: <|endoftext|>, or what it has for that")
     dtype: str = _one_of("uint16", ("uint16", "uint32", "int32", "int64"), "of the ids in a ready .bin file")
 
 
@@ -87,7 +82,7 @@ class Model:
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
     num_layers: int = _number(0, 0, "blocks")
     num_heads: int = _number(0, 0, "attention heads of a block")
-    attention: str = _text("auto", "auto, or an implementation that `cs336 doctor` lists")
+    attention: str = _key("auto", "auto, or an implementation that `cs336 doctor` lists")
 
     def sizes(self, vocab_size: int) -> ModelConfig:
         """The model's hyperparameters; ValueError where they do not fit together."""
@@ -113,7 +108,7 @@ class Optimizer:
     eps: float = _number(1e-8, 0, "added to the root of the second moment", most=1)
     weight_decay: float = _number(0.1, 0, "decoupled, of matrices", most=10)
     clip: float = _number(1.0, 0, "largest norm of all gradients together; 0: any")
-    sharded: bool = _switch(False, "spread its state over the ranks (ZeRO stage 1)")
+    sharded: bool = _key(False, "spread its state over the ranks (ZeRO stage 1)")
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class Run:
         "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs",
     )
     seed: int = _number(0, 0, "of the weights")
-    deterministic: bool = _switch(False, "the same bits in every run on a GPU")
+    deterministic: bool = _key(False, "the same bits in every run on a GPU")
     profile: int = _number(0, 0, "steps to record a trace of, after ten")
 
 
@@ -196,12 +191,12 @@ class Checkpoints:
         10.0, 0, "the longest time between them, to a line of the log; 0: by steps alone"
     )
     keep: int = _number(2, 1, "of the periodic ones; those that a start with another number kept stay")
-    best: bool = _switch(False, "keep the one of the lowest validation loss as well")
-    resume: str = _text("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
-    resume_changed: bool = _switch(
+    best: bool = _key(False, "keep the one of the lowest validation loss as well")
+    resume: str = _key("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
+    resume_changed: bool = _key(
         False, "go on though settings that change the run differ from the checkpoint's"
     )
-    init_from: str = _text("", "a checkpoint, .safetensors or .pt file whose weights are the first")
+    init_from: str = _key("", "a checkpoint, .safetensors or .pt file whose weights are the first")
 
 
 @dataclass(frozen=True)
@@ -209,15 +204,15 @@ class Logging:
     """What is written while it runs; log.csv always is."""
 
     every: int = _number(20, 1, "steps between lines")
-    tensorboard: bool = _switch(False, "also for TensorBoard, where it is installed")
-    wandb: str = _text("", "project of Weights & Biases to log to, where wandb is installed")
+    tensorboard: bool = _key(False, "also for TensorBoard, where it is installed")
+    wandb: str = _key("", "project of Weights & Biases to log to, where wandb is installed")
 
 
 @dataclass(frozen=True)
 class Generation:
     """The samples at the end."""
 
-    prompt: str = _text("Once upon a time", "where they begin")
+    prompt: str = _key("Once upon a time", "where they begin")
     samples: int = _number(2, 0, "how many", most=1000)
     tokens: int = _number(160, 1, "the longest one")
     temperature: float = _number(0.8, 0, "0: always the likeliest token", most=100)
@@ -230,7 +225,7 @@ class Generation:
 class TrainingConfig:
     """A whole run, section by section."""
 
-    out: str = _text("runs/stories", "folder of the run: everything that it writes")
+    out: str = _key("runs/stories", "folder of the run: everything that it writes")
     text: Text = field(default_factory=Text)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     model: Model = field(default_factory=Model)
@@ -303,7 +298,7 @@ def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
     """The value of one key, made from text if need be; ValueError that says what is allowed."""
     wanted = {bool: "true or false", int: numbers.WHOLE, float: numbers.NUMBER, str: "a text"}[kind]
     try:
-        value = values.PARSE[kind](value)
+        value = _parsed(kind, value)
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{key}={value!r}; it must be {wanted}") from None
     if "allowed" in about and value not in about["allowed"]:
@@ -312,6 +307,19 @@ def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
         least, most, above = about["least"], about["most"], about["above"]
         if not (least < value <= most if above else least <= value <= most):
             raise ValueError(f"{key}={value!r}; it must be {_range(least, most, above, value > most)}")
+    return value
+
+
+def _parsed(kind: type, value: Any) -> Any:
+    """A value of that kind, from text where it is text; ValueError, TypeError or OverflowError for what is none."""
+    if kind is bool and isinstance(value, str):
+        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+    elif kind in (int, float) and isinstance(value, str):
+        value = numbers.whole(value) if kind is int else numbers.number(value)
+    elif kind in (int, float) and not isinstance(value, bool) and (kind is float or value == int(value)):
+        value = kind(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise ValueError
     return value
 
 
