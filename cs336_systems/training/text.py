@@ -191,12 +191,10 @@ def _files(config: Text) -> _Source:
     inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
-        learned, *other = (
-            documents.Corpus([path for _, path, _ in some], config.field) for some in found.values()
-        )
-        train, valid = (
-            (learned, *other) if other else documents.held_out(learned, config.valid_mb * _MB, config.seed)
-        )
+        corpora = [documents.Corpus([path for _, path, _ in some], config.field) for some in found.values()]
+        if not config.valid:
+            corpora = documents.held_out(*corpora, config.valid_mb * _MB, config.seed)
+        train, valid = corpora
         splits = {
             "train": documents.copy(train, new / "train.txt", config.train_mb * _MB or float("inf")),
             "valid": documents.copy(valid, new / "valid.txt", config.valid_mb * _MB),
@@ -214,30 +212,22 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
     try:
         if not told.strip() or not source.exists():
             raise ValueError(f"{key}={told!r}; allowed: {_ALLOWED[key]}")
-        paths = {source.name: source}
+        paths = [source] if not source.is_dir() else sorted(source.rglob("*"))
+        names = {path: path.name if path == source else path.relative_to(source).as_posix() for path in paths}
         if source.is_dir():
-            there = {
-                path.relative_to(source).as_posix(): path for path in source.rglob("*") if not path.is_dir()
-            }
-            paths = {
-                name: there[name]
-                for name in sorted(there)
-                if Path(name).suffix in _TEXTS and "/." not in f"/{name}"
-            }
+            shown = [path for path in paths if path.suffix in _TEXTS and "/." not in f"/{names[path]}"]
+            paths = [path for path in shown if not path.is_dir()]
         if not paths:
             raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")
-        return [(name, path, outputs.sha256(path)) for name, path in paths.items()]
+        return [(names[path], path, outputs.sha256(path)) for path in paths]
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def _ready(config: Text) -> list[Split]:
     splits = []
-    for key, told, mb in (
-        ("source", config.source, config.train_mb),
-        ("valid", config.valid, config.valid_mb),
-    ):
-        path = Path(told).expanduser()
+    for key, mb in (("source", config.train_mb), ("valid", config.valid_mb)):
+        path = Path(told := getattr(config, key)).expanduser()
         if path.suffix not in READY or not path.is_file():
             raise ValueError(
                 f"text.{key}={told!r}; ready tokens are two files, text.source and text.valid: .npy or .bin"
