@@ -500,6 +500,11 @@ def test_rank_0s_clock_decides_for_all(tmp_path):
     assert steps_of(tmp_path) == [4, 8, 12]
 
 
+def test_all_files_are_for_the_same_readers(two_checkpoints):
+    modes_of = {file.stat().st_mode for file in (two_checkpoints / "checkpoints").glob("*/*")}
+    assert len(modes_of) == 1
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_saving_holds_at_most_four_bytes_a_parameter_more(tmp_path, device):
     trainer = Trainer(made(tmp_path, model__d_model=256, model__d_ff=1024, run__device=device), data())

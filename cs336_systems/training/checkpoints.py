@@ -73,6 +73,7 @@ def save(
         for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
             with open(new / name, "wb") as file:  # of a name alone torch.save hides what a full disk says
                 torch.save(dict(value), file)
+        shutil.copymode(new / name, new / _FILES[0])  # safetensors lets nobody else read
         if tokenizer:
             (new / TOKENIZER).write_bytes(tokenizer)
         files = {name: outputs.synced(new / name) for name in (*_FILES, *[TOKENIZER] * bool(tokenizer))}
@@ -120,16 +121,15 @@ def keep(folder: Path, count: int) -> None:
 
 def _told_to_keep(path: Path) -> int | None:
     try:
-        return json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))["config"]["checkpoints"][
-            "keep"
-        ]
+        about = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+        return about["config"]["checkpoints"]["keep"]
     except (
         OSError,
         ValueError,
         LookupError,
         TypeError,
         RecursionError,
-    ):  # damaged: it is held to no number of its own
+    ):  # damaged: held to no number of its own
         return None
 
 

@@ -18,10 +18,7 @@ from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 from cs336_systems.training.log import check_trackers
 
-_PLAIN = (
-    "reference",
-    "flash_torch",
-)  # implementations of attention that keep whole matrices of scores, or may
+_PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of scores, or may
 _STEPS = 3
 USABLE = 0.88  # of a GPU's memory: the rest is for its context, libraries' workspaces and what an allocator rounds up
 BATCHES = tuple(2**n for n in range(9))
@@ -32,12 +29,9 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
 
     fp16 holds what bf16 does. Of a sharded optimizer's state, AdamW's two moments, it is the rank that keeps most.
     """
-    sizes, whole = (
-        config.model.sizes(config.tokenizer.vocab_size),
-        _unsharded(config, dtype, device, world_size),
-    )
+    sizes = config.model.sizes(config.tokenizer.vocab_size)
     kept = max(map(sum, shards(sizes, world_size))) if config.optimizer.sharded else num_parameters(sizes)
-    return whole - 8 * (num_parameters(sizes) - kept)
+    return _unsharded(config, dtype, device, world_size) - 8 * (num_parameters(sizes) - kept)
 
 
 def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
@@ -52,13 +46,9 @@ def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int)
 
 
 def largest_batch(
-    size: str,
-    context_length: int,
-    gib: float,
-    dtype: str = "fp16",
-    vocab_size: int = 2048,
+    size: str, context_length: int, gib: float, dtype: str = "fp16", vocab_size: int = 2048,
     world_size: int = 1,
-) -> int:
+) -> int:  # fmt: skip
     """The most sequences of BATCHES that a step of one rank can hold in USABLE of `gib` GiB; 0 where not one fits.
 
     Attention keeps no scores; with several ranks the optimizer's state is spread over them."""
@@ -67,13 +57,9 @@ def largest_batch(
 
 
 def gib_of(
-    size: str,
-    context_length: int,
-    sequences: int,
-    dtype: str = "fp16",
-    vocab_size: int = 2048,
+    size: str, context_length: int, sequences: int, dtype: str = "fp16", vocab_size: int = 2048,
     world_size: int = 1,
-) -> float:
+) -> float:  # fmt: skip
     """What `memory_bytes` says of so many sequences on a GPU, in GiB."""
     config = load(None, {
         "model.size": size, "model.context_length": context_length, "batch.sequences": sequences * world_size,

@@ -181,12 +181,8 @@ def install(root: Path, say: Any = print) -> None:
 def asked(train: str) -> bool:
     """Whether a notebook is to train: "yes", "no", or "auto", which is no while the book is built. ValueError for other
     words."""
-    answers = {
-        "yes": True,
-        "true": True,
-        "no": False,
-        "false": False,
-    }  # papermill makes booleans of some words
+    # papermill makes booleans of some words
+    answers = {"yes": True, "true": True, "no": False, "false": False}
     answers["auto"] = os.environ.get("CS336_BOOK_BUILD") != "1"
     if (word := str(train).lower()) not in answers:
         raise ValueError(f"train={train!r}; allowed: auto, yes, no")
