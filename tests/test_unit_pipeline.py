@@ -185,11 +185,13 @@ def test_generate_speaks_in_a_stream(tmp_path):
 MAY = {
     "schedule.steps": 9, "parallel.wrapper": "naive", "parallel.nproc": 2, "run.compile": "blocks", "logging.every": 7,
     "checkpoints.keep": 9, "evaluation.every": 1, "optimizer.sharded": True, "generation.seed": 4, "out": "elsewhere",
+    "checkpoints.minutes": 1, "checkpoints.every": -1, "logging.wandb": "stories",
 }  # fmt: skip
 MUST_NOT = {
     "text.seed": 1, "text.train_mb": 0.07, "text.source": "random", "tokenizer.vocab_size": 300, "batch.seed": 1,
     "batch.sequences": 8, "optimizer.learning_rate": 0.5, "optimizer.clip": 0.5, "optimizer.beta2": 0.9,
     "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
+    "text.valid": "valid.txt", "text.field": "story", "tokenizer.separator": "</s>", "tokenizer.dtype": "int64",
 }  # fmt: skip
 NEVER = {
     "optimizer.name": "own", "model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini",
