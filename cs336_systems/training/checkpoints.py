@@ -40,7 +40,6 @@ TOKENIZER = "tokenizer.json"
 # what checkpoint.json tells
 _TOLD = {"step": int, "vocab_size": int, "config": dict, "data": dict, "dtype": str, "count": int, "seconds": float,
          "skipped": int, "progress": float, "best": float, "world_size": int}  # fmt: skip
-
 # where files that torch has saved keep a model's state dict, from the outside in
 _STATE = ("model", "model_state_dict", "state_dict", "module")
 _FIRST = "token_embeddings.weight"
@@ -67,13 +66,12 @@ def save(
         for left in folder.glob(".step-*"):  # of writers that were killed
             shutil.rmtree(left)
         new.mkdir(parents=True)
-        safetensors.torch.save_file(
-            {name: x.detach().contiguous() for name, x in weights.items()}, new / _FILES[0]
-        )
+        plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+        safetensors.torch.save_file(plain, new / _FILES[0])
         for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
             with open(new / name, "wb") as file:  # of a name alone torch.save hides what a full disk says
                 torch.save(dict(value), file)
-        shutil.copymode(new / name, new / _FILES[0])  # safetensors lets nobody else read
+        shutil.copymode(new / _FILES[1], new / _FILES[0])  # safetensors lets nobody else read
         if tokenizer:
             (new / TOKENIZER).write_bytes(tokenizer)
         files = {name: outputs.synced(new / name) for name in (*_FILES, *[TOKENIZER] * bool(tokenizer))}
@@ -123,13 +121,8 @@ def _told_to_keep(path: Path) -> int | None:
     try:
         about = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         return about["config"]["checkpoints"]["keep"]
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ):  # damaged: held to no number of its own
+    # damaged: it is held to no number of its own
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

@@ -76,13 +76,10 @@ class RunLog:
             with _one_line(wandb):
                 from wandb import init
 
-                known = self._known_run(step)
-                self._wandb = init(
-                    project=wandb, dir=str(out), config=dict(config or {}), id=known, resume="allow"
-                )
-            for row in (
-                self._lines if _offline() else ()
-            ):  # of several offline parts the last one sent replaces all
+                told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
+                self._wandb = init(**told, id=self._known_run(step), resume="allow")
+            # offline, of several parts of a run the one that is sent last replaces the others: it tells all
+            for row in self._lines if _offline() else ():
                 numbers = {name: float(text) for name, text in row.items() if text}
                 self._wandb.log(numbers, step=int(numbers.pop("step")))
         self._write_all()

@@ -287,9 +287,8 @@ class Trainer:
                 continue
             clock.ask()
             if due["line"]:
-                due["checkpoint"] |= (
-                    self._line(log, norm, clock.seconds - seconds, clock.timed - timed) and not ends
-                )
+                late = self._line(log, norm, clock.seconds - seconds, clock.timed - timed)
+                due["checkpoint"] |= late and not ends
                 seconds, timed = clock.seconds, clock.timed
             if due["evaluation"]:
                 self._note_validation(log, self.evaluate())

@@ -216,6 +216,7 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
 # ------------------------------------------------------------------------------------------------------ after training
 def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[str, Any]:
     """Keeps the result, draws the losses, writes the samples."""
+    from cs336_systems.training.checkpoints import tokenizer_of
     from cs336_systems.training.log import picture
 
     out = Path(config.out)
@@ -229,14 +230,10 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line = f"held out: {result['valid_loss']:.4f} nats a token"
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
-    how = config.generation
-    from cs336_systems.training.checkpoints import tokenizer_of
-
-    if how.samples and tokenizer_of(Path(result["checkpoint"])):
-        how_long = {"num_tokens": how.tokens, "sampling": sampling_of(how)}
-        result["samples"] = written(
-            *trained(Path(result["checkpoint"])), [how.prompt] * how.samples, **how_long
-        )
+    how, place = config.generation, Path(result["checkpoint"])
+    if how.samples and tokenizer_of(place):
+        asked = {"num_tokens": how.tokens, "sampling": sampling_of(how)}
+        result["samples"] = written(*trained(place), [how.prompt] * how.samples, **asked)
         for sample in result["samples"]:
             say(f"\n{sample}")
         files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
