@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems.chapters.parallelism import accounting as model
+from cs336_systems.chapters.parallelism import layer
 from cs336_systems.chapters.parallelism.accounting import (
     GB,
     GIB,
@@ -223,3 +224,24 @@ def region_figure(setting: Setting) -> Figure:
         ax.set(xlim=(1, 64), ylim=(16, 4096), xlabel="tensor parallelism Y", title=f"collectives {overlap}")
     axes[0, 0].set_ylabel("tokens per device, B/N")
     return figure
+
+
+# ------------------------------------------------------------------------------------------- one gated layer
+LAYER = layer.Layer(
+    tokens=2 * 32_768, d_model=4096, d_ff=11_008
+)  # of the 8B model whose step 2026's leaderboard times
+
+
+def limits_table() -> pd.DataFrame:
+    """Up to how many devices LAYER's communication hides behind its FLOPs, on each of DEVICES."""
+    out = []
+    for name, device in layer.DEVICES.items():
+        together, in_turn = (layer.grid_limit(LAYER, device, overlap) for overlap in model.OVERLAPS)
+        out.append({
+            "device": name, "C / W": device.alpha, "data parallel, FSDP": layer.data_parallel_limit(LAYER, device),
+            "tensor, forward": layer.tensor_limit(LAYER, device, "forward"),
+            "backward": layer.tensor_limit(LAYER, device, "backward"),
+            "grid": together[0], "X": together[1], "Y": together[2],
+            "grid, shared": in_turn[0], "X, shared": in_turn[1], "Y, shared": in_turn[2],
+        })  # fmt: skip
+    return pd.DataFrame(out)

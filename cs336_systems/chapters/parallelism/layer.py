@@ -1,0 +1,154 @@
+"""One gated feed-forward layer over N devices, as the calculations of spring 2026 ask for it: FLOPs, bytes, bounds.
+
+y = (f(x W₁) ∗ (x W₂)) W₃, x (B, D), W₁ and W₂ (D, F), W₃ (F, D), two bytes a number. A device does C FLOP/s and sends
+W bytes/s. Collectives go around a ring: an all-gather of S bytes, or a reduce-scatter, takes (N - 1)/N · S/W, an
+all-reduce both. Communication overlaps compute, so a bound is where their times are equal. All bounds are exact: N = 1
+communicates nothing and is within each. `equations` runs these layers and counts what they send.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cs336_systems.accounting.hardware import peaks
+from cs336_systems.accounting.model import check_choice
+from cs336_systems.accounting.operations import check_sizes
+from cs336_systems.chapters.parallelism.accounting import OVERLAPS, TPU_V5P
+
+BYTES = 2  # of a number
+MATRICES = 3  # of a layer
+PARTS = {"forward": 1, "backward": 2}
+"""Part of a step → FLOPs in units of a forward pass, 6·B·D·F: backward has two matmuls for each of forward's."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """flops: C, dense FLOP/s in bf16. bytes_per_s: W, what it sends."""
+
+    flops: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
+
+    @property
+    def alpha(self) -> float:
+        """C / W: the FLOPs of the time in which one byte is sent."""
+        return self.flops / self.bytes_per_s
+
+
+def _gpu(name: str) -> Device:
+    sheet = peaks(name)
+    assert sheet is not None and sheet.nvlink_one_way_gb_per_s is not None, name
+    return Device(sheet.tflops["bf16"] * 1e12, sheet.nvlink_one_way_gb_per_s * 1e9)
+
+
+DEVICES = {
+    "H100": _gpu("NVIDIA H100 80GB HBM3"), "H200": _gpu("NVIDIA H200"), "B200": _gpu("NVIDIA B200"),
+    "TPU v5p": Device(TPU_V5P.flops, TPU_V5P.axis_bytes_per_s),
+}  # fmt: skip
+"""GPUs by their data sheets, NVLink one way; the TPU along one axis of its mesh."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """B tokens through one gated feed-forward layer, D → F → D. ValueError for a size that is not positive."""
+
+    tokens: float
+    d_model: float
+    d_ff: float
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
+
+    @property
+    def weight_bytes(self) -> float:
+        """6·D·F: three matrices."""
+        return BYTES * MATRICES * self.d_model * self.d_ff
+
+    @property
+    def activation_bytes(self) -> float:
+        """2·B·D: the input, the output, or the gradient of either."""
+        return BYTES * self.tokens * self.d_model
+
+    def flops(self, part: str, devices: float = 1) -> float:
+        """6·B·D·F / N forward and 12·B·D·F / N backward, however the work is split over N devices."""
+        check_choice("part", part, tuple(PARTS))
+        return PARTS[part] * 2 * MATRICES * self.tokens * self.d_model * self.d_ff / devices
+
+
+# ------------------------------------------------------------------------------------- bytes that a device sends
+def ring_bytes(num_bytes: float, devices: float) -> float:
+    """What a device sends in an all-gather or a reduce-scatter of `num_bytes`: all shards but one."""
+    return num_bytes * (devices - 1) / devices
+
+
+def alternate_all_reduce_bytes(num_bytes: float, devices: float) -> float:
+    """What a device sends in a ring that passes on whole tensors, N - 1 times: N/2 times what `ring_bytes`' all-reduce
+    sends."""
+    return num_bytes * (devices - 1)
+
+
+def data_parallel_bytes(layer: Layer, devices: float) -> float:
+    """Backward: an all-reduce of all gradients."""
+    return 2 * ring_bytes(layer.weight_bytes, devices)
+
+
+def fsdp_bytes(layer: Layer, part: str, devices: float) -> float:
+    """Forward gathers the weights; backward gathers them again and reduce-scatters their gradients."""
+    return PARTS[part] * ring_bytes(layer.weight_bytes, devices)
+
+
+def tensor_bytes(layer: Layer, devices: float) -> float:
+    """An all-reduce of (B, D) in each pass: of the output forward, of the input's gradient backward."""
+    return 2 * ring_bytes(layer.activation_bytes, devices)
+
+
+def grid_bytes(layer: Layer, fsdp: float, tensor: float) -> tuple[float, float]:
+    """Forward on a grid: a device's gather of its F/Y columns of weights over X, and its all-reduce of (B/X, D) over
+    Y."""
+    return (
+        ring_bytes(layer.weight_bytes / tensor, fsdp),
+        2 * ring_bytes(layer.activation_bytes / fsdp, tensor),
+    )
+
+
+def grid_seconds(layer: Layer, device: Device, fsdp: float, tensor: float, overlap: str) -> float:
+    """Communication of a forward pass: the longer of its two times ("together"), or their sum ("in turn")."""
+    check_choice("overlap", overlap, OVERLAPS)
+    times = [num_bytes / device.bytes_per_s for num_bytes in grid_bytes(layer, fsdp, tensor)]
+    return max(times) if overlap == "together" else sum(times)
+
+
+# ------------------------------------------------------------------------------------------------------ bounds
+def data_parallel_limit(layer: Layer, device: Device) -> float:
+    """The most devices of which communication takes no longer than compute: 1 + B/α. Backward of data parallelism, and
+    both passes of FSDP: FLOPs and bytes double together."""
+    return 1 + layer.tokens / device.alpha
+
+
+def tensor_limit(layer: Layer, device: Device, part: str) -> float:
+    """The same for tensor parallelism: 1 + 3F/(2α) forward and, with twice the FLOPs for the same bytes, 1 + 3F/α
+    backward."""
+    check_choice("part", part, tuple(PARTS))
+    return 1 + PARTS[part] * MATRICES * layer.d_ff / (2 * device.alpha)
+
+
+def grid_limit(layer: Layer, device: Device, overlap: str) -> tuple[float, float, float]:
+    """(N, X, Y): the most devices of a grid, and their best split, of which a forward pass is compute-bound.
+
+    Together, each axis has its own bound and N = (1 + B/α)·(1 + 3F/(2α)). In turn, 6F(X - 1) + 4B(Y - 1) ≤ 6BF/α: the
+    product X·Y is largest where 6FX and 4BY are equal, half of K = 6BF/α + 6F + 4B each, so N = K²/(96·B·F). (If that
+    would put less than one device on an axis, all are on the other one.)
+    """
+    check_choice("overlap", overlap, OVERLAPS)
+    most = data_parallel_limit(layer, device), tensor_limit(layer, device, "forward")
+    if overlap == "together":
+        return math.prod(most), *most
+    f, b = 2 * MATRICES * layer.d_ff, 2 * BYTES * layer.tokens
+    half = (f * layer.tokens / device.alpha + f + b) / 2
+    fsdp, tensor = half / f, half / b
+    if min(fsdp, tensor) < 1:
+        fsdp, tensor = (most[0], 1.0) if tensor < 1 else (1.0, most[1])
+    return fsdp * tensor, fsdp, tensor
