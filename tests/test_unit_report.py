@@ -239,7 +239,9 @@ def test_coverage_lists_every_part_once(project_root):
     assert answers["[leaderboard](#answer-leaderboard)"] == "3 ms"
     assert answers["[nsys_profile (e)](#answer-nsys-profile-e)"] == tables.EMPTY
     graded = [sum(p.points[year] or 0 for p in coverage.PROBLEMS) for year in range(2)]
-    assert [table[year].map(lambda x: int(x) if x.isdigit() else 0).sum() for year in coverage.YEARS] == graded
+    assert [
+        table[year].map(lambda x: int(x) if x.isdigit() else 0).sum() for year in coverage.YEARS
+    ] == graded
     assert set(table["chapter"]) == {f"[{p.chapter}]({p.chapter}.ipynb)" for p in coverage.PROBLEMS}
     assert {p.chapter for p in coverage.PROBLEMS} <= set(coverage.chapters_in_toc(project_root))
 

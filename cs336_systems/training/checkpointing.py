@@ -1,0 +1,215 @@
+"""Activation checkpointing: what a block saves for backward is computed again there instead (Chen et al., 1604.06174).
+
+    x = blockwise(model.layers, x, cos, sin, size=4)      # keeps the input of every fourth block
+    x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, computes log2(N) times as much
+    recompute(model.layers, "selective")                  # each block keeps what is dear to compute again
+
+On torch's non-reentrant checkpoint. With N equal blocks that save R bytes each between inputs of c bytes:
+
+    strategy                  activations at the peak           blocks computed again
+    none                      N·R                               0
+    blockwise, size k         (N/k)·c + k·R                     N
+    nested                    about (log2(N) + 1)·c + R         about N·log2(N)
+
+A selective block keeps the results of some operations. A plan measures each operation of a block once: how long it
+takes, and what its result holds. It keeps those that take longest for their bytes, until what is left is cheap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+RECOMPUTE = ("none", "blocks", "selective")
+CHEAP = 0.1  # of a block's forward pass that a selective block may compute again
+_MIB = 2**20
+Key = tuple[str, int]  # an operation's name, and its how-manieth call in a block
+
+
+# ------------------------------------------------------------------------------------------ many blocks
+def blockwise(blocks: Sequence[nn.Module], x: Tensor, *rest: Any, size: int = 1) -> Tensor:
+    """x through all blocks, each called with `rest`; of every `size` blocks only the input is saved for backward.
+
+    ValueError for a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size={size}; it must be at least 1")
+    for start in range(0, len(blocks), size):
+        x = checkpoint(_through, blocks[start : start + size], x, *rest, use_reentrant=False)
+    return x
+
+
+def nested(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """As `blockwise`, at the least memory that halving gives: the first half is a checkpoint, in which its own first
+    half is one when it is computed again, and so on; the second half is treated likewise."""
+    if len(blocks) == 1:
+        return checkpoint(blocks[0], x, *rest, use_reentrant=False)
+    half = len(blocks) // 2
+    x = checkpoint(nested, blocks[:half], x, *rest, use_reentrant=False)
+    return nested(blocks[half:], x, *rest)
+
+
+def _through(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    for block in blocks:
+        x = block(x, *rest)
+    return x
+
+
+# ------------------------------------------------------------------------------------------ parts of a block
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operation in a block's forward pass. num_bytes: of new memory that its results hold."""
+
+    key: Key
+    shape: tuple[int, ...]
+    num_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The operations of a block, and whose results are kept; the others are computed again."""
+
+    operations: tuple[Operation, ...]
+    kept: frozenset[Key]
+
+    def contexts(self) -> tuple[Any, Any]:
+        """For `checkpoint(context_fn=...)`: in forward the kept results are stored, in backward they are taken."""
+        calls: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            counter = calls[context.is_recompute]
+            counter[str(operation)] += 1
+            keep = (str(operation), counter[str(operation)]) in self.kept
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def __str__(self) -> str:
+        """A line for each operation that takes or holds something, and the sums."""
+        line = "{:<40} {:>22} {:>9} {:>8}  {}".format
+        out = [line("operation", "result", "MiB", "ms", "")]
+        for op in self.operations:
+            if op.num_bytes:
+                shape = " × ".join(map(str, op.shape))
+                word = "kept" if op.key in self.kept else "again"
+                out.append(line(op.key[0], shape, f"{op.num_bytes / _MIB:.2f}", f"{op.ms:.3f}", word))
+        for word, sort in (("kept", True), ("again", False)):
+            some = [op for op in self.operations if (op.key in self.kept) == sort]
+            size, ms = sum(op.num_bytes for op in some) / _MIB, sum(op.ms for op in some)
+            out.append(line("together", "", f"{size:.2f}", f"{ms:.3f}", word))
+        return "\n".join(out)
+
+
+def choose(operations: Sequence[Operation], cheap: float = CHEAP) -> Plan:
+    """Keeps the operations that take the most ms a byte, until the others take at most `cheap` of all the time.
+
+    What allocates nothing (views) is never kept. ValueError for a share outside [0, 1].
+    """
+    if not 0 <= cheap <= 1:
+        raise ValueError(f"cheap={cheap}; it must lie between 0 and 1")
+    left, kept = sum(op.ms for op in operations), set()
+    enough = cheap * left
+    for op in sorted(operations, key=lambda op: op.ms / max(op.num_bytes, 1), reverse=True):
+        if left <= enough:
+            break
+        if op.num_bytes:
+            kept.add(op.key)
+            left -= op.ms
+    return Plan(tuple(operations), frozenset(kept))
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes each operation below autograd, and when it began and ended on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.on_gpu = device.type == "cuda"
+        self.calls: Counter[str] = Counter()
+        self.noted: list[tuple[Key, tuple[int, ...], int, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        start = self._now()
+        out = func(*args, **(kwargs or {}))
+        end = self._now()
+        self.calls[str(func)] += 1
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        new = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in results}
+        size = sum(num_bytes for pointer, num_bytes in new.items() if pointer not in before)
+        shape = tuple(results[0].shape) if results else ()
+        self.noted.append(((str(func), self.calls[str(func)]), shape, size, start, end))
+        return out
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def operations(self) -> list[Operation]:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        took = (lambda a, b: a.elapsed_time(b)) if self.on_gpu else (lambda a, b: 1e3 * (b - a))
+        return [Operation(key, shape, size, took(a, b)) for key, shape, size, a, b in self.noted]
+
+
+def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
+    """The operations of one forward pass, each with its least time of three passes (the first may compile)."""
+    passes = []
+    for _ in range(3):
+        with _Recorder(next(x.device for x in inputs if isinstance(x, Tensor))) as recorder:
+            forward(*inputs)
+        passes.append(recorder.operations())
+    return [min(calls, key=lambda op: op.ms) for calls in zip(*passes, strict=True)]
+
+
+def recompute(blocks: Iterable[nn.Module], how: str, cheap: float = CHEAP) -> None:
+    """Makes each block compute its activations again in backward, all ("blocks") or the cheap ones ("selective").
+
+    Blocks keep their class, hooks and parameters. Selective blocks share a plan, which the first forward pass with
+    gradients makes: `block.forward.plan`. ValueError for an unknown `how`.
+    """
+    if how not in RECOMPUTE:
+        raise ValueError(f"unknown recompute {how!r}; allowed: {', '.join(RECOMPUTE)}")
+    shared: dict[str, Plan] = {}
+    for block in blocks:
+        if isinstance(block.forward, _Again):
+            block.forward = block.forward.forward
+        if how != "none":
+            block.forward = _Again(block.forward, shared if how == "selective" else None, cheap)
+
+
+class _Again:
+    """A block's forward pass within a checkpoint."""
+
+    def __init__(self, forward: Callable[..., Any], shared: dict[str, Plan] | None, cheap: float) -> None:
+        self.forward, self.shared, self.cheap = forward, shared, cheap
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is kept; None before the first forward pass, and where all is computed again."""
+        return (self.shared or {}).get("plan")
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*inputs)
+        if self.shared is None:
+            return checkpoint(self.forward, *inputs, use_reentrant=False)
+        if "plan" not in self.shared:
+            with torch.no_grad():
+                self.shared["plan"] = choose(operations(self.forward, *inputs), self.cheap)
+        contexts = self.shared["plan"].contexts
+        return checkpoint(self.forward, *inputs, use_reentrant=False, context_fn=contexts)
