@@ -140,7 +140,7 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
         for number in range(1, _STEPS_WITH_STATE + 1):
             last = number == _STEPS_WITH_STATE
             when = "first" if number == 1 else "later"
-            if last:  # what Gloo's threads still held of gradients would be missed in the forward pass
+            if last:  # what is still held of sent gradients would be missed in the forward pass
                 _settle(rank)
             with contextlib.nullcontext() if last else sent:
                 before = look()["live_bytes"]
@@ -161,8 +161,8 @@ def _moments(case: Case, rank: Rank, look: Look) -> dict[str, dict[str, Any]]:
 def _settle(rank: Rank) -> None:
     """Returns when what communicated before (optimizers agreeing, weights being copied) has released its buffers."""
     ranks.meet(rank)
-    if rank.device == "cpu":
-        time.sleep(0.05)  # Gloo's threads do so a moment after they have said that they are done
+    # Gloo's threads do so a moment after they have said that they are done; NCCL's watchdog looks ten times a second
+    time.sleep(0.05 if rank.device == "cpu" else 0.3)
 
 
 def _components(work: ParallelWorkload, optimizer_name: str, sent: Collectives) -> dict[str, int]:
