@@ -44,7 +44,7 @@ def blockwise(blocks: Sequence[nn.Module], x: Tensor, *rest: Any, size: int = 1)
     if size < 1:
         raise ValueError(f"size={size}; it must be at least 1")
     for start in range(0, len(blocks), size):
-        x = checkpoint(_through, blocks[start : start + size], x, *rest, use_reentrant=False)
+        x = checkpoint(through, blocks[start : start + size], x, *rest, use_reentrant=False)
     return x
 
 
@@ -58,7 +58,8 @@ def nested(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
     return nested(blocks[half:], x, *rest)
 
 
-def _through(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+def through(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """x through all blocks, without a checkpoint."""
     for block in blocks:
         x = block(x, *rest)
     return x
@@ -126,6 +127,13 @@ def choose(operations: Sequence[Operation], cheap: float = CHEAP) -> Plan:
             kept.add(op.key)
             left -= op.ms
     return Plan(tuple(operations), frozenset(kept))
+
+
+def selective(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """x through all blocks, each a checkpoint that keeps what the plan of one of them says."""
+    for block in blocks:
+        x = checkpoint(block, x, *rest, use_reentrant=False, context_fn=plan.contexts)
+    return x
 
 
 class _Recorder(TorchDispatchMode):
