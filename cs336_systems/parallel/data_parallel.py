@@ -8,10 +8,11 @@ import gc
 import hashlib
 import itertools
 import reprlib
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.parallel.buckets import gradient_dtype
@@ -144,7 +146,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _end_step(self, given_up: bool = False) -> None:
         """Averages the gradients, zeros in place of those that this rank lacks. given_up: see the protocol, 4."""
-        absent = [i for i, p in enumerate(self._trained) if p.grad is None]
+        absent = self._absent()
         for i in absent:
             p = self._trained[i]
             p.grad = torch.zeros_like(p, dtype=gradient_dtype(p), requires_grad=False)
@@ -155,6 +157,10 @@ class DataParallel(nn.Module, abc.ABC):
             raise
         self._arrived.clear()
         self._drop_those_that_nobody_has(absent, given_up)
+
+    def _absent(self) -> list[int]:
+        """The numbers of the parameters of which this rank has no gradient."""
+        return [i for i, p in enumerate(self._trained) if p.grad is None]
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         """What a backward pass calls when it has added to the gradient of a parameter, given with its number."""
@@ -253,6 +259,54 @@ class DataParallel(nn.Module, abc.ABC):
             # as bytes, since no backend knows all dtypes that a buffer may have
             dist.broadcast(bytes_of(contiguous), group=self.process_group, group_src=0)
             tensor.copy_(contiguous)
+
+
+class DuringBackward(DataParallel):
+    """What those classes share that communicate in the middle of a backward pass.
+
+    Between two calls of `finish_gradient_synchronization()` the backward pass outside `no_sync()` may reach each
+    parameter once: RuntimeError in the second.
+    """
+
+    _in_backward = False
+    """Set when a backward pass begins and cleared when it ends: if it raises it stays set."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
+        # inside a backward pass this is a checkpoint, computed again
+        if self._in_backward and not inside_backward():
+            for p in self._trained:
+                p.grad = None
+            self._end_step(given_up=True)
+        return super().forward(*inputs, **kwargs)
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def _refuse_second_pass(self, parameter: nn.Parameter) -> NoReturn:
+        self._in_backward = True  # for good: this pass fails
+        if any(self._trained[i]._version != version for i, version in tuple(self._arrived.items())):
+            raise RuntimeError(FORGOTTEN)
+        names = ", ".join(name for name, p in self.module.named_parameters() if p is parameter)
+        # a reentrant checkpoint runs a backward pass of its own in the middle of the one that has reached it
+        if any(f.f_code is CheckpointFunction.backward.__code__ for f, _ in traceback.walk_stack(None)):
+            raise RuntimeError(
+                f"checkpointing has reached {names} twice in a backward pass, and its gradient is on its way; "
+                "checkpoint what is used several times with use_reentrant=False"
+            )
+        raise RuntimeError(
+            f"a second backward pass has reached {names}, whose gradient is on its way; run all backward "
+            "passes of a step but the last inside no_sync(), and call finish_gradient_synchronization() after that"
+        )
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running a backward pass, on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _call_gradient_is_ready(wrapper: weakref.ref[DataParallel], number: int, parameter: nn.Parameter) -> None:

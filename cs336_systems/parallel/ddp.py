@@ -40,17 +40,14 @@ import abc
 import math
 import numbers
 import threading
-import traceback
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.utils.checkpoint import CheckpointFunction
 
 from cs336_systems.parallel.buckets import Bucket, LaunchOrder, assign, gradient_dtype, sole
-from cs336_systems.parallel.data_parallel import FORGOTTEN, DataParallel
+from cs336_systems.parallel.data_parallel import DataParallel, DuringBackward
 
 
 # ------------------------------------------------------------------------------------------------- averaging
@@ -123,12 +120,11 @@ class FlatDDP(DataParallel):
 
 
 # ------------------------------------------------------------------------------------------- during backward
-class HookedDDP(DataParallel):
+class HookedDDP(DuringBackward):
     """Averages buckets of gradients while the backward pass computes the others: what three of the classes share.
 
-    max_bytes: what fills a bucket (see `buckets.assign`). Between two calls of `finish_gradient_synchronization()`
-    the backward pass outside `no_sync()` may reach each parameter once: RuntimeError in the second. ValueError in a
-    backward pass if parameters have got another dtype or device by then and do not fit into their bucket.
+    max_bytes: what fills a bucket (see `buckets.assign`). ValueError in a backward pass if parameters have got another
+    dtype or device by then and do not fit into their bucket.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, max_bytes: float) -> None:
@@ -143,26 +139,10 @@ class HookedDDP(DataParallel):
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._begin_step()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
-        # inside a backward pass this is a checkpoint, computed again
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            for p in self._trained:
-                p.grad = None
-            self._end_step(given_up=True)
-        return super().forward(*inputs, **kwargs)
-
     def _begin_step(self) -> None:
         self._order.begin_step()
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work] = []
-        self._in_backward = False
-
-    def _begin_backward(self) -> None:
-        self._in_backward = True  # and so it stays if the pass raises
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
         self._in_backward = False
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
@@ -178,22 +158,6 @@ class HookedDDP(DataParallel):
             self._missing[index] -= 1
             if not self._missing[index]:
                 self._launch(self._order.ready(index))
-
-    def _refuse_second_pass(self, parameter: nn.Parameter) -> NoReturn:
-        self._in_backward = True  # for good: this pass fails
-        if any(self._trained[i]._version != version for i, version in tuple(self._arrived.items())):
-            raise RuntimeError(FORGOTTEN)
-        names = ", ".join(name for name, p in self.module.named_parameters() if p is parameter)
-        # a reentrant checkpoint runs a backward pass of its own in the middle of the one that has reached it
-        if any(f.f_code is CheckpointFunction.backward.__code__ for f, _ in traceback.walk_stack(None)):
-            raise RuntimeError(
-                f"checkpointing has reached {names} twice in a backward pass, and its gradient is on its way; "
-                "checkpoint what is used several times with use_reentrant=False"
-            )
-        raise RuntimeError(
-            f"a second backward pass has reached {names}, whose gradient is on its way; run all backward "
-            "passes of a step but the last inside no_sync(), and call finish_gradient_synchronization() after that"
-        )
 
     def _launch(self, indices: list[int]) -> None:
         for index in indices:

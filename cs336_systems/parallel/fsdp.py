@@ -1,0 +1,439 @@
+"""Fully sharded data parallel training: every rank has a share of the batch, and a share of each large weight.
+
+    model = FullyShardedDataParallel(model, compute_dtype=torch.bfloat16, units=model.layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for inputs, targets in share_of_this_rank:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        model.finish_gradient_synchronization()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+Of the weights of layers, of their gradients and of the optimizer's state a rank holds 1/N. A step goes like this:
+
+1. When a unit (a layer, or a block of them) is called, its weights have been gathered from all ranks, in the dtype that
+   they are computed with, while the unit before was computed (`gathers.py`). They are freed when the call has ended.
+2. Before the backward pass goes through the unit, they are gathered again. When the gradients of all its weights are
+   there, the weights are freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard
+   (`shards.py`), while backward goes on.
+3. `finish_gradient_synchronization()` waits for the last of them, and averages the gradients of what is replicated.
+4. The optimizer updates the shards, which are all that `parameters()` has of those weights.
+
+**Collectives match**, as in `ddp.py`: reductions come in one order on all ranks, and those that a rank's backward pass
+has not reached go as zeros when the step is finished. That order, and that of the gathers, follows from the forward
+pass. So ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different
+ones wait for one another until the group's timeout, which names the unit.
+
+Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cs336_systems.parallel.buckets import LaunchOrder, assign
+from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
+from cs336_systems.parallel.ddp import average
+from cs336_systems.parallel.gathers import Gathers, Unit
+from cs336_systems.parallel.shards import FlatWeights, Reduction, Weight, Wires
+
+_LAYERS = ("Linear", "Embedding")
+_REDUCTIONS_IN_FLIGHT = (
+    1  # while the gradients of the next unit are being collected: each holds a unit's gradients
+)
+
+
+class FullyShardedDataParallel(DuringBackward):
+    """A model whose weights are sharded over the ranks of a process group.
+
+    compute_dtype: what weights travel in, and are computed with, and what a layer's floating-point inputs and bias are
+        cast to; None for the weights' own. Shards, their gradients and updates keep the weights' dtype. A block's
+        inputs are not cast.
+    reduce_dtype: what gradients travel in and are summed in; those of fp64 weights are summed in fp64.
+    units: modules of the model, such as `model.layers`; the weights in each are gathered together. A layer outside of
+        them is a unit by itself; None: all are. A unit may be compiled, before or after; what holds one may not.
+    reshard_after_forward: False keeps the weights from the forward pass to the backward pass.
+    module, process_group: as for `DataParallel`; all parameters on one device.
+
+    Sharded is the 2-D `weight` of each module whose class is called Linear or Embedding, wherever else it is registered
+    (tied weights); such a weight may be read only in calls of these modules, or of their units. Everything else is
+    replicated, and its gradients are all-reduced. The parameters stay the model's own, under their names, but outside
+    of calls a sharded one is this rank's elements of it, as a vector (n,), empty perhaps; so an optimizer must treat
+    elements one by one, and may have been made before. What a unit returns to autograd must be tensors, in tuples,
+    lists and dicts if there are several. What a checkpoint recomputes together is gathered together.
+
+    Several backward passes make a step as with DDP: inside `no_sync()` each rank keeps whole gradients. Where memory
+    is short, call `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
+
+    Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
+    that are not in the model or never called, on several devices, or without a weight to shard; RuntimeError if
+    parameters have been moved or converted after it was wrapped, or if other ranks have not called the same units.
+    """
+
+    def __init__(
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype = torch.float32,
+        units: Iterable[nn.Module] | None = None, reshard_after_forward: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        _check_dtypes(compute_dtype, reduce_dtype)
+        chosen = _named(module, units)
+        super().__init__(
+            module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, units=list(chosen),
+            reshard_after_forward=bool(reshard_after_forward),
+        )  # fmt: skip
+        self.compute_dtype = compute_dtype
+        weights = _to_be_sharded(module, self._trained)
+        homes = {weight: _readers(weight, chosen) for weight in weights}
+        wires = Wires(self.process_group, weights[0].parameter.device)
+        alike: dict[Any, list[Weight]] = {}
+        for weight, modules in homes.items():
+            frozen = weight.number is None
+            alike.setdefault((frozenset(modules), weight.parameter.dtype, frozen), []).append(weight)
+        self.flats: list[FlatWeights] = []
+        flats_of: dict[nn.Module, list[FlatWeights]] = {}
+        for (modules, dtype, _), group in alike.items():
+            wide = torch.float64 if dtype == torch.float64 else reduce_dtype
+            flat = FlatWeights(group, compute_dtype or dtype, wide, wires)
+            self.flats.append(flat)
+            for reader in modules:
+                flats_of.setdefault(reader, []).append(flat)
+        called = [
+            Unit(name, part, flats_of[part]) for name, part in module.named_modules() if part in flats_of
+        ]
+        self._gathers = Gathers(called, reshard_after_forward)
+        self._reduced = [flat for flat in self.flats if flat.trained]  # what a step reduces
+        self._index = {flat: i for i, flat in enumerate(self._reduced)}
+        self._launches = LaunchOrder(len(self._reduced))
+        self._launched = False  # whether a reduction of this step has been
+        self._reductions: deque[Reduction] = deque()
+        self._sharded = {weight.number for weight in weights}
+        self._seen: set[int] = set()  # numbers of the sharded weights of which this step has gradients
+        replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
+        self._buckets = assign(replicated, float("inf"))
+        self._whole = False
+        for flat in self.flats:
+            for weight in flat.weights:
+                arrived = functools.partial(self._gradient_arrived, flat, weight)
+                if flat.trained:
+                    weight.full.register_post_accumulate_grad_hook(arrived)
+        for unit in called:
+            _intercept(unit.module, functools.partial(self._call, unit))
+
+    # ----------------------------------------------------------------------------------------- forward
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
+        if inside_backward():
+            return super().forward(*inputs, **kwargs)
+        self._gathers.begin_forward()
+        outputs = super().forward(*inputs, **kwargs)
+        self._gathers.end_forward()
+        return outputs
+
+    def _call(self, unit: Unit, call: Callable[..., Any], inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls a unit's module with its weights gathered, and has autograd say when it comes back to it."""
+        if self._whole:
+            return call(*inputs, **kwargs)
+        again, differentiable = inside_backward(), torch.is_grad_enabled()
+        if self.compute_dtype is not None and type(unit.module).__name__ in _LAYERS:
+            inputs, kwargs = tree_map_only(Tensor, self._narrow, (inputs, kwargs))
+        gathers = self._gathers
+        (gathers.enter_again if again else gathers.enter)(unit)
+        try:
+            with self._biases(unit):
+                outputs = call(*inputs, **kwargs)
+        except BaseException:
+            differentiable = False
+            raise
+        finally:
+            gathers.leave_again(unit) if again else gathers.leave(unit, differentiable)
+        if differentiable:
+            self._watch(unit, (inputs, kwargs), outputs)
+        return outputs
+
+    def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> None:
+        """Hooks that run when backward reaches a unit, and when it has left one with frozen weights."""
+        reached = functools.partial(self._reached, unit)
+        for tensor in _differentiable(outputs):
+            tensor.register_hook(reached)
+        frozen = [flat for flat in unit.flats if not flat.trained]
+        if frozen and (tensors := _differentiable(inputs)):
+            for flat in frozen:
+                flat.pending += 1
+            register_multi_grad_hook(tensors, lambda _: self._left(frozen))
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+    @contextmanager
+    def _biases(self, unit: Unit) -> Iterator[None]:
+        """Inside, the replicated parameters of a unit's layers have the dtype that their weights are computed with."""
+        lent: list[tuple[nn.Module, str, nn.Parameter]] = []
+        if self.compute_dtype is not None:
+            homes = {module for flat in unit.flats for weight in flat.weights for module, _ in weight.homes}
+            for module in homes:
+                for name, p in module._parameters.items():
+                    if p is not None and p.is_floating_point() and p.dtype != self.compute_dtype:
+                        lent.append((module, name, p))
+                        module._parameters[name] = p.to(self.compute_dtype)
+        try:
+            yield
+        finally:
+            for module, name, p in lent:
+                module._parameters[name] = p
+
+    # ---------------------------------------------------------------------------------------- backward
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._expect(self._gathers.begin_backward())
+
+    def _expect(self, complete: list[FlatWeights]) -> None:
+        """Gradients are expected to be complete in this order, and are reduced in it."""
+        if complete and not self._launched:
+            first = [self._index[flat] for flat in complete if flat.trained]
+            others = set(range(len(self._reduced))).difference(first)
+            self._launches.order = first + sorted(others)
+
+    def _end_backward(self) -> None:
+        super()._end_backward()
+        self._gathers.end_backward()
+
+    def _reached(self, unit: Unit, _: Tensor) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        self._gathers.reach(unit)
+
+    def _left(self, frozen: list[FlatWeights]) -> None:
+        for flat in frozen:
+            flat.pending -= 1
+            if not flat.pending:
+                self._gathers.done(flat)
+
+    def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
+        if (
+            number not in self._sharded
+        ):  # else the loss depends on the shard itself, and what it adds is this rank's own
+            self._note(number, parameter)
+
+    def _note(self, number: int, parameter: nn.Parameter) -> None:
+        if number in self._arrived:
+            self._refuse_second_pass(parameter)
+        super()._gradient_is_ready(number, parameter)
+        if not self._in_backward:
+            self._begin_backward()
+
+    def _gradient_arrived(self, flat: FlatWeights, weight: Weight, _: Tensor) -> None:
+        """Called when backward has the whole gradient of a sharded weight, for this rank's batch."""
+        self._note(weight.number, weight.parameter)
+        if flat.gradient is None:
+            self._settle(_REDUCTIONS_IN_FLIGHT)
+        flat.take_gradient(weight)
+        self._seen.add(weight.number)
+        flat.missing.discard(weight)
+        if not flat.missing:
+            self._gathers.done(flat)  # first, since backward is about to wait for the gather that this starts
+            if not self._accumulating:
+                self._launch(self._launches.ready(self._index[flat]))
+
+    def _launch(self, indices: list[int]) -> None:
+        for index in indices:
+            self._launched = True
+            self._settle(_REDUCTIONS_IN_FLIGHT)
+            self._reductions.append(self._reduced[index].reduce())
+
+    def _settle(self, left: int) -> None:
+        """Waits for the oldest reductions until so many are left; on a GPU the host does not wait."""
+        while len(self._reductions) > left:
+            self._reductions.popleft().settle()
+
+    def _absent(self) -> list[int]:
+        return [i for i in super()._absent() if i not in self._seen]
+
+    def _end_step(self, given_up: bool = False) -> None:
+        if given_up:
+            self._seen.clear()
+            for flat in self._reduced:
+                flat.drop_gradient()
+        super()._end_step(given_up)
+
+    def _average_gradients(self) -> None:
+        if not self._in_backward:
+            self._expect(self._gathers.begin_backward())
+        self._end_backward()
+        self._launch(self._launches.rest())
+        buckets = [average(bucket.gathered(), self.process_group, async_op=True) for bucket in self._buckets]
+        self._settle(0)
+        for work in buckets:
+            work.wait()
+        self._launches.begin_step()
+        self._launched = False
+        self._seen.clear()
+
+    # --------------------------------------------------------------------------------- whole parameters
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm is at most max_norm; the norm before, of the whole model's gradient.
+
+        As torch's function for a model that is not sharded. All ranks call it; the host does not wait.
+        """
+        sharded = [p.grad for i, p in enumerate(self._trained) if i in self._sharded and p.grad is not None]
+        others = [
+            p.grad for i, p in enumerate(self._trained) if i not in self._sharded and p.grad is not None
+        ]
+        device = self._trained[0].device
+        share, rest = (
+            nn.utils.get_total_norm([g for g in grads if g.numel()], norm_type).to(device)
+            for grads in (sharded, others)
+        )
+        if norm_type == float("inf"):
+            dist.all_reduce(share, dist.ReduceOp.MAX, self.process_group)
+            norm = torch.maximum(share, rest)
+        else:
+            power = share.pow(norm_type)
+            dist.all_reduce(power, dist.ReduceOp.SUM, self.process_group)
+            norm = (power + rest.pow(norm_type)).pow(1 / norm_type)
+        if grads := sharded + others:
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Inside, the module has its whole parameters, in their own dtype, and is called without gathering anything.
+
+        Each rank needs memory for all of them. What is written to them stays written: each rank keeps its part, so all
+        ranks must write the same. They have no gradients. All ranks enter it.
+        """
+        if self._whole or self._in_backward:
+            raise RuntimeError("full_parameters() inside itself, or inside a backward pass")
+        shown = []
+        for flat in self.flats:
+            for weight, whole in zip(flat.weights, flat.whole(), strict=True):
+                shown.append((weight, whole))
+                weight.show(nn.Parameter(whole, requires_grad=weight.parameter.requires_grad))
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            for weight, whole in shown:
+                with torch.no_grad():
+                    weight.parameter.copy_(whole.view(-1)[weight.start : weight.stop])
+                weight.show(weight.parameter)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A gradient scaler for shards: a step is skipped on all ranks where one has a gradient that is not finite.
+
+    process_group: the ranks that share the model; None for all. Else as `torch.amp.GradScaler`.
+    """
+
+    def __init__(self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._process_group = process_group
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
+    ) -> dict[Any, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
+        mine = found.setdefault(inv_scale.device, found_inf)  # of a rank without a gradient
+        dist.all_reduce(mine, dist.ReduceOp.MAX, self._process_group)
+        return found
+
+
+# ----------------------------------------------------------------------------------------------- helpers
+def _check_dtypes(compute_dtype: Any, reduce_dtype: Any) -> None:
+    for name, dtype, allowed in (
+        ("compute_dtype", compute_dtype, ", or None"), ("reduce_dtype", reduce_dtype, ""),
+    ):  # fmt: skip
+        is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not (is_dtype or (allowed and dtype is None)):
+            raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype{allowed}")
+
+
+def _named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module]:
+    """The chosen units by name; see the class for the errors."""
+    if units is None or not isinstance(module, nn.Module):
+        return {}
+    names = {part: name for name, part in module.named_modules()}
+    chosen = {}
+    for unit in units:
+        if unit not in names:
+            raise ValueError(
+                f"units holds {type(unit).__name__}, which is no module of {type(module).__name__}"
+            )
+        if type(unit).forward is nn.Module.forward:
+            raise ValueError(
+                f"units holds {type(unit).__name__} ({names[unit]!r}), which is never called; expected modules with a "
+                "forward of their own"
+            )
+        chosen[names[unit]] = unit
+    return chosen
+
+
+def _to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight]:
+    """The weights of all layers, in the order of their definition."""
+    numbers = {p: i for i, p in enumerate(trained)}
+    weights: dict[nn.Parameter, Weight] = {}
+    for name, part in module.named_modules():
+        p = part._parameters.get("weight")
+        if type(part).__name__ in _LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
+            if isinstance(part, _Intercepted):
+                raise ValueError(
+                    f"module {type(module).__name__} is sharded already, or a part of it: {name}"
+                )
+            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p))
+    if not weights:
+        raise ValueError(
+            f"module {type(module).__name__} has no weight to shard: no module of a class Linear or Embedding with a "
+            "2-D weight"
+        )
+    if len(devices := {p.device for p in module.parameters()}) > 1:
+        raise ValueError(f"parameters on {', '.join(sorted(map(str, devices)))}; expected one device")
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p in weights:
+                weights[p].homes.append((part, name))
+    return list(weights.values())
+
+
+def _readers(weight: Weight, chosen: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules at whose calls a weight must be there: the innermost chosen units around its homes, or these."""
+    found: dict[nn.Module, None] = {}
+    for home, _ in weight.homes:
+        around = [unit for unit in chosen.values() if any(part is home for part in unit.modules())]
+        inner = [u for u in around if not any(v is not u and v in set(u.modules()) for v in around)]
+        found |= dict.fromkeys(inner or [home])
+    return list(found)
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class _Intercepted:
+    """What the class of a unit's module is derived from: its calls go through the wrapper, outside of what is compiled
+    in place. (A forward hook would be compiled with it.)"""
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("compile the units of a sharded model, not what holds them")
+        return self.__dict__["_called"](super().__call__, inputs, kwargs)
+
+
+def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
+    cls = type(module)
+    derived = type(
+        cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+    module.__dict__["_called"] = called
+    object.__setattr__(module, "__class__", derived)  # a compiled module would set its original's

@@ -1,0 +1,298 @@
+"""Weights that are sharded over ranks: how they lie in memory, and the two collectives that assemble and reduce them.
+
+Some weights lie one after the other in a flat vector, padded to a multiple of the number of ranks N:
+
+    flat    | w_0 ................. | w_1 ....... | w_2 .................... | padding |
+    shards  |  rank 0         |  rank 1         |  rank 2         |  rank 3            |
+
+Each rank keeps one slice of it, so of each weight a range of its elements, which may be empty. An all-gather of the
+slices is the flat vector, of which the weights are views: one collective for all of them, and nothing is copied.
+Gradients go the other way: they are written into a flat vector of their own, a reduce-scatter of which leaves each rank
+the mean over ranks of its slice. An optimizer that treats elements one by one can work on the slices as they are.
+
+Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277, section
+3.2.1 (the flat parameter); Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO stage 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from cs336_systems.parallel.buckets import sole
+
+_ALIGNMENT = 16  # bytes: what vectorized loads and tensor cores want a matrix, and a shard, to start at
+
+
+# ----------------------------------------------------------------------------------------------- collectives
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts putting the shards (n,) of all ranks one after the other into output (N · n,)."""
+    # what torch's function ends in, called without its checks and logs
+    return group._allgather_base(output, shard, AllgatherOptions())
+
+
+def reduce_scatter_mean(output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts putting this rank's slice of the mean over ranks of flat (N · n,) into output (n,); flat may be lost."""
+    options = dist.ReduceScatterOptions()
+    if dist.get_backend(group) == "nccl":
+        options.reduceOp = dist.ReduceOp.AVG
+    else:  # Gloo has no mean; divided before the sum, which might be too large for fp16
+        flat.div_(group.size())
+        options.reduceOp = dist.ReduceOp.SUM
+    return group._reduce_scatter_base(output, flat, options)
+
+
+class Wires:
+    """What a model's collectives go over.
+
+    Gathers have a group of their own, of the same ranks: on every rank they come in one order, and reductions in one
+    order, but a rank that has skipped a layer in backward may mix the two otherwise than others do. On a GPU gathers
+    also have a stream of their own, so that casts and memory for them wait for no later layer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.reductions = group
+        self.gathers = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group._get_backend(device).options._timeout,
+            use_local_synchronization=True,  # ranks outside of the group need not take part
+        )
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """Work inside begins when what has been queued on the current stream so far is done; the host does not wait."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+
+# --------------------------------------------------------------------------------------------------- weights
+@dataclass(eq=False)
+class Weight:
+    """A sharded weight.
+
+    name: in the model; parameter: the model's own, which keeps this rank's elements `start` to `stop` of the flattened
+    weight, as a vector; number: which of the trained parameters it is, None if it is frozen. homes: the modules that
+    have it, each with its name there. full: the gathered weight, in the dtype that it is computed with.
+    """
+
+    name: str
+    number: int | None
+    homes: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    shape: torch.Size = field(init=False)
+    offset: int = field(init=False, default=0)
+    start: int = field(init=False, default=0)
+    stop: int = field(init=False, default=0)
+    full: nn.Parameter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.parameter.shape
+
+    def show(self, tensor: nn.Parameter) -> None:
+        """Has the modules hold this tensor as their weight."""
+        for module, name in self.homes:
+            module._parameters[name] = tensor
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A reduce-scatter that is under way. flat: what it reads, kept until it is done; mean: (n,), what it writes."""
+
+    weights: FlatWeights
+    work: dist.Work
+    flat: Tensor
+    mean: Tensor
+
+    def settle(self) -> None:
+        """Waits (on a GPU: the current stream does) and adds the mean to the gradients of the shards."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.weights.unanswered("reducing the gradients") from error
+        for weight, begin, end in self.weights.pieces():
+            shard = weight.parameter
+            mean = self.mean[begin:end].to(shard.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+
+class FlatWeights:
+    """Weights of one dtype and device, all trained or all frozen, that are gathered together and reduced together.
+
+    compute_dtype: what they travel and are computed with; reduce_dtype: what their gradients are summed in. The weights
+    must be whole, and the same on all ranks; afterwards each rank has its slice of them.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weight], compute_dtype: torch.dtype, reduce_dtype: torch.dtype, wires: Wires
+    ) -> None:
+        self.weights, self.wires = list(weights), wires
+        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        self.trained = self.weights[0].number is not None
+        # Looking up rows leaves nothing that backward would read, but their numbers.
+        modules = [module for weight in self.weights for module, _ in weight.homes]
+        self.read_in_backward = not all(
+            isinstance(m, nn.Embedding) and type(m).forward is nn.Embedding.forward for m in modules
+        )
+        self.users = 0  # calls of modules under way that read them
+        self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
+        self.missing = set(
+            self.weights
+        )  # the weights whose gradients the running backward pass has not reached
+        self.gradient: Tensor | None = None  # (numel,), of this rank's batch, while there are any
+        self._written: set[Weight] = set()  # the weights whose gradients are in there
+        self._work: dist.Work | None = None
+        self._shard_out()
+
+    @torch.no_grad()
+    def _shard_out(self) -> None:
+        group = self.wires.reductions
+        rank, ranks = group.rank(), group.size()
+        first = self.weights[0].parameter
+        step = _ALIGNMENT // min(
+            first.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize
+        )
+        self.numel = 0
+        for weight in self.weights:
+            weight.offset = self.numel
+            self.numel += -(-weight.parameter.numel() // step) * step
+        self.numel += -self.numel % (ranks * step)
+        self._length = self.numel // ranks
+        self._begin = rank * self._length
+        self._shard = first.new_zeros(self._length)
+        # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
+        self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=first.device)
+        for weight in self.weights:
+            whole = weight.parameter.reshape(-1)
+            weight.start, weight.stop = (
+                min(max(edge - weight.offset, 0), whole.numel())
+                for edge in (self._begin, self._begin + self._length)
+            )
+            place = self._flat[weight.offset : weight.offset + whole.numel()].view(weight.shape)
+            # .data: not a view for autograd, which would find the weights that it has kept overwritten
+            weight.full = nn.Parameter(place.data, requires_grad=self.trained)
+        for weight, begin, end in self.pieces():
+            shard = self._shard[begin:end]
+            shard.copy_(weight.parameter.reshape(-1)[weight.start : weight.stop])
+            weight.parameter.data, weight.parameter.grad = shard, None
+        self._places = [weight.parameter.data_ptr() for weight in self.weights]
+        self._flat.untyped_storage().resize_(0)
+
+    def pieces(self) -> Iterator[tuple[Weight, int, int]]:
+        """Each weight with the range of its elements in this rank's slice."""
+        for weight in self.weights:
+            begin = max(weight.offset - self._begin, 0) if weight.stop > weight.start else 0
+            yield weight, begin, begin + weight.stop - weight.start
+
+    def unanswered(self, what: str) -> RuntimeError:
+        """The error for a collective that others did not join."""
+        names = ", ".join(weight.name for weight in self.weights)
+        return RuntimeError(
+            f"{what} of {names} failed or timed out: all ranks must call the same layers in the same order, with or "
+            "without gradients alike, and be alive"
+        )
+
+    # ----------------------------------------------------------------------------------------- gathering
+    @property
+    def gathered(self) -> bool:
+        """Whether there is memory for the whole weights: they have arrived, or are on their way."""
+        return self._flat.untyped_storage().nbytes() > 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole weights that are held now."""
+        return self._flat.untyped_storage().nbytes()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Starts gathering, when the work queued so far is done, unless the weights are there or on their way.
+
+        The memory is the gather stream's, which has waited for all that has read it before: it is reused without the
+        host, or the allocator, having to know when a kernel ends.
+        """
+        if self.gathered or not self.numel:
+            return
+        if self._places != [weight.parameter.data_ptr() for weight in self.weights]:
+            raise RuntimeError(
+                f"a shard of {', '.join(w.name for w in self.weights)} lies elsewhere than it did when the model was "
+                "wrapped: convert, move or replace parameters first, wrap then"
+            )
+        with self.wires.gathering():
+            self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
+            self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
+            self._work = all_gather(self._flat, self._sent, self.wires.gathers)
+
+    def wait(self) -> None:
+        """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self.unanswered("gathering") from error
+            self._work = self._sent = None
+
+    def free(self) -> None:
+        """Lets go of the whole weights; what is queued to read them reads them first."""
+        if self.gathered:
+            self.wait()
+            self._flat.untyped_storage().resize_(0)
+
+    def show_full(self, there: bool) -> None:
+        """Has the modules hold the whole weights, or the shards."""
+        for weight in self.weights:
+            weight.show(weight.full if there else weight.parameter)
+
+    @torch.no_grad()
+    def whole(self) -> list[Tensor]:
+        """The weights, gathered at once and exactly as the shards are, in tensors of their own; all ranks call it."""
+        flat = self._shard.new_empty(self.numel)
+        all_gather(flat, self._shard, self.wires.gathers).wait()
+        return [flat[w.offset : w.offset + w.shape.numel()].view(w.shape) for w in self.weights]
+
+    # ----------------------------------------------------------------------------------------- reducing
+    @torch.no_grad()
+    def take_gradient(self, weight: Weight) -> None:
+        """Moves what autograd has left in `weight.full.grad` into the flat gradient, or adds it to what is there."""
+        gradient = weight.full.grad
+        weight.full.grad = None
+        if self.gradient is None:
+            alone = weight.shape.numel() == self.numel and gradient.dtype == self.reduce_dtype
+            if alone and sole(gradient) is gradient:  # it is what would be written
+                self.gradient = gradient.view(-1)
+                self._written.add(weight)
+                return
+            self.gradient = torch.empty(self.numel, dtype=self.reduce_dtype, device=gradient.device)
+        place = self._place(weight)
+        if weight in self._written:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self._written.add(weight)
+
+    def _place(self, weight: Weight) -> Tensor:
+        return self.gradient[weight.offset : weight.offset + weight.shape.numel()].view(weight.shape)
+
+    @torch.no_grad()
+    def reduce(self) -> Reduction:
+        """Starts reducing the flat gradient, zeros in place of those that this rank lacks; it has gone then."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.numel, dtype=self.reduce_dtype, device=self._shard.device)
+        else:
+            for weight in self.weights:
+                if weight not in self._written:
+                    self._place(weight).zero_()
+        flat, mean = self.gradient, self.gradient.new_empty(self._length)
+        self.drop_gradient()
+        return Reduction(self, reduce_scatter_mean(mean, flat, self.wires.reductions), flat, mean)
+
+    def drop_gradient(self) -> None:
+        """Forgets what has been accumulated here."""
+        self.gradient = None
+        self._written.clear()
