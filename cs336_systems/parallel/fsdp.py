@@ -41,13 +41,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cs336_systems.parallel.buckets import LaunchOrder, assign
+from cs336_systems.parallel.buckets import assign
 from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
-from cs336_systems.parallel.gathers import Gathers, Unit
+from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Reduction, Weight, Wires
+from cs336_systems.parallel.units import LAYERS, Unit, intercept, named, readers_of, to_be_sharded
 
-_LAYERS = ("Linear", "Embedding")
 _REDUCTIONS_IN_FLIGHT = (
     1  # while the gradients of the next unit are being collected: each holds a unit's gradients
 )
@@ -86,14 +86,14 @@ class FullyShardedDataParallel(DuringBackward):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         _check_dtypes(compute_dtype, reduce_dtype)
-        chosen = _named(module, units)
+        chosen = named(module, units)
         super().__init__(
             module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, units=list(chosen),
             reshard_after_forward=bool(reshard_after_forward),
         )  # fmt: skip
         self.compute_dtype = compute_dtype
-        weights = _to_be_sharded(module, self._trained)
-        homes = {weight: _readers(weight, chosen) for weight in weights}
+        weights = to_be_sharded(module, self._trained)
+        homes = {weight: readers_of(weight, chosen) for weight in weights}
         wires = Wires(self.process_group, weights[0].parameter.device)
         alike: dict[Any, list[Weight]] = {}
         for weight, modules in homes.items():
@@ -110,12 +110,11 @@ class FullyShardedDataParallel(DuringBackward):
         called = [
             Unit(name, part, flats_of[part]) for name, part in module.named_modules() if part in flats_of
         ]
-        self._gathers = Gathers(called, reshard_after_forward)
-        self._reduced = [flat for flat in self.flats if flat.trained]  # what a step reduces
-        self._index = {flat: i for i, flat in enumerate(self._reduced)}
-        self._launches = LaunchOrder(len(self._reduced))
-        self._launched = False  # whether a reduction of this step has been
-        self._reductions: deque[Reduction] = deque()
+        self._schedule = Schedule(called, reshard_after_forward, self._reduce)
+        self._trained_flats = [flat for flat in self.flats if flat.trained]
+        self._launched: set[FlatWeights] = set()  # whose reductions of this step have been started
+        self._reductions: deque[Reduction] = deque()  # under way
+        self._reduced: list[Reduction] = []  # whose means are still to be given to the shards
         self._sharded = {weight.number for weight in weights}
         self._seen: set[int] = set()  # numbers of the sharded weights of which this step has gradients
         replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
@@ -127,16 +126,16 @@ class FullyShardedDataParallel(DuringBackward):
                 if flat.trained:
                     weight.full.register_post_accumulate_grad_hook(arrived)
         for unit in called:
-            _intercept(unit.module, functools.partial(self._call, unit))
+            intercept(unit.module, functools.partial(self._call, unit))
 
     # ----------------------------------------------------------------------------------------- forward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
         if inside_backward():
             return super().forward(*inputs, **kwargs)
-        self._gathers.begin_forward()
+        self._schedule.begin_forward()
         outputs = super().forward(*inputs, **kwargs)
-        self._gathers.end_forward()
+        self._schedule.end_forward()
         return outputs
 
     def _call(self, unit: Unit, call: Callable[..., Any], inputs: tuple, kwargs: dict[str, Any]) -> Any:
@@ -144,10 +143,10 @@ class FullyShardedDataParallel(DuringBackward):
         if self._whole:
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
-        if self.compute_dtype is not None and type(unit.module).__name__ in _LAYERS:
+        if self.compute_dtype is not None and type(unit.module).__name__ in LAYERS:
             inputs, kwargs = tree_map_only(Tensor, self._narrow, (inputs, kwargs))
-        gathers = self._gathers
-        (gathers.enter_again if again else gathers.enter)(unit)
+        schedule = self._schedule
+        (schedule.enter_again if again else schedule.enter)(unit)
         try:
             with self._biases(unit):
                 outputs = call(*inputs, **kwargs)
@@ -155,7 +154,7 @@ class FullyShardedDataParallel(DuringBackward):
             differentiable = False
             raise
         finally:
-            gathers.leave_again(unit) if again else gathers.leave(unit, differentiable)
+            schedule.leave_again(unit) if again else schedule.leave(unit, differentiable)
         if differentiable:
             self._watch(unit, (inputs, kwargs), outputs)
         return outputs
@@ -194,29 +193,22 @@ class FullyShardedDataParallel(DuringBackward):
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
         super()._begin_backward()
-        self._expect(self._gathers.begin_backward())
-
-    def _expect(self, complete: list[FlatWeights]) -> None:
-        """Gradients are expected to be complete in this order, and are reduced in it."""
-        if complete and not self._launched:
-            first = [self._index[flat] for flat in complete if flat.trained]
-            others = set(range(len(self._reduced))).difference(first)
-            self._launches.order = first + sorted(others)
+        self._schedule.begin_backward(reduces=not self._accumulating)
 
     def _end_backward(self) -> None:
         super()._end_backward()
-        self._gathers.end_backward()
+        self._schedule.end_backward()
 
     def _reached(self, unit: Unit, _: Tensor) -> None:
         if not self._in_backward:
             self._begin_backward()
-        self._gathers.reach(unit)
+        self._schedule.reach(unit)
 
     def _left(self, frozen: list[FlatWeights]) -> None:
         for flat in frozen:
             flat.pending -= 1
             if not flat.pending:
-                self._gathers.done(flat)
+                self._schedule.done(flat)
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         if (
@@ -224,8 +216,8 @@ class FullyShardedDataParallel(DuringBackward):
         ):  # else the loss depends on the shard itself, and what it adds is this rank's own
             self._note(number, parameter)
 
-    def _note(self, number: int, parameter: nn.Parameter) -> None:
-        if number in self._arrived:
+    def _note(self, number: int, parameter: nn.Parameter, sent: bool = False) -> None:
+        if number in self._arrived or sent:
             self._refuse_second_pass(parameter)
         super()._gradient_is_ready(number, parameter)
         if not self._in_backward:
@@ -233,27 +225,31 @@ class FullyShardedDataParallel(DuringBackward):
 
     def _gradient_arrived(self, flat: FlatWeights, weight: Weight, _: Tensor) -> None:
         """Called when backward has the whole gradient of a sharded weight, for this rank's batch."""
-        self._note(weight.number, weight.parameter)
+        try:
+            self._note(weight.number, weight.parameter, sent=flat in self._launched)
+        except RuntimeError:
+            weight.full.grad = None
+            raise
         if flat.gradient is None:
             self._settle(_REDUCTIONS_IN_FLIGHT)
         flat.take_gradient(weight)
         self._seen.add(weight.number)
         flat.missing.discard(weight)
         if not flat.missing:
-            self._gathers.done(flat)  # first, since backward is about to wait for the gather that this starts
-            if not self._accumulating:
-                self._launch(self._launches.ready(self._index[flat]))
+            self._schedule.done(flat)
 
-    def _launch(self, indices: list[int]) -> None:
-        for index in indices:
-            self._launched = True
+    def _reduce(self, flat: FlatWeights) -> None:
+        if flat.gradient is not None:  # a rank that has skipped it must not wait for those that have not
             self._settle(_REDUCTIONS_IN_FLIGHT)
-            self._reductions.append(self._reduced[index].reduce())
+        self._launched.add(flat)
+        self._reductions.append(flat.reduce())
 
     def _settle(self, left: int) -> None:
-        """Waits for the oldest reductions until so many are left; on a GPU the host does not wait."""
+        """Waits for the oldest reductions until so many are under way; on a GPU the host does not wait."""
         while len(self._reductions) > left:
-            self._reductions.popleft().settle()
+            reduction = self._reductions.popleft()
+            reduction.wait()
+            self._reduced.append(reduction)
 
     def _absent(self) -> list[int]:
         return [i for i in super()._absent() if i not in self._seen]
@@ -261,21 +257,26 @@ class FullyShardedDataParallel(DuringBackward):
     def _end_step(self, given_up: bool = False) -> None:
         if given_up:
             self._seen.clear()
-            for flat in self._reduced:
+            for flat in self._trained_flats:
                 flat.drop_gradient()
         super()._end_step(given_up)
 
     def _average_gradients(self) -> None:
-        if not self._in_backward:
-            self._expect(self._gathers.begin_backward())
+        if self._schedule.expects_backward and not self._in_backward:  # there was none here
+            self._schedule.begin_backward(reduces=True)
         self._end_backward()
-        self._launch(self._launches.rest())
+        for flat in self._trained_flats:
+            if flat not in self._launched:
+                self._settle(_REDUCTIONS_IN_FLIGHT)
+                self._reduce(flat)
         buckets = [average(bucket.gathered(), self.process_group, async_op=True) for bucket in self._buckets]
         self._settle(0)
+        for reduction in self._reduced:
+            reduction.deliver()
         for work in buckets:
             work.wait()
-        self._launches.begin_step()
-        self._launched = False
+        self._reduced.clear()
+        self._launched.clear()
         self._seen.clear()
 
     # --------------------------------------------------------------------------------- whole parameters
@@ -316,7 +317,7 @@ class FullyShardedDataParallel(DuringBackward):
             raise RuntimeError("full_parameters() inside itself, or inside a backward pass")
         shown = []
         for flat in self.flats:
-            for weight, whole in zip(flat.weights, flat.whole(), strict=True):
+            for weight, whole in zip(flat.weights, flat.assembled(), strict=True):
                 shown.append((weight, whole))
                 weight.show(nn.Parameter(whole, requires_grad=weight.parameter.requires_grad))
         self._whole = True
@@ -359,81 +360,6 @@ def _check_dtypes(compute_dtype: Any, reduce_dtype: Any) -> None:
             raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype{allowed}")
 
 
-def _named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module]:
-    """The chosen units by name; see the class for the errors."""
-    if units is None or not isinstance(module, nn.Module):
-        return {}
-    names = {part: name for name, part in module.named_modules()}
-    chosen = {}
-    for unit in units:
-        if unit not in names:
-            raise ValueError(
-                f"units holds {type(unit).__name__}, which is no module of {type(module).__name__}"
-            )
-        if type(unit).forward is nn.Module.forward:
-            raise ValueError(
-                f"units holds {type(unit).__name__} ({names[unit]!r}), which is never called; expected modules with a "
-                "forward of their own"
-            )
-        chosen[names[unit]] = unit
-    return chosen
-
-
-def _to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight]:
-    """The weights of all layers, in the order of their definition."""
-    numbers = {p: i for i, p in enumerate(trained)}
-    weights: dict[nn.Parameter, Weight] = {}
-    for name, part in module.named_modules():
-        p = part._parameters.get("weight")
-        if type(part).__name__ in _LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
-            if isinstance(part, _Intercepted):
-                raise ValueError(
-                    f"module {type(module).__name__} is sharded already, or a part of it: {name}"
-                )
-            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p))
-    if not weights:
-        raise ValueError(
-            f"module {type(module).__name__} has no weight to shard: no module of a class Linear or Embedding with a "
-            "2-D weight"
-        )
-    if len(devices := {p.device for p in module.parameters()}) > 1:
-        raise ValueError(f"parameters on {', '.join(sorted(map(str, devices)))}; expected one device")
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p in weights:
-                weights[p].homes.append((part, name))
-    return list(weights.values())
-
-
-def _readers(weight: Weight, chosen: dict[str, nn.Module]) -> list[nn.Module]:
-    """The modules at whose calls a weight must be there: the innermost chosen units around its homes, or these."""
-    found: dict[nn.Module, None] = {}
-    for home, _ in weight.homes:
-        around = [unit for unit in chosen.values() if any(part is home for part in unit.modules())]
-        inner = [u for u in around if not any(v is not u and v in set(u.modules()) for v in around)]
-        found |= dict.fromkeys(inner or [home])
-    return list(found)
-
-
 def _differentiable(value: Any) -> list[Tensor]:
     leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-class _Intercepted:
-    """What the class of a unit's module is derived from: its calls go through the wrapper, outside of what is compiled
-    in place. (A forward hook would be compiled with it.)"""
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise RuntimeError("compile the units of a sharded model, not what holds them")
-        return self.__dict__["_called"](super().__call__, inputs, kwargs)
-
-
-def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
-    cls = type(module)
-    derived = type(
-        cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
-    module.__dict__["_called"] = called
-    object.__setattr__(module, "__class__", derived)  # a compiled module would set its original's

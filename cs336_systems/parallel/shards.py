@@ -108,15 +108,19 @@ class Reduction:
 
     weights: FlatWeights
     work: dist.Work
-    flat: Tensor
+    flat: Tensor | None
     mean: Tensor
 
-    def settle(self) -> None:
-        """Waits (on a GPU: the current stream does) and adds the mean to the gradients of the shards."""
+    def wait(self) -> None:
+        """Waits until the mean is there: on a GPU the current stream does, not the host."""
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self.weights.unanswered("reducing the gradients") from error
+        self.flat = None
+
+    def deliver(self) -> None:
+        """Adds the mean to the gradients of the shards."""
         for weight, begin, end in self.weights.pieces():
             shard = weight.parameter
             mean = self.mean[begin:end].to(shard.dtype)
@@ -250,10 +254,18 @@ class FlatWeights:
             weight.show(weight.full if there else weight.parameter)
 
     @torch.no_grad()
-    def whole(self) -> list[Tensor]:
-        """The weights, gathered at once and exactly as the shards are, in tensors of their own; all ranks call it."""
-        flat = self._shard.new_empty(self.numel)
-        all_gather(flat, self._shard, self.wires.gathers).wait()
+    def assembled(self, shards: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What ranks hold of each weight, or of something else of its elements, put together, in the weights' shapes.
+
+        shards: of each weight this rank's elements (n,), of one dtype; None: the weights' own. All ranks call it.
+        """
+        slice_ = self._shard
+        if shards is not None:
+            slice_ = torch.zeros(self._length, dtype=shards[0].dtype, device=self._shard.device)
+            for (_, begin, end), shard in zip(self.pieces(), shards, strict=True):
+                slice_[begin:end] = shard
+        flat = slice_.new_empty(self.numel)
+        all_gather(flat, slice_, self.wires.gathers).wait()
         return [flat[w.offset : w.offset + w.shape.numel()].view(w.shape) for w in self.weights]
 
     # ----------------------------------------------------------------------------------------- reducing

@@ -1,0 +1,216 @@
+"""When which weights are gathered and which gradients reduced: ahead of need, few at a time, alike on all ranks.
+
+**Forward.** Units are expected in the order in which the last forward pass has called them (in the first one, that in
+which they are defined). The gather of unit i starts when unit i - 2 is done: then it travels while unit i - 1 is
+computed, and never more than two units are gathered. A unit that is called out of turn is gathered when it is called.
+
+**Backward** goes through the calls in reverse order, as autograd does. When a call is done, its weights are freed,
+those of the next call but one are gathered, and its gradients are reduced, in this order on every rank, so that ranks
+may differ in what their losses depend on: when backward comes to a call, it will not come to those made after it any
+more, and what is left of them, all of it perhaps, is sent then, or when backward ends. Weights that are used twice are
+gathered once, for the later call, and reduced after the earlier. A checkpoint that is computed again calls its units
+before their turn; they stay gathered until they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cs336_systems.parallel.shards import FlatWeights
+from cs336_systems.parallel.units import Unit
+
+
+@dataclass
+class Call:
+    """A call that backward will come to: what has to be gathered for it, and reduced after it."""
+
+    gathers: list[FlatWeights]
+    reduces: list[FlatWeights] = field(default_factory=list)
+
+
+class Schedule:
+    """The gathers and reductions of a model.
+
+    units: in the order of their definition; reshard: whether forward frees what it has used; reduce: starts a
+    reduction.
+    """
+
+    def __init__(self, units: Iterable[Unit], reshard: bool, reduce: Callable[[FlatWeights], None]) -> None:
+        self.order = list(units)
+        self._reshard, self._reduce = reshard, reduce
+        self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
+        self._next = 0  # the position in `order` that is expected next
+        self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
+        # Calls that a backward pass may come to, in order: of each unit the first (False), and of others the last (True);
+        # and the last ones of those that the latest backward pass may have left.
+        self._calls: dict[tuple[Unit, bool], None] = {}
+        self._calls_before: dict[tuple[Unit, bool], None] = {}
+        self._plan({}, reduces=False)
+
+    def _free(self, flats: Iterable[FlatWeights]) -> None:
+        for flat in flats:
+            if not flat.users:
+                flat.free()
+
+    # ------------------------------------------------------------------------------------------- forward
+    def begin_forward(self) -> None:
+        """Nothing is left from before: weights that were kept may have been updated since."""
+        self._called = []
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._next = 0
+        self._free(self._flats)
+
+    def end_forward(self) -> None:
+        """The order of this pass is expected of the next one; what was gathered for nothing goes."""
+        if self._called:
+            self.order = self._called
+        self._called = None
+        if self._reshard:
+            self._free(self._flats)
+
+    def enter(self, unit: Unit) -> None:
+        """A module is called: its weights are there for what is queued from now on."""
+        position = self._position(unit)
+        if position is None:
+            self._gather(unit.flats)
+        else:
+            self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
+            for expected in self.order[position : position + 2]:
+                self._gather(expected.flats)
+            self._next = position + 1
+        if self._called is not None:
+            self._called.append(unit)
+        self._lend(unit)
+
+    def _position(self, unit: Unit) -> int | None:
+        """Where in the expected order it is: from the next one on, or, in another pass, from the first."""
+        for begin in (self._next, 0):
+            if unit in self.order[begin:]:
+                if not begin and self._next:
+                    self._start_over()
+                return self.order.index(unit, begin)
+        return None
+
+    def leave(self, unit: Unit, differentiable: bool) -> None:
+        """Its call has ended; differentiable: a backward pass may follow."""
+        self._take_back(unit)
+        if differentiable:
+            again = (unit, False) in self._calls
+            self._calls.pop((unit, again), None)
+            self._calls[unit, again] = None
+        if self._reshard or not differentiable:
+            self._free(unit.flats)
+        # but not behind the back of the units that it has called
+        if self._next and self.order[self._next - 1] is unit:
+            for expected in self.order[self._next + 1 : self._next + 2]:
+                self._gather(expected.flats)
+
+    def _gather(self, flats: Iterable[FlatWeights]) -> None:
+        for flat in flats:
+            flat.gather()
+
+    def _lend(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.wait()
+            flat.users += 1
+            if flat.users == 1:
+                flat.show_full(True)
+
+    def _take_back(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.users -= 1
+            if not flat.users:
+                flat.show_full(False)
+
+    # ------------------------------------------------------------------------------------------ backward
+    @property
+    def expects_backward(self) -> bool:
+        """Whether there were calls since the last backward pass that one may come to."""
+        return bool(self._calls)
+
+    def begin_backward(self, reduces: bool) -> None:
+        """Plans a backward pass; reduces: whether its gradients are reduced on the way."""
+        self._plan(self._calls or self._calls_before, reduces)
+
+    def _plan(self, calls: dict[tuple[Unit, bool], None], reduces: bool) -> None:
+        self._reduces = reduces
+        self._backward: list[Call] = []
+        self._first_call: dict[Unit, int] = {}  # that backward comes to
+        last_call: dict[FlatWeights, int] = {}
+        for number, (unit, _) in enumerate(reversed(calls)):
+            gathers = [flat for flat in unit.flats if flat.read_in_backward and flat not in last_call]
+            self._backward.append(Call(gathers))
+            self._first_call.setdefault(unit, number)
+            last_call |= dict.fromkeys(unit.flats, number)
+        for flat, number in last_call.items():
+            if flat.trained:
+                self._backward[number].reduces.append(flat)
+        self._num_gathered = self._num_closed = 0  # of these calls
+        self._held: set[FlatWeights] = set()  # backward has come to them, and not left them
+        self._done: set[FlatWeights] = set()
+
+    def _gather_until(self, last: int) -> None:
+        for call in self._backward[self._num_gathered : last + 1]:
+            self._gather(call.gathers)
+        self._num_gathered = max(self._num_gathered, min(last + 1, len(self._backward)))
+
+    def _close(self, until: int) -> None:
+        """Ends the calls before this one, and those after them that are done."""
+        while self._num_closed < len(self._backward):
+            call = self._backward[self._num_closed]
+            if self._num_closed >= until and not self._done.issuperset(call.gathers + call.reduces):
+                break
+            self._free(flat for flat in call.gathers if flat not in self._held)
+            self._gather_until(self._num_closed + 2)
+            self._num_closed += 1
+            if self._reduces:
+                for flat in call.reduces:
+                    self._reduce(flat)
+
+    def reach(self, unit: Unit) -> None:
+        """Backward has come to a call: its weights are there for what is queued from now on."""
+        flats = [flat for flat in unit.flats if flat.read_in_backward]
+        number = self._first_call.get(unit)
+        if number is not None:
+            self._close(number)
+            self._gather_until(number + 1)
+        self._gather(flats)
+        self._held.update(flats)
+        for flat in flats:
+            flat.wait()
+
+    def done(self, flat: FlatWeights) -> None:
+        """Backward needs these weights no more, and their gradients are complete."""
+        self._held.discard(flat)
+        self._done.add(flat)
+        self._free([flat])
+        self._close(self._num_closed)
+
+    def enter_again(self, unit: Unit) -> None:
+        """Backward calls a module, whose forward pass a checkpoint has not kept."""
+        if (number := self._first_call.get(unit)) is not None:
+            self._gather_until(number)
+            self._held.update(flat for flat in unit.flats if flat not in self._done)
+        self._gather(unit.flats)
+        self._lend(unit)
+
+    def leave_again(self, unit: Unit) -> None:
+        """That call has ended."""
+        self._take_back(unit)
+        self._free(flat for flat in unit.flats if flat not in self._held)
+
+    def end_backward(self) -> None:
+        """Backward has ended: what it has not come to is sent all the same, and everything is freed."""
+        self._close(len(self._backward))
+        if self._calls:
+            last = {unit: again for unit, again in self._calls}
+            self._calls_before = {call: None for call in self._calls if last[call[0]] == call[1]}
+        self._calls = {}
+        self._plan({}, reduces=False)
+        self._free(self._flats)
+        for flat in self._flats:
+            flat.pending = 0
+            flat.missing = set(flat.weights)

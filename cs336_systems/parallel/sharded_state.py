@@ -1,0 +1,188 @@
+"""State dicts of a fully sharded model and of its optimizer: whole ones, and each rank's share.
+
+    weights, moments = full_state_dict(model), full_optimizer_state_dict(model, optimizer)     # on all ranks
+    if rank == 0:
+        torch.save({"weights": weights, "moments": moments}, path)
+
+A whole one is what the plain model's or optimizer's `state_dict` would be, so either loads the other's, and any number
+of ranks loads what any other has saved. Sharded ones are written by each rank without communication, and read likewise:
+of every rank's file a rank takes what overlaps with its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel
+from cs336_systems.parallel.shards import FlatWeights, Weight
+
+
+def _named(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    return model.module.state_dict(keep_vars=True)
+
+
+def _weights(model: FullyShardedDataParallel) -> dict[Tensor, Weight]:
+    return {weight.parameter: weight for flat in model.flats for weight in flat.weights}
+
+
+# ----------------------------------------------------------------------------------------------------- whole
+def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """On rank 0 of the group the model's whole state by name, on the CPU; {} on the others. All ranks call it.
+
+    On the device it takes one unit's weights at a time.
+    """
+    first = model.process_group.rank() == 0
+    whole: dict[Tensor, Tensor] = {}
+    for flat in model.flats:
+        for weight, tensor in zip(flat.weights, flat.assembled(), strict=True):
+            if first:
+                whole[weight.parameter] = tensor.cpu()
+    if not first:
+        return {}
+    return {name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in _named(model).items()}
+
+
+@torch.no_grad()
+def load_full_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Tensor]) -> None:
+    """Takes this rank's shards, and what is replicated, from a whole state dict, which each rank has (`mmap=True` reads
+    no more than is taken). ValueError, before anything is taken, where names or shapes differ from the model's."""
+    weights, own = _weights(model), _named(model)
+    if own.keys() != state.keys():
+        wrong = sorted(own.keys() ^ state.keys())
+        raise ValueError(
+            f"the state dict has other names than the model: {', '.join(wrong)} in one of them only"
+        )
+    for name, tensor in own.items():
+        shape = weights[tensor].shape if tensor in weights else tensor.shape
+        if shape != state[name].shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; expected {tuple(shape)}")
+    for name, tensor in own.items():
+        tensor.copy_(_share(state[name], weights[tensor]) if tensor in weights else state[name])
+
+
+def _share(whole: Tensor, weight: Weight) -> Tensor:
+    return whole.reshape(-1)[weight.start : weight.stop]
+
+
+# --------------------------------------------------------------------------------------------------- sharded
+def sharded_state_dict(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """This rank's share, where it lies: for each sharded weight its `shape`, and `values` from element `start` on; the
+    rest whole."""
+    weights, shards, rest = _weights(model), {}, {}
+    for name, tensor in _named(model).items():
+        if weight := weights.get(tensor):
+            shards[name] = {"shape": list(weight.shape), "start": weight.start, "values": tensor.detach()}
+        else:
+            rest[name] = tensor.detach()
+    group = model.process_group
+    return {"rank": group.rank(), "world_size": group.size(), "shards": shards, "replicated": rest}
+
+
+@torch.no_grad()
+def load_sharded_state_dicts(model: FullyShardedDataParallel, parts: Iterable[Mapping[str, Any]]) -> None:
+    """Takes this rank's share from those of all ranks of a run, of any number, one after the other.
+
+    What is replicated comes from rank 0's; buffers too. ValueError where shares are missing or of another model: then
+    the model is not to be used.
+    """
+    weights, own = _weights(model), _named(model)
+    missing = {name: weights[t].stop - weights[t].start for name, t in own.items() if t in weights}
+    replicated = own.keys() - missing.keys()
+    ranks = []
+    for part in parts:
+        ranks.append((part["rank"], part["world_size"]))
+        if part["shards"].keys() != missing.keys() or part["replicated"].keys() != replicated:
+            raise ValueError(f"the share of rank {part['rank']} is one of another model")
+        for name, saved in part["shards"].items():
+            weight = weights[own[name]]
+            if tuple(saved["shape"]) != tuple(weight.shape):
+                raise ValueError(f"{name} has shape {saved['shape']}; expected {list(weight.shape)}")
+            begin = max(saved["start"], weight.start)
+            end = min(saved["start"] + len(saved["values"]), weight.stop)
+            if begin < end:
+                source = saved["values"][begin - saved["start"] : end - saved["start"]]
+                own[name][begin - weight.start : end - weight.start] = source
+                missing[name] -= end - begin
+        if part["rank"] == 0:
+            for name, tensor in part["replicated"].items():
+                own[name].copy_(tensor)
+    if sorted(ranks) != [(i, len(ranks)) for i in range(len(ranks))] or any(missing.values()):
+        raise ValueError(f"shares of ranks {ranks} (rank, ranks); expected each rank's of one run, once")
+
+
+# ------------------------------------------------------------------------------------------------- optimizer
+def _parameters(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[int, Tensor]:
+    """The optimizer's parameters by the numbers that a state dict's groups have for them."""
+    return {
+        number: parameter
+        for own, packed in zip(optimizer.param_groups, groups, strict=True)
+        for number, parameter in zip(packed["params"], own["params"], strict=True)
+    }
+
+
+def full_optimizer_state_dict(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """On rank 0 what the plain optimizer's `state_dict` would be, tensors on the CPU; {} on the others.
+
+    Of a sharded weight, state with an element for each of the shard's is put together; the rest (counters) is taken as
+    it is. All ranks call it; on the device it takes one state tensor of a unit at a time.
+    """
+    packed = optimizer.state_dict()
+    numbers = {p: number for number, p in _parameters(optimizer, packed["param_groups"]).items()}
+    first = model.process_group.rank() == 0
+    whole = {
+        number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for number, state in packed["state"].items()
+    }
+    for flat in model.flats:
+        for key in _elementwise(flat, optimizer):
+            states = [optimizer.state[weight.parameter].get(key) for weight in flat.weights]
+            kind = next(state.dtype for state in states if state is not None)
+            shards = [
+                weight.parameter.new_zeros(weight.parameter.shape, dtype=kind) if state is None else state
+                for weight, state in zip(flat.weights, states, strict=True)
+            ]
+            for weight, state, tensor in zip(flat.weights, states, flat.assembled(shards), strict=True):
+                if first and state is not None:
+                    whole[numbers[weight.parameter]][key] = tensor.cpu()
+    return {**packed, "state": whole} if first else {}
+
+
+def _elementwise(flat: FlatWeights, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the state of these weights that has an element for each of theirs; the same on all ranks."""
+    return sorted({
+        key
+        for weight in flat.weights
+        for key, value in optimizer.state.get(weight.parameter, {}).items()
+        if isinstance(value, Tensor) and value.dim() == 1 and value.shape == weight.parameter.shape
+    })  # fmt: skip
+
+
+def load_full_optimizer_state_dict(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Takes the settings, and of the state this rank's share, from what `full_optimizer_state_dict` or a plain
+    optimizer over the same parameters has returned, which each rank has. ValueError where groups differ."""
+    sizes = [
+        [len(group["params"]) for group in groups]
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the state dict has groups of {sizes[0]} parameters; expected {sizes[1]}")
+    weights = _weights(model)
+    parameters = _parameters(optimizer, state_dict["param_groups"])
+    mine = {}
+    for number, state in state_dict["state"].items():
+        weight = weights.get(parameters[number])
+        mine[number] = {
+            key: _share(value, weight).clone()
+            if weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
+            else value
+            for key, value in state.items()
+        }
+    optimizer.load_state_dict({**state_dict, "state": mine})

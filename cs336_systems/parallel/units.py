@@ -1,0 +1,97 @@
+"""Which weights of a model are sharded, and at whose calls they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from cs336_systems.parallel.shards import FlatWeights, Weight
+
+LAYERS = ("Linear", "Embedding")
+"""The classes whose 2-D weights are sharded, by name: so that anybody's are."""
+
+
+class Unit:
+    """A module at whose call weights are gathered; `flats`: these weights, mostly one vector. name: in the model."""
+
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[FlatWeights]) -> None:
+        self.name, self.module, self.flats = name, module, list(flats)
+
+
+def named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module]:
+    """The chosen units by name; see the class for the errors."""
+    if units is None or not isinstance(module, nn.Module):
+        return {}
+    names = {part: name for name, part in module.named_modules()}
+    chosen = {}
+    for unit in units:
+        if unit not in names:
+            raise ValueError(
+                f"units holds {type(unit).__name__}, which is no module of {type(module).__name__}"
+            )
+        if getattr(unit.forward, "__func__", None) is nn.Module.forward:
+            raise ValueError(
+                f"units holds {type(unit).__name__} ({names[unit]!r}), which is never called; expected modules with a "
+                "forward of their own"
+            )
+        chosen[names[unit]] = unit
+    return chosen
+
+
+def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight]:
+    """The weights of all layers, in the order of their definition."""
+    numbers = {p: i for i, p in enumerate(trained)}
+    weights: dict[nn.Parameter, Weight] = {}
+    for name, part in module.named_modules():
+        p = part._parameters.get("weight")
+        if type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
+            if isinstance(part, Intercepted):
+                raise ValueError(
+                    f"module {type(module).__name__} is sharded already, or a part of it: {name}"
+                )
+            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p))
+    if not weights:
+        raise ValueError(
+            f"module {type(module).__name__} has no weight to shard: no module of a class Linear or Embedding with a "
+            "2-D weight"
+        )
+    if len(devices := {p.device for p in module.parameters()}) > 1:
+        raise ValueError(f"parameters on {', '.join(sorted(map(str, devices)))}; expected one device")
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p in weights:
+                weights[p].homes.append((part, name))
+    return list(weights.values())
+
+
+def readers_of(weight: Weight, chosen: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules at whose calls a weight must be there: the innermost chosen units around its homes, or these."""
+    found: dict[nn.Module, None] = {}
+    for home, _ in weight.homes:
+        around = [unit for unit in chosen.values() if any(part is home for part in unit.modules())]
+        inner = [u for u in around if not any(v is not u and v in set(u.modules()) for v in around)]
+        found |= dict.fromkeys(inner or [home])
+    return list(found)
+
+
+class Intercepted:
+    """What the class of a unit's module is derived from: its calls go through the wrapper, outside of what is compiled
+    in place. (A forward hook would be compiled with it.)"""
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            raise RuntimeError("compile the units of a sharded model, not what holds them")
+        return self.__dict__["_called"](super().__call__, inputs, kwargs)
+
+
+def intercept(module: nn.Module, called: Callable[..., Any]) -> None:
+    cls = type(module)
+    derived = type(
+        cls.__name__, (Intercepted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+    module.__dict__["_called"] = called
+    object.__setattr__(module, "__class__", derived)  # a compiled module would set its original's

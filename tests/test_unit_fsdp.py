@@ -1,0 +1,878 @@
+"""Fully sharded training: the weights of a single process, few gathered at a time, in one order on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+import random
+from datetime import timedelta
+
+import adapters
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.parallel import schedule, shards
+from cs336_systems.parallel.ddp import NaiveDDP
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
+from cs336_systems.parallel.sharded_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dicts,
+    sharded_state_dict,
+)
+
+
+# ---------------------------------------------------------------------------------------------------- models
+class Norm(nn.Module):
+    """Replicated; computed in the weight's dtype, returned in x's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        wide = x.to(self.weight.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-3) * self.weight).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm, self.up = Norm(width), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """ids (B, S) → (B, S, 11). Odd sizes; tied: the head has the embedding's weight; per: blocks in a checkpoint."""
+
+    def __init__(self, tied=False, num_blocks=4, width=6, per=0, reentrant=False):
+        super().__init__()
+        self.per, self.reentrant = per, reentrant
+        self.embedding = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(Block(width, 7 + i) for i in range(num_blocks))
+        self.head = nn.Linear(width, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("count", torch.tensor([3, 4]))
+
+    def run(self, layers, x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for i in range(0, len(self.layers), self.per or len(self.layers)):
+            part = functools.partial(self.run, self.layers[i : i + (self.per or len(self.layers))])
+            x = checkpoint(part, x, use_reentrant=self.reentrant) if self.per else part(x)
+        return self.head(x) * self.scale
+
+
+class Odd(nn.Module):
+    """Frozen layers between trained ones and within a block, a layer nobody uses, one used twice, a frozen bias, a
+    parameter of the model's own, and definition in another order than use."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 11)
+        self.unused = nn.Linear(5, 3)
+        self.shift = nn.Parameter(torch.randn(6))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.twice = nn.Linear(6, 6)
+        self.frozen_twice = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.layers = nn.ModuleList(Block(6, 5) for _ in range(2))
+        self.layers[0].up.weight.requires_grad_(False)
+        self.layers[1].up.bias.requires_grad_(False)
+        self.layers[1].more = nn.Linear(6, 2)  # of a block, and not used
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, ids):
+        x = self.frozen(self.embedding(ids) + self.shift.to(self.dtype_of(ids)))
+        x = self.frozen_twice(torch.tanh(self.frozen_twice(self.twice(torch.tanh(self.twice(x))))))
+        return self.head(self.layers[1](self.layers[0](x)))
+
+    def dtype_of(self, ids):
+        return torch.float64
+
+
+class Heads(nn.Module):
+    """A trunk and three heads, each of which gives a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.heads = nn.ModuleList(Block(6, 5 + i) for i in range(3))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return [head(x) for head in self.heads]
+
+
+MODELS = {"plain": Model, "tied": functools.partial(Model, tied=True), "odd": Odd}
+
+
+def build(name, seed):
+    torch.manual_seed(seed)
+    return MODELS[name]().double()
+
+
+def blocks(model):
+    return getattr(model, "layers", None) or model.heads
+
+
+def sharded(model, units="layer", **options):
+    return FullyShardedDataParallel(model, units=blocks(model) if units == "block" else None, **options)
+
+
+# ------------------------------------------------------------------------------------------- what ranks share
+@contextlib.contextmanager
+def about(*what):
+    """Says in the error which of many cases has failed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case: {what}, rank {dist.get_rank()} of {dist.get_world_size()}")
+        raise
+
+
+def share(batch):
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def data(steps, per_rank, seed):
+    """steps × ids (ranks · per_rank, 3), the same on all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(11, (per_rank * dist.get_world_size(), 3), generator=g) for _ in range(steps)]
+
+
+def loss_of(model, ids):
+    return (model(ids).double() - ids[..., None] / 11).square().mean()
+
+
+def full_gradients(model):
+    """The gradients of a sharded model by name, put together; None where there is none."""
+    found = {}
+    for flat in model.flats:
+        there = [w.parameter.grad is not None for w in flat.weights]
+        grads = [w.parameter if w.parameter.grad is None else w.parameter.grad for w in flat.weights]
+        for weight, grad, has in zip(flat.weights, flat.assembled(grads), there, strict=True):
+            found[weight.parameter] = grad if has else None
+    return {name: found.get(p, p.grad) for name, p in model.module.named_parameters()}
+
+
+def assert_like(model, alone, **bounds):
+    """Gradients and weights of the model that is alone; the same gradients are None."""
+    bounds = bounds or {"rtol": 1e-9, "atol": 1e-11}
+    grads = full_gradients(model)
+    with model.full_parameters():
+        for (name, p), q in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            assert (grads[name] is None) == (q.grad is None), (
+                f"the gradient of {name}: {grads[name]}, not {q.grad}"
+            )
+            for what, one, other in (("", p, q), ("gradient of ", grads[name], q.grad)):
+                if one is not None:
+                    message = lambda m, what=what, name=name: f"{what}{name}: {m}"
+                    torch.testing.assert_close(one, other, **bounds, msg=message)
+    distributed.assert_same_on_all_ranks([grads[name] for name in sorted(grads)], model.process_group)
+
+
+def new_seed():
+    """Another one in each run, repeated by CS336_TEST_SEED (conftest.py)."""
+    return torch.randint(2**31, ()).item()
+
+
+@pytest.fixture
+def alone():
+    """A group of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------- the weights of a single process
+def backward(model, ids):
+    loss_of(model, ids).backward()
+
+
+def train_beside(seed, module, wrap, batches, backward=backward, whole=None, part=share, steps_alike=None):
+    """Trains a sharded model on this rank's part of each batch beside the same model, alone, on all of it."""
+    rng = random.Random(seed)
+    reference = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in module.parameters():  # rank 0's count
+            p.add_(dist.get_rank())
+    early = torch.optim.AdamW(module.parameters(), lr=0.01)  # one that was made before
+    model = wrap(module)
+    late = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine, other = rng.choice((early, late)), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for batch in batches:
+        set_to_none = rng.random() < 0.5
+        mine.zero_grad(set_to_none=set_to_none)
+        other.zero_grad(set_to_none=set_to_none)
+        backward(model, part(batch))
+        model.finish_gradient_synchronization()
+        assert not any(flat.gathered_bytes for flat in model.flats)
+        (whole or loss_backward)(reference, batch)
+        assert_like(model, reference)
+        mine.step()
+        other.step()
+    assert_like(model, reference)
+    return model, reference
+
+
+def loss_backward(alone, ids):
+    loss_of(alone, ids).backward()
+
+
+def train_every_model(seed):
+    for name, units, reshard in itertools.product(MODELS, ("layer", "block"), (True, False)):
+        with about(name, units, reshard):
+            wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+            train_beside(seed, build(name, seed), wrap, data(5, 2, seed))
+
+
+def narrow_loss(alone, ids, dtype):
+    """With the weights of layers, and their biases, rounded."""
+    narrow = {
+        f"{name}.{key}": p.to(dtype)
+        for name, part in alone.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding)
+        for key, p in part.named_parameters()
+    }
+    y = torch.func.functional_call(alone, narrow, (ids,))
+    return (y.double() - ids[..., None] / 11).square().mean()
+
+
+def train_in_narrow_dtypes(seed):
+    """Every rank's gradients are those of rounded weights, and their sum is wide."""
+    ranks = dist.get_world_size()
+    for name, units, dtype in (
+        ("plain", "layer", torch.bfloat16), ("plain", "block", torch.bfloat16), ("plain", "layer", torch.float16),
+        ("plain", "block", torch.float32),
+    ):  # fmt: skip
+        with about(name, units, dtype):
+            wrap = functools.partial(sharded, units=units, compute_dtype=dtype)
+
+            def whole(alone, ids, dtype=dtype):
+                for part in ids.chunk(ranks):
+                    narrow_loss(alone, part, dtype).backward()
+                for p in alone.parameters():  # not the loss, of which narrow gradients are made
+                    p.grad /= ranks
+
+            train_beside(seed, build(name, seed), wrap, data(5, 2, seed), whole=whole)
+
+
+def reduce_in_narrow_dtypes(seed):
+    """Gradients are rounded before they are summed, as told, in fp32 weights; others stay exact."""
+    module = build("plain", seed).float()
+    alone = copy.deepcopy(module)
+    model = sharded(module, reduce_dtype=torch.bfloat16)
+    ids = data(1, 2, seed)[0]
+    backward(model, share(ids))
+    model.finish_gradient_synchronization()
+    loss_of(alone, ids).backward()
+    grads = full_gradients(model)
+    for name, p in alone.named_parameters():
+        exact = grads[name].dtype == torch.float32 and torch.allclose(
+            grads[name], p.grad, rtol=1e-4, atol=1e-7
+        )
+        assert torch.allclose(grads[name], p.grad, rtol=0.05, atol=0.02), name
+        assert exact == (p.dim() == 1), name
+
+
+# --------------------------------------------------------------------------- different parts, several passes
+def losses_of_different_heads(seed):
+    """All ranks call all heads; what their losses depend on differs, and some have no loss at all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(seed)
+    plans = [
+        [[0, 1, 2]] * ranks, [[0], *[[1]] * (ranks - 1)], [[], *[[2, 0]] * (ranks - 1)], [[]] * ranks, [[1]] * ranks,
+        *([rng.sample(range(3), rng.randint(0, 3)) for _ in range(ranks)] for _ in range(3)),
+    ]  # fmt: skip
+    for units in ("layer", "block"):
+        issued = recorded_collectives()
+        torch.manual_seed(seed)
+        module = Heads().double()
+
+        def own(model, batch):
+            ids, plan = batch
+            outputs = model(ids)
+            if plan[rank]:
+                sum((i + 1) * outputs[i].square().mean() for i in plan[rank]).backward()
+
+        def whole(alone, batch):
+            ids, plan = batch
+            for part, used in zip(ids.chunk(ranks), plan, strict=True):
+                if used:
+                    outputs = alone(part)
+                    (sum((i + 1) * outputs[i].square().mean() for i in used) / ranks).backward()
+
+        batches = list(zip(data(len(plans), 2, seed), plans, strict=True))
+        with about(units), issued as log:
+            part = lambda batch: (share(batch[0]), batch[1])
+            train_beside(seed, module, functools.partial(sharded, units=units), batches, own, whole, part)
+            # each of the two kinds in one order, whatever a rank has used
+            for kind in ("gather", "reduce"):
+                assert distributed.ranks_agree([event for event in log if event[0] == kind]), kind
+
+
+@contextlib.contextmanager
+def recorded_collectives():
+    """(kind, elements) of each collective of sharded weights, as it is launched."""
+    log, gather, reduce = [], shards.all_gather, shards.reduce_scatter_mean
+
+    def all_gather(output, shard, group):
+        log.append(("gather", output.numel()))
+        return gather(output, shard, group)
+
+    def reduce_scatter_mean(output, flat, group):
+        log.append(("reduce", flat.numel()))
+        return reduce(output, flat, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "all_gather", all_gather)
+        patch.setattr(shards, "reduce_scatter_mean", reduce_scatter_mean)
+        yield log
+
+
+def accumulate(seed):
+    """Three small batches a step: some or all inside no_sync(), or each finished by itself."""
+    parts = 3
+
+    def in_parts(model, ids, inside, each):
+        small = ids.chunk(parts)
+        model.eval()
+        with torch.no_grad():
+            model(ids)  # for looking only
+        model.train()
+        with model.no_sync():
+            for some in small[:inside]:
+                (loss_of(model, some) / parts).backward()
+        for some in small[inside:]:
+            (loss_of(model, some) / parts).backward()
+            if each:
+                model.finish_gradient_synchronization()
+
+    for name, units, inside, each in (
+        ("odd", "layer", 2, False), ("tied", "block", 3, False), ("odd", "block", 1, True), ("tied", "layer", 0, True),
+    ):  # fmt: skip
+        with about(name, units, inside, each):
+            own = functools.partial(in_parts, inside=inside, each=each)
+            wrap = functools.partial(sharded, units=units)
+            train_beside(seed, build(name, seed), wrap, data(3, 2 * parts, seed), own)
+
+
+def both_first_then_backward(seed):
+    """Two forward passes, then their backward passes: separately and as one."""
+
+    def together(model, ids):
+        first, second = (loss_of(model, part) / 2 for part in ids.chunk(2))
+        (first + second).backward()
+
+    def one_by_one(model, ids):
+        first, second = (loss_of(model, part) / 2 for part in ids.chunk(2))
+        with model.no_sync():
+            first.backward()
+        second.backward()
+
+    for own, units, reshard in itertools.product((together, one_by_one), ("layer", "block"), (True, False)):
+        with about(own.__name__, units, reshard):
+            wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+            train_beside(seed, build("odd", seed), wrap, data(2, 2, seed), own)
+
+
+def recompute(seed):
+    """Checkpoints of a block and of two, which are gathered twice in a step all the same."""
+    for per, units, reentrant in (
+        (1, "layer", False),
+        (1, "block", False),
+        (2, "layer", False),
+        (1, "block", True),
+    ):
+        torch.manual_seed(seed)
+        module = Model(per=per, reentrant=reentrant).double()
+        with about(per, units, reentrant), recorded_collectives() as log:
+            steps = 3
+            model, _ = train_beside(
+                seed, module, functools.partial(sharded, units=units), data(steps, 2, seed), loss_backward
+            )
+            if not reentrant:
+                # of embedding, layers, head; whole parameters and gradients are looked at after each step and at last
+                looks = 2 * (steps + 1) * len(model.flats)
+                gathered = sum(kind == "gather" for kind, _ in log)
+                assert gathered - looks == steps * (2 * len(model.flats) - 1)
+
+
+# ------------------------------------------------------------------------------------- order and memory
+def gather_ahead(seed):
+    """The gather of each unit starts right after the unit before the last is done, forward and backward."""
+    for units in ("layer", "block"):
+        torch.manual_seed(seed)
+        module = Model(num_blocks=3).double()
+        names = {id(part): name for name, part in module.named_modules()}
+        model = sharded(module, units)
+        events, name_of = [], {}
+        for unit in model._schedule.order:
+            (flat,) = unit.flats
+            name_of[flat] = names[id(unit.module)]
+        enter, leave, done = schedule.Schedule.enter, schedule.Schedule.leave, schedule.Schedule.done
+        gather, reach = shards.FlatWeights.gather, schedule.Schedule.reach
+
+        def noted(kind, call, name, after=False):
+            def noting(self, what, *more):
+                if not after:
+                    events.append((kind, name(what)))
+                call(self, what, *more)
+                if after:
+                    events.append((kind, name(what)))
+
+            return noting
+
+        def noted_gather(self):
+            if not self.gathered:
+                events.append(("gather", name_of[self]))
+            gather(self)
+
+        of_unit = lambda unit: unit.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(schedule.Schedule, "enter", noted("run", enter, of_unit, after=True))
+            patch.setattr(schedule.Schedule, "leave", noted("done", leave, of_unit))
+            patch.setattr(schedule.Schedule, "reach", noted("run", reach, of_unit, after=True))
+            patch.setattr(schedule.Schedule, "done", noted("done", done, lambda flat: name_of[flat]))
+            patch.setattr(shards.FlatWeights, "gather", noted_gather)
+            for step in range(2):
+                events.clear()
+                backward(model, share(data(1, 2, seed + step)[0]))
+                model.finish_gradient_synchronization()
+                order = [unit.name for unit in model._schedule.order]
+                if units == "block":
+                    assert order == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+                # looking up rows leaves nothing to read in backward
+                there, back = ahead(order), ahead(order[:0:-1])
+                back += [("run", "embedding")] if ("run", "embedding") in events[len(there) :] else []
+                with about(units, step):
+                    assert events == [*there, *back, ("done", "embedding")]
+
+
+def ahead(order):
+    """What is to happen: two gathers, then each unit is run, and when it is done the next but one is gathered."""
+    events = [("gather", name) for name in order[:2]]
+    for i, name in enumerate(order):
+        events += [("run", name), ("done", name), *(("gather", later) for later in order[i + 2 : i + 3])]
+    return events
+
+
+def hold_few_bytes(seed):
+    """At every moment: two units' weights at most, in the dtype of compute, and the gradients of two or three; between
+    steps a share."""
+    ranks, width, num_blocks = dist.get_world_size(), 64, 5
+    for units, dtype, reshard in itertools.product(("layer", "block"), (None, torch.bfloat16), (True, False)):
+        torch.manual_seed(seed)
+        model = sharded(
+            Model(num_blocks=num_blocks, width=width),
+            units,
+            compute_dtype=dtype,
+            reshard_after_forward=reshard,
+        )
+        whole = [sum(w.shape.numel() for w in flat.weights) for flat in model.flats]
+        itemsize = (dtype or torch.float32).itemsize
+        weights, gradients = [0], [0]
+        gather, take = shards.FlatWeights.gather, shards.FlatWeights.take_gradient
+
+        def counted_gather(self, model=model, gather=gather, weights=weights):
+            gather(self)
+            weights.append(sum(flat.gathered_bytes for flat in model.flats))
+
+        def counted_take(self, weight, model=model, take=take, gradients=gradients):
+            take(self, weight)
+            alive = [flat.gradient for flat in model.flats] + [r.flat for r in model._reductions]
+            gradients.append(sum(g.numel() * 4 for g in alive if g is not None))
+
+        with about(units, dtype, reshard), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shards.FlatWeights, "gather", counted_gather)
+            patch.setattr(shards.FlatWeights, "take_gradient", counted_take)
+            for step in range(2):
+                ids = share(data(1, 2, seed + step)[0])
+                backward(model, ids)
+                model.finish_gradient_synchronization()
+                with torch.no_grad():
+                    weights.append(-1)
+                    model(ids)
+                assert not any(flat.gathered for flat in model.flats)
+            padding = 16 * ranks
+            two_largest = sum(sorted(n + padding for n in whole)[-2:])
+            if reshard:
+                assert max(weights) <= two_largest * itemsize
+            else:  # those of all units, once forward is done
+                assert sum(whole) * itemsize <= max(weights) <= (sum(whole) + padding * len(whole)) * itemsize
+            assert max(gradients) <= two_largest * 4
+            held = sum(p.untyped_storage().nbytes() for p in {*model.module.parameters()} if p.dim() == 1)
+            replicated = sum(p.nbytes for i, p in enumerate(model._trained) if i not in model._sharded)
+            slices = {
+                p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+            }
+            assert sum(slices.values()) <= (sum(whole) / ranks + padding * len(whole)) * 4 + replicated
+            assert held
+
+
+# ---------------------------------------------------------------------------------------------- norms, states
+def clip(seed):
+    for norm_type, largest in itertools.product((2.0, 1.0, 3.0, math.inf), (1e-3, 1e3)):
+        module = build("odd", seed)
+        alone = copy.deepcopy(module)
+        model = sharded(module, "block")
+        ids = data(1, 2, seed)[0]
+        backward(model, share(ids))
+        model.finish_gradient_synchronization()
+        loss_backward(alone, ids)
+        norm = model.clip_grad_norm_(largest, norm_type)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), largest, norm_type))
+        assert_like(model, alone)
+
+
+def skip_steps_together(seed):
+    """One element of one rank's shard that is not finite stops all ranks, also those that hold nothing."""
+    for units, fused, unscale in itertools.product(("layer", "block"), (False, True), (False, True)):
+        model = sharded(build("plain", seed).float(), units)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1)
+        with about(units, fused, unscale):
+            for bad in (False, True, False):
+                optimizer.zero_grad()
+                before = [p.detach().clone() for p in model.parameters()]
+                scaler.scale(loss_of(model, share(data(1, 2, seed)[0]))).backward()
+                model.finish_gradient_synchronization()
+                if bad and dist.get_rank() == dist.get_world_size() - 1:
+                    next(p for p in model.parameters() if p.numel() and p.grad is not None).grad[0] = math.inf
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == (scale / 2 if bad else scale * 2)
+                for p, old in zip(model.parameters(), before, strict=True):
+                    assert not p.numel() or torch.equal(p, old) == bad
+
+
+def save_after_training(seed, folder):
+    """Trains, saves whole and sharded states, and trains on: what the model that goes on from them must come to."""
+    model = sharded(build("tied", seed), "block")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    alone = build("tied", seed)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for ids in data_of_six(seed)[:3]:
+        step_of(model, optimizer, share(ids))
+        step_of(alone, plain, ids)
+    torch.save(sharded_state_dict(model), f"{folder}/rank{dist.get_rank()}")
+    weights, moments = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
+    assert (dist.get_rank() == 0) == bool(weights) == bool(moments)
+    if dist.get_rank() == 0:
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
+        assert weights["head.weight"] is weights["embedding.weight"]
+        expected = plain.state_dict()
+        assert moments["param_groups"] == expected["param_groups"]
+        for number, state in expected["state"].items():
+            torch.testing.assert_close(moments["state"][number], state, rtol=1e-9, atol=1e-11)
+        torch.save({"weights": weights, "moments": moments}, f"{folder}/whole")
+        for ids in data_of_six(seed)[3:]:
+            step_of(alone, plain, ids)
+        torch.save(alone.state_dict(), f"{folder}/expected")
+
+
+def data_of_six(seed):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(11, (6, 3), generator=g) for _ in range(6)]
+
+
+def step_of(model, optimizer, ids):
+    optimizer.zero_grad()
+    backward(model, ids)
+    if isinstance(model, FullyShardedDataParallel):
+        model.finish_gradient_synchronization()
+    optimizer.step()
+
+
+def go_on_from_saved(seed, folder, ranks_before):
+    expected = torch.load(f"{folder}/expected", weights_only=True)
+    saved = torch.load(f"{folder}/whole", weights_only=True)
+    parts = [torch.load(f"{folder}/rank{i}", weights_only=True) for i in range(ranks_before)]
+    for units, whole in itertools.product(("layer", "block"), (True, False)):
+        model = sharded(build("tied", seed + 1), units)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        with about(units, whole):
+            if whole:
+                load_full_state_dict(model, saved["weights"])
+            elif units == "block":
+                load_sharded_state_dicts(model, iter(parts))
+            else:
+                load_sharded_state_dicts(model, parts[::-1])
+            load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(saved["moments"]))
+            for ids in data_of_six(seed)[3:]:
+                step_of(model, optimizer, share(ids))
+            for name, tensor in full_state_dict(model).items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="expected each rank's of one run"):
+        load_sharded_state_dicts(model, parts[1:])
+    with pytest.raises(ValueError, match=r"other names than the model: head\.weight"):
+        load_full_state_dict(model, {k: v for k, v in saved["weights"].items() if k != "head.weight"})
+    with pytest.raises(ValueError, match=r"scale has shape \(2,\); expected \(\)"):
+        load_full_state_dict(model, saved["weights"] | {"scale": torch.ones(2)})
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
+def test_states_go_on_at_another_world_size(before, after, tmp_path):
+    seed = new_seed()
+    distributed.run(save_after_training, before, seed, str(tmp_path))
+    distributed.run(go_on_from_saved, after, seed, str(tmp_path), before)
+
+
+def look_at_whole_parameters(seed):
+    """Under full_parameters() the module is the plain one; what is written stays."""
+    module = build("tied", seed)
+    alone = copy.deepcopy(module)
+    model = sharded(module, "block", compute_dtype=torch.bfloat16)
+    ids = data(1, 1, seed)[0]
+    with model.full_parameters(), torch.no_grad():
+        assert module.head.weight is module.embedding.weight
+        torch.testing.assert_close(model(ids), alone(ids))
+        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p, q)
+            p.mul_(2)
+        with pytest.raises(RuntimeError, match="inside itself"), model.full_parameters():
+            pass
+    with model.full_parameters():
+        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p, 2 * q)
+
+
+# ------------------------------------------------------------------------------------------- peers, compilers
+def train_beside_fsdp2(seed):
+    """torch's own, five steps: the same weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ours, theirs = build("plain", seed), build("plain", seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in theirs.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    model = sharded(ours, "block")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, theirs)]
+    for ids in data(5, 2, seed):
+        step_of(model, optimizers[0], share(ids))
+        step_of(theirs, optimizers[1], share(ids))
+    with model.full_parameters():
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q.full_tensor(), rtol=1e-9, atol=1e-11)
+
+
+def train_compiled(seed):
+    """Blocks are compiled whole, in place before or after, or replaced; gathers stay outside of their graphs."""
+    compiled = {"backend": "aot_eager", "fullgraph": True}
+    for where in ("in place, before", "replaced", "in place, after"):
+        torch.compiler.reset()
+        module = build("plain", seed)
+        reference = copy.deepcopy(module)
+        if where == "in place, before":
+            for layer in module.layers:
+                layer.compile(**compiled)
+        if where == "replaced":
+            for i, layer in enumerate(module.layers):
+                module.layers[i] = torch.compile(layer, **compiled)
+        model = sharded(module, "block")
+        if where == "in place, after":
+            for layer in module.layers:
+                layer.compile(**compiled)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+        with about(where):
+            for ids in data(3, 2, seed):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                backward(model, share(ids))
+                model.finish_gradient_synchronization()
+                loss_backward(reference, ids)
+                assert_like(model, reference)
+                for optimizer in optimizers:
+                    optimizer.step()
+    for fullgraph in (False, True):
+        with pytest.raises(Exception, match="compile the units of a sharded model, not what holds them"):
+            torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(ids)
+
+
+class StaffLinear(nn.Module):
+    """As the course's: recognized by its name alone."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in**0.5)
+
+    def forward(self, x):
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class StaffEmbedding(nn.Module):
+    def __init__(self, num, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num, width))
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+StaffLinear.__name__, StaffEmbedding.__name__ = "Linear", "Embedding"
+
+
+def train_by_the_adapters(seed):
+    """As the course's suite does: shards and their gradients alike, replicas the same on all ranks, and three steps
+    give the parameters of one process."""
+    ranks = dist.get_world_size()
+    for dtype in (None, torch.float16):
+        torch.manual_seed(seed)
+        module = nn.Sequential(
+            StaffEmbedding(11, 8), Norm(8), StaffLinear(8, 16), Norm(16), StaffLinear(16, 5)
+        )
+        alone = copy.deepcopy(module)
+        model = adapters.get_fsdp(module, compute_dtype=dtype)
+        assert model.module is module
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+        for ids in data(3, 4, seed):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(share(ids)).float().square().mean().backward()
+            adapters.fsdp_on_after_backward(model, optimizers[0])
+            names = dict(alone.named_parameters())
+            narrow = {n: p.to(dtype) for n, p in names.items() if dtype and p.dim() == 2}
+            for part in ids.chunk(ranks):
+                (
+                    torch.func.functional_call(alone, narrow, (part,)).float().square().mean() / ranks
+                ).backward()
+            replicas = []
+            for part in module.modules():
+                for p in part._parameters.values():
+                    assert p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32
+                    if not isinstance(part, StaffLinear | StaffEmbedding):
+                        replicas += [p, p.grad]
+            distributed.assert_same_on_all_ranks(replicas)
+            for optimizer in optimizers:
+                optimizer.step()
+            whole = adapters.fsdp_gather_full_params(model)
+            assert whole.keys() == names.keys()
+            for name, p in names.items():
+                torch.testing.assert_close(whole[name], p, rtol=1e-4, atol=1e-4 if dtype else 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- wrong use
+def fail(*ignored, **named):
+    raise ZeroDivisionError("in the backward pass")
+
+
+def start_afresh_after_failures(seed):
+    """Backward passes raise on all ranks, in the same place or in two; what follows is as if they had not been."""
+    for alike, units in itertools.product((True, False), ("layer", "block")):
+        late = 0 if alike else dist.get_rank() % 2
+
+        def after_failures(model, ids, late=late):
+            handle = model.module.layers[late].norm.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                backward(model, ids)
+            handle.remove()
+            backward(model, ids)
+
+        with about(alike, units):
+            wrap = functools.partial(sharded, units=units)
+            train_beside(seed, build("plain", seed), wrap, data(3, 2, seed), after_failures)
+
+
+def second_backward_pass_is_refused(seed):
+    """After the error the step can be finished and the next one is right."""
+
+    def once_more(model, ids):
+        backward(model, ids)
+        with pytest.raises(RuntimeError, match=r"second backward pass .*, .*no_sync\(\)"):
+            backward(model, ids)
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+        backward(model, ids)
+
+    for units in ("layer", "block"):
+        with about(units):
+            wrap = functools.partial(sharded, units=units)
+            train_beside(seed, build("plain", seed), wrap, data(2, 2, seed), once_more)
+
+
+def forget_to_finish(seed):
+    for fused in (False, True):
+        model = sharded(build("plain", seed), "block")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        ids = share(data(1, 2, seed)[0])
+        step_of(model, optimizer, ids)
+        optimizer.zero_grad()
+        backward(model, ids)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"without finish_gradient_synchronization\(\)"):
+            backward(model, ids)
+
+
+def refuse_what_differs(seed):
+    rank = dist.get_rank()
+    module = build("plain", seed)
+    dtypes = (torch.float32, torch.float16)
+    for make in (
+        lambda: sharded(build("plain", seed), ("layer", "block")[rank]),
+        lambda: sharded(build("plain", seed), compute_dtype=(None, torch.bfloat16)[rank]),
+        lambda: sharded(build("plain", seed), reduce_dtype=dtypes[rank]),
+        lambda: (sharded, NaiveDDP)[rank](build("plain", seed)),
+        lambda: sharded(Model(num_blocks=3 + rank)),
+    ):
+        with pytest.raises(ValueError, match="differ between the ranks; expected the same"):
+            make()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = sharded(module, "block", process_group=group)
+    with pytest.raises(
+        RuntimeError, match=r"gathering of (layers|head).* all ranks must call the same layers"
+    ):
+        x = model.module.embedding(torch.tensor([1]))
+        model.module.layers[2](x) if rank else model.module.head(x)
+
+
+def train_in_two_groups(seed):
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    part = lambda batch: batch.chunk(2)[dist.get_rank() // 2]
+    wrap = functools.partial(sharded, units="block", process_group=groups[mine])
+    train_beside(seed, build("tied", seed + mine), wrap, data(2, 2, seed + mine), part=part)
+
+
+CHECKS = {  # by the number of ranks
+    1: [train_every_model, recompute, gather_ahead, hold_few_bytes],
+    2: [
+        train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
+        both_first_then_backward, recompute, gather_ahead, hold_few_bytes, clip, skip_steps_together,
+        look_at_whole_parameters, train_beside_fsdp2, train_compiled, train_by_the_adapters,
+        start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
+    ],
+    3: [train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
+    4: [train_in_two_groups],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "check"), [(n, check) for n, checks in CHECKS.items() for check in checks])
+def test_on_ranks(ranks, check):
+    distributed.run(check, ranks, new_seed(), timeout=300)
