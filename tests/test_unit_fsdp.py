@@ -207,13 +207,13 @@ def backward(model, ids):
     loss_of(model, ids).backward()
 
 
-def train_beside(seed, module, wrap, batches, backward=backward, whole=None, part=share, steps_alike=None):
+def train_beside(seed, module, wrap, batches, backward=backward, whole=None, part=share, groups=1):
     """Trains a sharded model on this rank's part of each batch beside the same model, alone, on all of it."""
     rng = random.Random(seed)
     reference = copy.deepcopy(module)
     with torch.no_grad():
         for p in module.parameters():  # rank 0's count
-            p.add_(dist.get_rank())
+            p.add_(dist.get_rank() // groups)
     early = torch.optim.AdamW(module.parameters(), lr=0.01)  # one that was made before
     model = wrap(module)
     late = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -421,50 +421,56 @@ def gather_ahead(seed):
     """The gather of each unit starts right after the unit before the last is done, forward and backward."""
     for units in ("layer", "block"):
         torch.manual_seed(seed)
-        module = Model(num_blocks=3).double()
-        names = {id(part): name for name, part in module.named_modules()}
-        model = sharded(module, units)
-        events, name_of = [], {}
-        for unit in model._schedule.order:
-            (flat,) = unit.flats
-            name_of[flat] = names[id(unit.module)]
-        enter, leave, done = schedule.Schedule.enter, schedule.Schedule.leave, schedule.Schedule.done
-        gather, reach = shards.FlatWeights.gather, schedule.Schedule.reach
-
-        def noted(kind, call, name, after=False):
-            def noting(self, what, *more):
-                if not after:
-                    events.append((kind, name(what)))
-                call(self, what, *more)
-                if after:
-                    events.append((kind, name(what)))
-
-            return noting
-
-        def noted_gather(self):
-            if not self.gathered:
-                events.append(("gather", name_of[self]))
-            gather(self)
-
-        of_unit = lambda unit: unit.name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(schedule.Schedule, "enter", noted("run", enter, of_unit, after=True))
-            patch.setattr(schedule.Schedule, "leave", noted("done", leave, of_unit))
-            patch.setattr(schedule.Schedule, "reach", noted("run", reach, of_unit, after=True))
-            patch.setattr(schedule.Schedule, "done", noted("done", done, lambda flat: name_of[flat]))
-            patch.setattr(shards.FlatWeights, "gather", noted_gather)
-            for step in range(2):
-                events.clear()
+        model = sharded(Model(num_blocks=3).double(), units)
+        for step in range(2):
+            with recorded_schedule(model) as events:
                 backward(model, share(data(1, 2, seed + step)[0]))
                 model.finish_gradient_synchronization()
-                order = [unit.name for unit in model._schedule.order]
-                if units == "block":
-                    assert order == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
-                # looking up rows leaves nothing to read in backward
+            order = [unit.name for unit in model._schedule.order]
+            if units == "block":
+                assert order == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+            # looking up rows leaves nothing to be read in backward
+            with about(units, step):
                 there, back = ahead(order), ahead(order[:0:-1])
-                back += [("run", "embedding")] if ("run", "embedding") in events[len(there) :] else []
-                with about(units, step):
-                    assert events == [*there, *back, ("done", "embedding")]
+                assert [e for e in events if e != ("run", "embedding")] == [
+                    *(e for e in [*there, *back] if e != ("run", "embedding")), ("done", "embedding"),
+                ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded_schedule(model):
+    """(what, unit): its gather starts; it runs, its weights being there; it is done, and its weights are free."""
+    events = []
+    name_of = {flat: unit.name for unit in model._schedule.order for flat in unit.flats}
+    start = shards.FlatWeights.gather
+
+    def gather(self):
+        if not self.gathered:
+            events.append(("gather", name_of[self]))
+        start(self)
+
+    def noted(method, event, name, before):
+        def noting(self, what):
+            events.extend([(event, name(what))] * before)
+            method(self, what)
+            events.extend([(event, name(what))] * (not before))
+
+        return noting
+
+    cls, of_unit = schedule.Schedule, lambda unit: unit.name
+    leave = cls.leave
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards.FlatWeights, "gather", gather)
+        patch.setattr(cls, "enter", noted(cls.enter, "run", of_unit, before=False))
+        patch.setattr(cls, "reach", noted(cls.reach, "run", of_unit, before=False))
+        patch.setattr(cls, "done", noted(cls.done, "done", name_of.get, before=True))
+
+        def noted_leave(self, unit, differentiable):
+            events.append(("done", unit.name))
+            leave(self, unit, differentiable)
+
+        patch.setattr(cls, "leave", noted_leave)
+        yield events
 
 
 def ahead(order):
@@ -509,7 +515,6 @@ def hold_few_bytes(seed):
                 backward(model, ids)
                 model.finish_gradient_synchronization()
                 with torch.no_grad():
-                    weights.append(-1)
                     model(ids)
                 assert not any(flat.gathered for flat in model.flats)
             padding = 16 * ranks
@@ -519,13 +524,11 @@ def hold_few_bytes(seed):
             else:  # those of all units, once forward is done
                 assert sum(whole) * itemsize <= max(weights) <= (sum(whole) + padding * len(whole)) * itemsize
             assert max(gradients) <= two_largest * 4
-            held = sum(p.untyped_storage().nbytes() for p in {*model.module.parameters()} if p.dim() == 1)
             replicated = sum(p.nbytes for i, p in enumerate(model._trained) if i not in model._sharded)
             slices = {
                 p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
             }
             assert sum(slices.values()) <= (sum(whole) / ranks + padding * len(whole)) * 4 + replicated
-            assert held
 
 
 # ---------------------------------------------------------------------------------------------- norms, states
@@ -708,9 +711,9 @@ def train_compiled(seed):
                 assert_like(model, reference)
                 for optimizer in optimizers:
                     optimizer.step()
-    for fullgraph in (False, True):
-        with pytest.raises(Exception, match="compile the units of a sharded model, not what holds them"):
-            torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(ids)
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="compile the units of a sharded model, not what holds them"):
+        torch.compile(sharded(build("plain", seed), "block"), backend="aot_eager")(ids)
 
 
 class StaffLinear(nn.Module):
@@ -844,11 +847,11 @@ def refuse_what_differs(seed):
             make()
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = sharded(module, "block", process_group=group)
-    with pytest.raises(
-        RuntimeError, match=r"gathering of (layers|head).* all ranks must call the same layers"
-    ):
-        x = model.module.embedding(torch.tensor([1]))
-        model.module.layers[2](x) if rank else model.module.head(x)
+    if rank:
+        with pytest.raises(
+            RuntimeError, match=r"gathering of embedding\.weight .* all ranks must call the same"
+        ):
+            model(torch.tensor([[1]]))
 
 
 def train_in_two_groups(seed):
@@ -857,7 +860,7 @@ def train_in_two_groups(seed):
     mine = dist.get_rank() % 2
     part = lambda batch: batch.chunk(2)[dist.get_rank() // 2]
     wrap = functools.partial(sharded, units="block", process_group=groups[mine])
-    train_beside(seed, build("tied", seed + mine), wrap, data(2, 2, seed + mine), part=part)
+    train_beside(seed, build("tied", seed + mine), wrap, data(2, 2, seed + mine), part=part, groups=2)
 
 
 CHECKS = {  # by the number of ranks
