@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from waiting import wait_until
 
 from cs336_systems.parallel import schedule, shards
 from cs336_systems.parallel.ddp import NaiveDDP
@@ -473,6 +474,58 @@ def recorded_schedule(model):
         yield events
 
 
+def arrive_meanwhile(seed):
+    """While a unit is computed, the next one's gather goes on and ends; so do, in backward, the last one's reduction
+    and the next one's gather. Without overlap, the unit would wait here for what would begin after it."""
+    for units in ("layer", "block"):
+        torch.manual_seed(seed)
+        model = sharded(Model(num_blocks=3).double(), units)
+        ids = share(data(1, 2, seed)[0])
+        step = functools.partial(backward, model, ids)
+        step()
+        model.finish_gradient_synchronization()  # the order is known now
+        called = model._schedule.order
+        seen = []
+
+        def arrived(work, seen=seen):
+            wait_until(work.is_completed, seconds=20)
+            seen.append(work)
+
+        def during_forward(module, args, number, called=called, arrived=arrived):
+            if number + 1 < len(called):
+                arrived(called[number + 1].flats[0]._work)
+
+        def during_backward(grad, number, called=called, arrived=arrived, model=model):
+            if number > 1:  # the embedding's weights are not read in backward
+                arrived(called[number - 1].flats[0]._work)
+            if number + 1 < len(called):
+                arrived(model._reductions[-1].work)
+
+        for number, unit in enumerate(called):
+            unit.module.register_forward_pre_hook(functools.partial(during_forward, number=number))
+            first = unit.flats[0].weights[-1].full  # whose gradient comes first
+            first.register_hook(functools.partial(during_backward, number=number))
+        with about(units), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shards, "reduce_scatter_mean", OneThatTells)
+            step()
+            assert len(seen) == 3 * len(called) - 4
+            model.finish_gradient_synchronization()
+
+
+class OneThatTells:
+    """Gloo's reduce-scatter does not tell that it has been completed; its all-reduce does."""
+
+    def __init__(self, output, flat, group):
+        self.output, self.flat, self.rank = output, flat, group.rank()
+        flat.div_(group.size())
+        self.work = group.allreduce([flat])
+        self.is_completed = self.work.is_completed
+
+    def wait(self):
+        self.work.wait()
+        self.output.copy_(self.flat.view(-1, len(self.output))[self.rank])
+
+
 def ahead(order):
     """What is to happen: two gathers, then each unit is run, and when it is done the next but one is gathered."""
     events = [("gather", name) for name in order[:2]]
@@ -867,7 +920,7 @@ CHECKS = {  # by the number of ranks
     1: [train_every_model, recompute, gather_ahead, hold_few_bytes],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
-        both_first_then_backward, recompute, gather_ahead, hold_few_bytes, clip, skip_steps_together,
+        both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
     ],
@@ -879,3 +932,109 @@ CHECKS = {  # by the number of ranks
 @pytest.mark.parametrize(("ranks", "check"), [(n, check) for n, checks in CHECKS.items() for check in checks])
 def test_on_ranks(ranks, check):
     distributed.run(check, ranks, new_seed(), timeout=300)
+
+
+# -------------------------------------------------------------------------------------------------- wrong arguments
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"compute_dtype": torch.int8},
+            r"compute_dtype is torch.int8; expected a floating-point .*, or None",
+        ),
+        ({"compute_dtype": "bf16"}, r"compute_dtype is 'bf16'; expected a floating-point"),
+        ({"reduce_dtype": None}, r"reduce_dtype is None; expected a floating-point torch.dtype$"),
+        ({"units": [nn.ReLU()]}, "units holds ReLU, which is no module of Model"),
+        ({"units": "layers"}, r"units holds str, which is no module of Model"),
+        ({"process_group": "all"}, "process_group is 'all' on rank 0; expected a group"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, words, alone):
+    with pytest.raises(ValueError, match=words):
+        FullyShardedDataParallel(Model(), **options)
+
+
+def test_wrong_models_are_refused_by_name(alone):
+    model = Model()
+    frozen = Model().requires_grad_(False)
+    for module, units, words in (
+        (3, None, "module is 3; expected a torch.nn.Module"),
+        (frozen, None, "module Model has no parameter that requires a gradient"),
+        (Norm(3), None, "module Norm has no weight to shard"),
+        (model, [model.layers], r"units holds ModuleList \('layers'\), which is never called"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+            None,
+            "parameters on cpu, meta; expected one",
+        ),
+        (nn.Embedding(9, 4, sparse=True), None, "sparse gradients: weight;"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            FullyShardedDataParallel(module, units=units)
+
+
+def test_a_model_is_sharded_once(alone):
+    module = Model()
+    FullyShardedDataParallel(module)  # the model keeps it alive
+    for wrap in (FullyShardedDataParallel, NaiveDDP):
+        with pytest.raises(ValueError, match="wrapped already"):
+            wrap(nn.Sequential(module))
+
+
+def test_a_model_that_has_changed_is_refused(alone):
+    ids = torch.tensor([[1, 2]])
+    for change, words in (
+        (lambda module: module.double(), "lies elsewhere than it did"),
+        (
+            lambda module: setattr(module.head, "weight", nn.Parameter(torch.ones(11, 6))),
+            "has been replaced",
+        ),
+        (
+            lambda module: module.layers[0].down.weight.requires_grad_(True),
+            "frozen when the module was wrapped",
+        ),
+    ):
+        module = Model()
+        module.layers[0].down.weight.requires_grad_(False)
+        model = FullyShardedDataParallel(module)
+        backward(model, ids)
+        model.finish_gradient_synchronization()
+        change(module)
+        with pytest.raises(RuntimeError, match=words):
+            backward(model, ids)
+            model.finish_gradient_synchronization()
+    with model.no_sync(), pytest.raises(RuntimeError, match="inside no_sync"):
+        model.finish_gradient_synchronization()
+
+
+def test_a_forward_pass_that_raises_leaves_shards(alone):
+    model = FullyShardedDataParallel(Model(), units=None)
+    before = dict(model.module.named_parameters())
+    with pytest.raises(IndexError):
+        model(torch.tensor([[12]]))
+    assert all(p is before[name] and p.dim() == 1 for name, p in model.module.named_parameters())
+    backward(model, torch.tensor([[1]]))
+    model.finish_gradient_synchronization()
+
+
+def test_frozen_later_means_no_gradient(alone):
+    model = FullyShardedDataParallel(Model())
+    model.module.layers[1].up.weight.requires_grad_(False)
+    backward(model, torch.tensor([[1]]))
+    model.finish_gradient_synchronization()
+    missing = [name for name, p in model.module.named_parameters() if p.grad is None]
+    assert missing == ["layers.1.up.weight"]
+
+
+def test_a_loss_may_depend_on_the_shards_themselves(alone):
+    """As a penalty on all parameters does."""
+    model = FullyShardedDataParallel(Model().double(), units=None)
+    ids = torch.tensor([[1, 2]])
+    backward(model, ids)
+    model.finish_gradient_synchronization()
+    without = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (loss_of(model, ids) + sum(p.square().sum() for p in model.parameters())).backward()
+    model.finish_gradient_synchronization()
+    for p, grad in zip(model.parameters(), without, strict=True):
+        torch.testing.assert_close(p.grad, grad + 2 * p)

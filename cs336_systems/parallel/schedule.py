@@ -42,8 +42,8 @@ class Schedule:
         self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
-        # Calls that a backward pass may come to, in order: of each unit the first (False), and of others the last (True).
-        # Then the last ones of those that the latest backward pass may have left.
+        # Calls that a backward pass may come to, in order: of each unit the first (False), and of others the last
+        # (True). Then the last ones of those that the latest backward pass may have left.
         self._calls: dict[tuple[Unit, bool], None] = {}
         self._calls_before: dict[tuple[Unit, bool], None] = {}
         self._plan({}, reduces=False)
@@ -117,13 +117,13 @@ class Schedule:
             flat.wait()
             flat.users += 1
             if flat.users == 1:
-                flat.show_full(True)
+                flat.show_full()
 
     def _take_back(self, unit: Unit) -> None:
         for flat in unit.flats:
             flat.users -= 1
             if not flat.users:
-                flat.show_full(False)
+                flat.show_shards()
 
     # ------------------------------------------------------------------------------------------ backward
     @property

@@ -248,10 +248,22 @@ class FlatWeights:
             self.wait()
             self._flat.untyped_storage().resize_(0)
 
-    def show_full(self, there: bool) -> None:
-        """Has the modules hold the whole weights, or the shards."""
+    def show_full(self) -> None:
+        """Has the modules hold the whole weights."""
         for weight in self.weights:
-            weight.show(weight.full if there else weight.parameter)
+            module, name = weight.homes[0]
+            if module._parameters.get(name) is not weight.parameter:
+                raise RuntimeError(
+                    f"{weight.name} has been replaced since the model was wrapped; do that first, wrap then"
+                )
+            if self.trained:
+                weight.full.requires_grad_(weight.parameter.requires_grad)
+            weight.show(weight.full)
+
+    def show_shards(self) -> None:
+        """Has the modules hold this rank's shards."""
+        for weight in self.weights:
+            weight.show(weight.parameter)
 
     @torch.no_grad()
     def assembled(self, shards: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -49,10 +49,6 @@ def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight
     for name, part in module.named_modules():
         p = part._parameters.get("weight")
         if type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
-            if isinstance(part, Intercepted):
-                raise ValueError(
-                    f"module {type(module).__name__} is sharded already, or a part of it: {name}"
-                )
             weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p))
     if not weights:
         raise ValueError(
