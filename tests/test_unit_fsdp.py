@@ -446,31 +446,25 @@ def recorded_schedule(model):
     start = shards.FlatWeights.gather
 
     def gather(self):
-        if not self.gathered:
+        if not self.gathered_bytes:
             events.append(("gather", name_of[self]))
         start(self)
 
     def noted(method, event, name, before):
-        def noting(self, what):
+        def noting(self, what, *more):
             events.extend([(event, name(what))] * before)
-            method(self, what)
+            method(self, what, *more)
             events.extend([(event, name(what))] * (not before))
 
         return noting
 
     cls, of_unit = schedule.Schedule, lambda unit: unit.name
-    leave = cls.leave
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards.FlatWeights, "gather", gather)
         patch.setattr(cls, "enter", noted(cls.enter, "run", of_unit, before=False))
         patch.setattr(cls, "reach", noted(cls.reach, "run", of_unit, before=False))
         patch.setattr(cls, "done", noted(cls.done, "done", name_of.get, before=True))
-
-        def noted_leave(self, unit, differentiable):
-            events.append(("done", unit.name))
-            leave(self, unit, differentiable)
-
-        patch.setattr(cls, "leave", noted_leave)
+        patch.setattr(cls, "leave", noted(cls.leave, "done", of_unit, before=True))
         yield events
 
 
@@ -569,7 +563,7 @@ def hold_few_bytes(seed):
                 model.finish_gradient_synchronization()
                 with torch.no_grad():
                     model(ids)
-                assert not any(flat.gathered for flat in model.flats)
+                assert not any(flat.gathered_bytes for flat in model.flats)
             padding = 16 * ranks
             two_largest = sum(sorted(n + padding for n in whole)[-2:])
             if reshard:

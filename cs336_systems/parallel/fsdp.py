@@ -107,8 +107,9 @@ class FullyShardedDataParallel(DuringBackward):
             self.flats.append(flat)
             for reader in modules:
                 flats_of.setdefault(reader, []).append(flat)
+        named_parts = module.named_modules()
         called = [
-            Unit(name, part, flats_of[part]) for name, part in module.named_modules() if part in flats_of
+            Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts if part in flats_of
         ]
         self._schedule = Schedule(called, reshard_after_forward, self._reduce)
         self._trained_flats = [flat for flat in self.flats if flat.trained]
@@ -120,11 +121,10 @@ class FullyShardedDataParallel(DuringBackward):
         replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
         self._buckets = assign(replicated, float("inf"))
         self._whole = False
-        for flat in self.flats:
+        for flat in self._trained_flats:
             for weight in flat.weights:
                 arrived = functools.partial(self._gradient_arrived, flat, weight)
-                if flat.trained:
-                    weight.full.register_post_accumulate_grad_hook(arrived)
+                weight.full.register_post_accumulate_grad_hook(arrived)
         for unit in called:
             intercept(unit.module, functools.partial(self._call, unit))
 
@@ -145,16 +145,18 @@ class FullyShardedDataParallel(DuringBackward):
         again, differentiable = inside_backward(), torch.is_grad_enabled()
         if self.compute_dtype is not None and type(unit.module).__name__ in LAYERS:
             inputs, kwargs = tree_map_only(Tensor, self._narrow, (inputs, kwargs))
-        schedule = self._schedule
-        (schedule.enter_again if again else schedule.enter)(unit)
+        self._schedule.enter(unit, again)
+        for module, name, p in unit.narrowed:
+            module._parameters[name] = p.to(self.compute_dtype)
         try:
-            with self._biases(unit):
-                outputs = call(*inputs, **kwargs)
+            outputs = call(*inputs, **kwargs)
         except BaseException:
             differentiable = False
             raise
         finally:
-            schedule.leave_again(unit) if again else schedule.leave(unit, differentiable)
+            for module, name, p in unit.narrowed:
+                module._parameters[name] = p
+            self._schedule.leave(unit, again, differentiable)
         if differentiable:
             self._watch(unit, (inputs, kwargs), outputs)
         return outputs
@@ -172,23 +174,6 @@ class FullyShardedDataParallel(DuringBackward):
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
-
-    @contextmanager
-    def _biases(self, unit: Unit) -> Iterator[None]:
-        """Inside, the replicated parameters of a unit's layers have the dtype that their weights are computed with."""
-        lent: list[tuple[nn.Module, str, nn.Parameter]] = []
-        if self.compute_dtype is not None:
-            homes = {module for flat in unit.flats for weight in flat.weights for module, _ in weight.homes}
-            for module in homes:
-                for name, p in module._parameters.items():
-                    if p is not None and p.is_floating_point() and p.dtype != self.compute_dtype:
-                        lent.append((module, name, p))
-                        module._parameters[name] = p.to(self.compute_dtype)
-        try:
-            yield
-        finally:
-            for module, name, p in lent:
-                module._parameters[name] = p
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
@@ -211,9 +196,8 @@ class FullyShardedDataParallel(DuringBackward):
                 self._schedule.done(flat)
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
-        if (
-            number not in self._sharded
-        ):  # else the loss depends on the shard itself, and what it adds is this rank's own
+        # where the loss depends on the shard itself, what that adds is this rank's own
+        if number not in self._sharded:
             self._note(number, parameter)
 
     def _note(self, number: int, parameter: nn.Parameter, sent: bool = False) -> None:

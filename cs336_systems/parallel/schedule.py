@@ -42,11 +42,8 @@ class Schedule:
         self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
-        # Calls that a backward pass may come to, in order: of each unit the first (False), and of others the last
-        # (True). Then the last ones of those that the latest backward pass may have left.
-        self._calls: dict[tuple[Unit, bool], None] = {}
-        self._calls_before: dict[tuple[Unit, bool], None] = {}
-        self._plan({}, reduces=False)
+        self._calls: list[Unit] = []  # that a backward pass may come to, in order
+        self._plan([], reduces=False)
 
     def _free(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
@@ -71,19 +68,24 @@ class Schedule:
         if self._reshard:
             self._free(self._flats)
 
-    def enter(self, unit: Unit) -> None:
-        """A module is called: its weights are there for what is queued from now on."""
-        position = self._position(unit)
-        if position is None:
-            self._gather(unit.flats)
-        else:
+    def enter(self, unit: Unit, again: bool) -> None:
+        """A module is called: its weights are there for what is queued from now on. again: by backward, since a
+        checkpoint has not kept what it needs of this call."""
+        if again:
+            if (number := self._first_call.get(unit)) is not None:
+                self._gather_until(number)
+                self._held.update(flat for flat in unit.flats if flat not in self._done)
+        elif (position := self._position(unit)) is not None:
             self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
             for expected in self.order[position : position + 2]:
                 self._gather(expected.flats)
             self._next = position + 1
-        if self._called is not None:
+        if self._called is not None and not again:
             self._called.append(unit)
-        self._lend(unit)
+        self._gather(unit.flats)
+        for flat in unit.flats:
+            flat.wait()
+            flat.lend()
 
     def _position(self, unit: Unit) -> int | None:
         """Where in the expected order it is: from the next one on, or, in another pass, from the first."""
@@ -94,13 +96,15 @@ class Schedule:
                 return self.order.index(unit, begin)
         return None
 
-    def leave(self, unit: Unit, differentiable: bool) -> None:
+    def leave(self, unit: Unit, again: bool, differentiable: bool) -> None:
         """Its call has ended; differentiable: a backward pass may follow."""
-        self._take_back(unit)
+        for flat in unit.flats:
+            flat.take_back()
+        if again:
+            self._free(flat for flat in unit.flats if flat not in self._held)
+            return
         if differentiable:
-            again = (unit, False) in self._calls
-            self._calls.pop((unit, again), None)
-            self._calls[unit, again] = None
+            self._calls.append(unit)
         if self._reshard or not differentiable:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
@@ -112,19 +116,6 @@ class Schedule:
         for flat in flats:
             flat.gather()
 
-    def _lend(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            flat.wait()
-            flat.users += 1
-            if flat.users == 1:
-                flat.show_full()
-
-    def _take_back(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            flat.users -= 1
-            if not flat.users:
-                flat.show_shards()
-
     # ------------------------------------------------------------------------------------------ backward
     @property
     def expects_backward(self) -> bool:
@@ -133,14 +124,14 @@ class Schedule:
 
     def begin_backward(self, reduces: bool) -> None:
         """Plans a backward pass; reduces: whether its gradients are reduced on the way."""
-        self._plan(self._calls or self._calls_before, reduces)
+        self._plan(self._calls, reduces)
 
-    def _plan(self, calls: dict[tuple[Unit, bool], None], reduces: bool) -> None:
+    def _plan(self, calls: list[Unit], reduces: bool) -> None:
         self._reduces = reduces
         self._backward: list[Call] = []
         self._first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
-        for number, (unit, _) in enumerate(reversed(calls)):
+        for number, unit in enumerate(reversed(calls)):
             gathers = [flat for flat in unit.flats if flat.read_in_backward and flat not in last_call]
             self._backward.append(Call(gathers))
             self._first_call.setdefault(unit, number)
@@ -189,27 +180,11 @@ class Schedule:
         self._free([flat])
         self._close(self._num_closed)
 
-    def enter_again(self, unit: Unit) -> None:
-        """Backward calls a module, whose forward pass a checkpoint has not kept."""
-        if (number := self._first_call.get(unit)) is not None:
-            self._gather_until(number)
-            self._held.update(flat for flat in unit.flats if flat not in self._done)
-        self._gather(unit.flats)
-        self._lend(unit)
-
-    def leave_again(self, unit: Unit) -> None:
-        """That call has ended."""
-        self._take_back(unit)
-        self._free(flat for flat in unit.flats if flat not in self._held)
-
     def end_backward(self) -> None:
         """Backward has ended: what it has not come to is sent all the same, and everything is freed."""
         self._close(len(self._backward))
-        if self._calls:
-            last = {unit: again for unit, again in self._calls}
-            self._calls_before = {call: None for call in self._calls if last[call[0]] == call[1]}
-        self._calls = {}
-        self._plan({}, reduces=False)
+        self._calls = []
+        self._plan([], reduces=False)
         self._free(self._flats)
         for flat in self._flats:
             flat.pending = 0

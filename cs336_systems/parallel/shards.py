@@ -205,13 +205,8 @@ class FlatWeights:
 
     # ----------------------------------------------------------------------------------------- gathering
     @property
-    def gathered(self) -> bool:
-        """Whether there is memory for the whole weights: they have arrived, or are on their way."""
-        return self._flat.untyped_storage().nbytes() > 0
-
-    @property
     def gathered_bytes(self) -> int:
-        """Bytes of the whole weights that are held now."""
+        """Bytes of memory for the whole weights; 0 unless they are here, or on their way."""
         return self._flat.untyped_storage().nbytes()
 
     @torch.no_grad()
@@ -221,7 +216,7 @@ class FlatWeights:
         The memory is the gather stream's, which has waited for all that has read it before: it is reused without the
         host, or the allocator, having to know when a kernel ends.
         """
-        if self.gathered or not self.numel:
+        if self.gathered_bytes or not self.numel:
             return
         if self._places != [weight.parameter.data_ptr() for weight in self.weights]:
             raise RuntimeError(
@@ -244,13 +239,14 @@ class FlatWeights:
 
     def free(self) -> None:
         """Lets go of the whole weights; what is queued to read them reads them first."""
-        if self.gathered:
+        if self.gathered_bytes:
             self.wait()
             self._flat.untyped_storage().resize_(0)
 
-    def show_full(self) -> None:
-        """Has the modules hold the whole weights."""
-        for weight in self.weights:
+    def lend(self) -> None:
+        """Has the modules hold the whole weights, for one call more."""
+        self.users += 1
+        for weight in self.weights if self.users == 1 else ():
             module, name = weight.homes[0]
             if module._parameters.get(name) is not weight.parameter:
                 raise RuntimeError(
@@ -260,9 +256,10 @@ class FlatWeights:
                 weight.full.requires_grad_(weight.parameter.requires_grad)
             weight.show(weight.full)
 
-    def show_shards(self) -> None:
-        """Has the modules hold this rank's shards."""
-        for weight in self.weights:
+    def take_back(self) -> None:
+        """Has them hold the shards, when the last such call has ended."""
+        self.users -= 1
+        for weight in self.weights if not self.users else ():
             weight.show(weight.parameter)
 
     @torch.no_grad()

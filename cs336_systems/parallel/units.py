@@ -16,10 +16,23 @@ LAYERS = ("Linear", "Embedding")
 
 
 class Unit:
-    """A module at whose call weights are gathered; `flats`: these weights, mostly one vector. name: in the model."""
+    """A module at whose call weights are gathered; `flats`: these weights, mostly one vector. name: in the model.
 
-    def __init__(self, name: str, module: nn.Module, flats: Sequence[FlatWeights]) -> None:
+    compute_dtype: as the wrapper's; `narrowed`: the other parameters of its layers that have to be cast to it, biases.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, flats: Sequence[FlatWeights], compute_dtype: torch.dtype | None
+    ) -> None:
         self.name, self.module, self.flats = name, module, list(flats)
+        homes = {home for flat in flats for weight in flat.weights for home, _ in weight.homes}
+        sharded = {weight.parameter for flat in flats for weight in flat.weights}
+        self.narrowed = [
+            (home, key, p)
+            for home in homes if type(home).__name__ in LAYERS and compute_dtype is not None
+            for key, p in home._parameters.items()
+            if p is not None and p.is_floating_point() and p not in sharded and p.dtype != compute_dtype
+        ]  # fmt: skip
 
 
 def named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module]:
