@@ -101,7 +101,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 _SLOW = (
     "test_chapter_allreduce", "test_chapter_attention", "test_chapter_benchmarking", "test_chapter_flash_bench",
     "test_chapter_hardware", "test_chapter_training", "test_chapter_zero", "test_chapters", "test_unit_attention",
-    "test_unit_ddp", "test_unit_hopper", "test_unit_imports", "test_unit_ladder", "test_unit_launch",
+    "test_unit_ddp", "test_unit_fsdp", "test_unit_hopper", "test_unit_imports", "test_unit_ladder", "test_unit_launch",
     "test_unit_pipeline", "test_unit_split", "test_unit_step", "test_unit_team", "test_unit_tiles",
     "test_unit_training",
 )  # fmt: skip

@@ -763,6 +763,28 @@ def train_compiled(seed):
         torch.compile(sharded(build("plain", seed), "block"), backend="aot_eager")(ids)
 
 
+def compile_blocks_once(seed):
+    """Blocks of one class and shape share what was compiled, as they do without sharding."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counts = []
+    for shard in (False, True):
+        torch.compiler.reset()
+        module = nn.Sequential(nn.Embedding(11, 6), *(Block(6, 7) for _ in range(5)))
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in module[1:]:
+            block.compile(backend=counter, fullgraph=True)
+        model = FullyShardedDataParallel(module, units=module[1:]) if shard else module
+        for _ in range(2):
+            model(torch.tensor([[1, 2]])).sum().backward()
+            with torch.no_grad():
+                model(torch.tensor([[1, 2]]))
+            if shard:
+                model.finish_gradient_synchronization()
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] > 0
+
+
 class StaffLinear(nn.Module):
     """As the course's: recognized by its name alone."""
 
@@ -915,7 +937,7 @@ CHECKS = {  # by the number of ranks
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
-        look_at_whole_parameters, train_beside_fsdp2, train_compiled, train_by_the_adapters,
+        look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
     ],
     3: [train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],

@@ -33,7 +33,7 @@ WRONG = [  # --set, and what the line names
     ("optimizer.sharded=perhaps", "true or false"), ("schedule.kind=linear", "cosine, constant"),
     ("batch.accumulate=5", "multiple of"), ("run.device=tpu", "auto, cpu, cuda"), ("run.dtype=fp8", "bf16, fp16"),
     ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("parallel.nproc=3", "multiple of 3"),
-    ("parallel.wrapper=fsdp", "in_place, torch"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
+    ("parallel.wrapper=zero3", "in_place, torch, fsdp"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
     ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
     ("checkpoints.init_from=/no/such", "/no/such holds no weights"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000000", "GiB are free"),

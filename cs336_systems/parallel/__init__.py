@@ -1,1 +1,2 @@
-"""Training on several devices: data parallelism (`ddp`, `buckets`), a sharded optimizer (`zero`)."""
+"""Training on several devices: data parallelism (`ddp`, `buckets`), a sharded optimizer (`zero`), sharded weights
+(`fsdp`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -97,10 +98,16 @@ class Intercepted:
         return self.__dict__["_called"](super().__call__, inputs, kwargs)
 
 
-def intercept(module: nn.Module, called: Callable[..., Any]) -> None:
-    cls = type(module)
-    derived = type(
+@functools.cache  # compiled blocks of one class are to be of one class still
+def _derived(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(
         cls.__name__, (Intercepted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     )
+
+
+def intercept(module: nn.Module, called: Callable[..., Any]) -> None:
+    """Has a module's calls go through `called(call, inputs, kwargs)`."""
     module.__dict__["_called"] = called
-    object.__setattr__(module, "__class__", derived)  # a compiled module would set its original's
+    object.__setattr__(
+        module, "__class__", _derived(type(module))
+    )  # a compiled module would set its original's

@@ -24,6 +24,8 @@ from cs336_systems.store import numbers
 from cs336_systems.store.files import content
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
+"""That leave whole weights on every rank."""
+ALL_WRAPPERS = (*WRAPPERS, "fsdp")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
 COMPILE = ("off", "attention", "blocks", "whole", "graphs")
 # the handout's sizes, and one that learns to tell stories in minutes on two CPU cores
@@ -167,8 +169,8 @@ class Parallel:
     nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
     wrapper: str = _one_of(
         "in_place",
-        WRAPPERS,
-        "how gradients are averaged (`parallel.ddp`), torch's own DDP, or none of a single rank",
+        ALL_WRAPPERS,
+        "how gradients are averaged (`parallel.ddp`), torch's own DDP, none of a single rank, or weights sharded",
     )
     bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
     timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
@@ -368,10 +370,16 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
     """The sequences of a microbatch on each rank; ValueError where the step's do not go round, and for several ranks
     that nothing keeps alike."""
     if world_size > 1 and config.parallel.wrapper == "none":
-        allowed = ", ".join(WRAPPERS[1:])
+        allowed = ", ".join(ALL_WRAPPERS[1:])
         raise ValueError(
             f"parallel.wrapper='none' on {world_size} ranks, which would diverge; allowed: {allowed}"
         )
+    if config.parallel.wrapper == "fsdp" and config.optimizer.sharded:
+        raise ValueError(
+            "optimizer.sharded=true with parallel.wrapper='fsdp', whose optimizer works on shards; allowed: false"
+        )
+    if config.parallel.wrapper == "fsdp" and config.run.compile == "whole" and world_size > 1:
+        raise ValueError("run.compile='whole' with parallel.wrapper='fsdp'; allowed: off, attention, blocks")
     parts = world_size * config.batch.accumulate
     if config.batch.sequences % parts:
         raise ValueError(

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
-from cs336_systems.training import checkpoints, modes, optimizer, resuming
+from cs336_systems.training import checkpoints, modes, optimizer, resuming, whole
 from cs336_systems.training.batches import Batches
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -75,14 +74,14 @@ class Trainer:
         attention = modes.attention_of(config.model.attention, self.device)
         self.model = build(sizes, attention, device=self.device)
         if config.checkpoints.init_from:
-            self._take_weights(checkpoints.weights_of(Path(config.checkpoints.init_from)))
+            self._take_weights(self.model, checkpoints.weights_of(Path(config.checkpoints.init_from)))
         self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
         self.held_out = Batches(data.valid, sizes.context_length, 1, 0, "valid")
-        whole = modes.WithLoss(self.model)
-        self.wrapped, self.finish = modes.wrap(whole, config.run, config.parallel, self.world)
+        with_loss = modes.WithLoss(self.model)
+        # before weights are sharded, which groups them by their shapes
         self.optimizer = optimizer.make(self.model, config.optimizer, self.device)
-        kind = self.device.split(":")[0]
-        self.scaler = torch.amp.GradScaler(kind, enabled=self.dtype == "fp16", init_scale=2.0**16)
+        self.wrapped, self.finish = modes.wrap(with_loss, config.run, config.parallel, self.world, self.dtype)
+        self.scaler = whole.scaler(self.wrapped, self.device.split(":")[0], self.dtype == "fp16")
         self.step, self.best, self.skipped = 0, math.inf, 0
         kind, length = config.schedule.length
         limit_s = 60 * length if kind == "minutes" else math.inf
@@ -94,8 +93,8 @@ class Trainer:
         self._saved_s = time.monotonic()  # when it was saved last, or began
 
     # -------------------------------------------------------------------------------------------------- setting up
-    def _take_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        checkpoints.into(self.model, weights, f"model.size={self.config.model.size!r}")
+    def _take_weights(self, wrapped: Callable[..., Any], weights: dict[str, torch.Tensor]) -> None:
+        whole.take_weights(wrapped, self.model, weights, f"model.size={self.config.model.size!r}")
 
     # ------------------------------------------------------------------------------------------------------- a step
     def total_steps(self) -> int | None:
@@ -143,7 +142,7 @@ class Trainer:
         self._count += 1
         self.scaler.unscale_(self.optimizer)
         largest = config.optimizer.clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        norm = whole.clip(self.wrapped, self.model, largest)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -160,11 +159,14 @@ class Trainer:
             windows = min(windows, max(1, limit // self.sizes.context_length))
         mine = range(self.number, windows, self.world)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for start in range(0, len(mine), self.sequences):
+        # as often as the first rank, which has the most: a sharded model is called by all
+        for start in range(0, math.ceil(windows / self.world), self.sequences):
             some = mine[start : start + self.sequences]
-            ids, targets = self._tensors(self.held_out.windows_at(some))
+            ids, targets = self._tensors(self.held_out.windows_at(some or range(1)))
             with modes.autocast(self.dtype, self.device):
                 logits = self.model(ids)
+            if not some:
+                continue
             nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
             total += torch.stack([nats.double(), torch.tensor(float(targets.numel()), device=self.device)])
         self._add_up(total)
@@ -187,7 +189,10 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
-        moments = self.optimizer.state_dict()
+        weights, moments = (
+            whole.weights(self.wrapped, self.model),
+            whole.moments(self.wrapped, self.optimizer),
+        )
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -205,8 +210,7 @@ class Trainer:
                 "dtype": self.dtype, "data": dict(self.data.files),
             }  # fmt: skip
             try:
-                weights, tokenizer = self.model.state_dict(), self.data.tokenizer
-                checkpoints.save(self.folder, self.step, weights, moments, state, about, tokenizer)
+                checkpoints.save(self.folder, self.step, weights, moments, state, about, self.data.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep)
             except checkpoints.CheckpointError as error:
                 trouble = [str(error)]
@@ -222,8 +226,8 @@ class Trainer:
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
-        self._take_weights(weights)
-        optimizer.take_up(self.optimizer, moments)
+        self._take_weights(self.wrapped, weights)
+        whole.take_moments(self.wrapped, self.optimizer, moments)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:

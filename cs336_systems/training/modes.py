@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cs336_systems.parallel import ddp
+from cs336_systems.parallel import ddp, fsdp
 from cs336_systems.training.config import COMPILE, Parallel, Run
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,10 +64,11 @@ def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
 
 
 def wrap(
-    module: WithLoss, run: Run, parallel: Parallel, world_size: int
+    module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype: str
 ) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
     """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients.
 
+    dtype: what forward passes run in; a sharded model's weights travel in it.
     ValueError for CUDA graphs on a CPU, or on several ranks: communication is not recorded.
     """
     if run.compile == "graphs":
@@ -83,7 +84,9 @@ def wrap(
     if name == "torch":
         return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb), lambda: None
     with_buckets = {"bucketed": ddp.BucketedDDP, "in_place": ddp.InPlaceDDP}
-    if name in with_buckets:
+    if name == "fsdp":
+        own = fsdp.FullyShardedDataParallel(module, NARROW.get(dtype), units=module.model.layers)
+    elif name in with_buckets:
         own = with_buckets[name](module, mb)
     else:
         own = {"naive": ddp.NaiveDDP, "flat": ddp.FlatDDP, "overlapped": ddp.OverlappedDDP}[name](module)

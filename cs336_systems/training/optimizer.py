@@ -87,11 +87,10 @@ def make(model: nn.Module, config: Optimizer, device: str) -> torch.optim.Optimi
     return ShardedOptimizer(groups, cls, **settings) if config.sharded else cls(groups, **settings)
 
 
-def take_up(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Has an optimizer go on from another's `state_dict`, with its own settings, which may be others by now."""
+def keep_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Puts an optimizer's own settings, which may be others by now, into the `state_dict` that it is to go on from."""
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
         saved.update({name: value for name, value in own.items() if name != "params"})
-    optimizer.load_state_dict(state)
 
 
 def learning_rate(config: Schedule, highest: float, progress: float) -> float:
