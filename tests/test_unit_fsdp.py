@@ -914,6 +914,13 @@ def refuse_what_differs(seed):
     ):
         with pytest.raises(ValueError, match="differ between the ranks; expected the same"):
             make()
+    model = sharded(Model(num_blocks=2), units="layer")
+    with torch.no_grad():  # their sizes are the same, so that the collectives match
+        model(torch.tensor([[1]]))
+        model.finish_gradient_synchronization()
+        model.module.layers[0].down(torch.ones(7)) if rank else model.module.layers[0].up(torch.ones(6))
+    with pytest.raises(RuntimeError, match="ranks have called different units, or in another order"):
+        model.finish_gradient_synchronization()
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = sharded(module, "block", process_group=group)
     if rank:

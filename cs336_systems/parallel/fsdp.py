@@ -22,7 +22,7 @@ Of the weights of layers, of their gradients and of the optimizer's state a rank
 **Collectives match**, as in `ddp.py`: reductions come in one order on all ranks, and those that a rank's backward pass
 has not reached go as zeros when the step is finished. That order, and that of the gathers, follows from the forward
 pass. So ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different
-ones wait for one another until the group's timeout, which names the unit.
+ones wait for one another until the group's timeout, which names the unit, or are told when the step is finished.
 
 Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
 """
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.buckets import assign
 from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
@@ -121,6 +121,7 @@ class FullyShardedDataParallel(DuringBackward):
         replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
         self._buckets = assign(replicated, float("inf"))
         self._whole = False
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None
         for flat in self._trained_flats:
             for weight in flat.weights:
                 arrived = functools.partial(self._gradient_arrived, flat, weight)
@@ -144,7 +145,8 @@ class FullyShardedDataParallel(DuringBackward):
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
         if self.compute_dtype is not None and type(unit.module).__name__ in LAYERS:
-            inputs, kwargs = tree_map_only(Tensor, self._narrow, (inputs, kwargs))
+            inputs = tuple(map(self._narrow, inputs))
+            kwargs = {name: self._narrow(value) for name, value in kwargs.items()}
         self._schedule.enter(unit, again)
         for module, name, p in unit.narrowed:
             module._parameters[name] = p.to(self.compute_dtype)
@@ -172,8 +174,9 @@ class FullyShardedDataParallel(DuringBackward):
                 flat.pending += 1
             register_multi_grad_hook(tensors, lambda _: self._left(frozen))
 
-    def _narrow(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+    def _narrow(self, value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.compute_dtype) if narrow else value
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
@@ -262,6 +265,30 @@ class FullyShardedDataParallel(DuringBackward):
         self._reduced.clear()
         self._launched.clear()
         self._seen.clear()
+        self._compare_calls()
+
+    def _compare_calls(self) -> None:
+        """Has ranks tell each other what they have called; RuntimeError where that differed up to the last step.
+
+        Collectives of equal sizes would match although they are of different units, and weights be mixed up. On a GPU
+        the answer is read a step later, when it has been there for long, so that the host waits for nothing.
+        """
+        told = torch.full((2,), self._schedule.trace, device=self._trained[0].device)
+        told[1].neg_()
+        dist.all_reduce(told, dist.ReduceOp.MAX, self.process_group)
+        if told.is_cuda:
+            now = told.to("cpu", non_blocking=True), torch.cuda.Event()
+            now[1].record()
+            before, self._told = self._told or now, now
+            if before is now:  # the first step's
+                return
+            told, arrived = before
+            arrived.synchronize()
+        if told[0] != -told[1]:
+            raise RuntimeError(
+                "ranks have called different units, or in another order, and gathered weights that were not of one "
+                "unit: all ranks must call the same units of a sharded model in the same order"
+            )
 
     # --------------------------------------------------------------------------------- whole parameters
     @torch.no_grad()

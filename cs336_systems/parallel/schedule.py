@@ -40,6 +40,10 @@ class Schedule:
         self.order = list(units)
         self._reshard, self._reduce = reshard, reduce
         self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
+        self._number = {unit: i for i, unit in enumerate(self.order)}
+        self.trace = (
+            0  # of all calls up to now: the same on ranks that have called the same units in one order
+        )
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
         self._calls: list[Unit] = []  # that a backward pass may come to, in order
@@ -80,8 +84,10 @@ class Schedule:
             for expected in self.order[position : position + 2]:
                 self._gather(expected.flats)
             self._next = position + 1
-        if self._called is not None and not again:
-            self._called.append(unit)
+        if not again:
+            self.trace = hash((self.trace, self._number[unit])) % 2**62
+            if self._called is not None:
+                self._called.append(unit)
         self._gather(unit.flats)
         for flat in unit.flats:
             flat.wait()
