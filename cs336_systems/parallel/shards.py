@@ -140,16 +140,12 @@ class FlatWeights:
         self.weights, self.wires = list(weights), wires
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.trained = self.weights[0].number is not None
-        # Looking up rows leaves nothing that backward would read, but their numbers.
-        modules = [module for weight in self.weights for module, _ in weight.homes]
-        self.read_in_backward = not all(
-            isinstance(m, nn.Embedding) and type(m).forward is nn.Embedding.forward for m in modules
-        )
+        # looking up rows leaves nothing that backward would read, but their numbers
+        forwards = [type(module).forward for weight in self.weights for module, _ in weight.homes]
+        self.read_in_backward = any(forward is not nn.Embedding.forward for forward in forwards)
         self.users = 0  # calls of modules under way that read them
         self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
-        self.missing = set(
-            self.weights
-        )  # the weights whose gradients the running backward pass has not reached
+        self.missing = set(self.weights)  # those whose gradients the running backward pass has not reached
         self.gradient: Tensor | None = None  # (numel,), of this rank's batch, while there are any
         self._written: set[Weight] = set()  # the weights whose gradients are in there
         self._work: dist.Work | None = None
@@ -160,25 +156,22 @@ class FlatWeights:
         group = self.wires.reductions
         rank, ranks = group.rank(), group.size()
         first = self.weights[0].parameter
-        step = _ALIGNMENT // min(
-            first.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize
-        )
+        dtypes = first.dtype, self.compute_dtype, self.reduce_dtype
+        step = _ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
         self.numel = 0
         for weight in self.weights:
             weight.offset = self.numel
             self.numel += -(-weight.parameter.numel() // step) * step
         self.numel += -self.numel % (ranks * step)
         self._length = self.numel // ranks
-        self._begin = rank * self._length
+        self._begin, end = rank * self._length, (rank + 1) * self._length
         self._shard = first.new_zeros(self._length)
         # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
         self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=first.device)
         for weight in self.weights:
             whole = weight.parameter.reshape(-1)
-            weight.start, weight.stop = (
-                min(max(edge - weight.offset, 0), whole.numel())
-                for edge in (self._begin, self._begin + self._length)
-            )
+            edges = self._begin - weight.offset, end - weight.offset
+            weight.start, weight.stop = (min(max(edge, 0), whole.numel()) for edge in edges)
             place = self._flat[weight.offset : weight.offset + whole.numel()].view(weight.shape)
             # .data: not a view for autograd, which would find the weights that it has kept overwritten
             weight.full = nn.Parameter(place.data, requires_grad=self.trained)
