@@ -117,7 +117,16 @@ def test_cuda_graphs_are_refused_where_there_can_be_none():
     with pytest.raises(ValueError, match=r"batch\.accumulate=2; .* it must be 1"):
         made("unused", run__compile="graphs", batch__accumulate=2)
     with pytest.raises(ValueError, match="on 2 ranks allowed"):
-        modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2)
+        modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2, "fp32")
+
+
+@pytest.mark.parametrize("changes", [{"optimizer__sharded": True}, {"run__compile": "whole"}])
+def test_what_a_sharded_model_cannot_be_is_refused(changes):
+    ((key, _),) = changes.items()
+    with pytest.raises(
+        ValueError, match=f"{key.replace('__', '.')}=.* with parallel.wrapper='fsdp'.*; allowed:"
+    ):
+        config.for_ranks(made("unused", parallel__wrapper="fsdp", **changes), 2)
 
 
 @pytest.mark.gpu
