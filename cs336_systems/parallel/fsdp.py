@@ -12,17 +12,17 @@
 Of the weights of layers, of their gradients and of the optimizer's state a rank holds 1/N. A step goes like this:
 
 1. When a unit (a layer, or a block of them) is called, its weights have been gathered from all ranks, in the dtype that
-   they are computed with, while the unit before was computed (`gathers.py`). They are freed when the call has ended.
+   they are computed with, while the unit before was computed (`schedule.py`). They are freed when the call has ended.
 2. Before the backward pass goes through the unit, they are gathered again. When the gradients of all its weights are
    there, the weights are freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard
    (`shards.py`), while backward goes on.
 3. `finish_gradient_synchronization()` waits for the last of them, and averages the gradients of what is replicated.
 4. The optimizer updates the shards, which are all that `parameters()` has of those weights.
 
-**Collectives match**, as in `ddp.py`: reductions come in one order on all ranks, and those that a rank's backward pass
-has not reached go as zeros when the step is finished. That order, and that of the gathers, follows from the forward
-pass. So ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different
-ones wait for one another until the group's timeout, which names the unit, or are told when the step is finished.
+**Collectives match**, as in `ddp.py`: they come in one order on all ranks, which follows from the forward pass. What a
+rank's backward pass leaves out is gathered all the same, and its gradients go as zeros. So ranks must call the same
+units in one order; what their losses depend on may differ. Ranks that call different ones wait for one another until
+the group's timeout, which names the unit, or are told when the step is finished.
 
 Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
 """
@@ -48,9 +48,8 @@ from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Reduction, Weight, Wires
 from cs336_systems.parallel.units import LAYERS, Unit, intercept, named, readers_of, to_be_sharded
 
-_REDUCTIONS_IN_FLIGHT = (
-    1  # while the gradients of the next unit are being collected: each holds a unit's gradients
-)
+_REDUCTIONS_IN_FLIGHT = 1
+"""While the gradients of the next unit are collected; each holds those of a unit."""
 
 
 class FullyShardedDataParallel(DuringBackward):

@@ -51,9 +51,9 @@ def reduce_scatter_mean(output: Tensor, flat: Tensor, group: dist.ProcessGroup) 
 class Wires:
     """What a model's collectives go over.
 
-    Gathers have a group of their own, of the same ranks: on every rank they come in one order, and reductions in one
-    order, but a rank that has skipped a layer in backward may mix the two otherwise than others do. On a GPU gathers
-    also have a stream of their own, so that casts and memory for them wait for no later layer.
+    Gathers have a group of their own, of the same ranks: backward waits for them, and they wait for no reduction. And
+    where only some ranks' backward comes to a checkpoint, which gathers early, the two kinds are mixed otherwise there.
+    On a GPU gathers also have a stream of their own, for their casts and their memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
