@@ -40,6 +40,7 @@ WITHIN = {
 NO_TORCH = ("accounting", "chapters", "cli", "measure", "report", "sizes", "store")
 OF_TORCH = (
     "step.py",
+    "equations.py",
     "parallel_step.py",
 )  # in `chapters/shared`: what a case's processes import, and nothing else
 
