@@ -25,7 +25,8 @@ FLAGS = {
     "size": "model.size", "context_length": "model.context_length", "attention": "model.attention",
     "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "epochs": "schedule.epochs",
     "minutes": "schedule.minutes",
-    "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile", "device": "run.device",
+    "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile",
+    "recompute": "run.recompute", "device": "run.device",
     "nproc": "parallel.nproc", "wrapper": "parallel.wrapper", "sharded": "optimizer.sharded",
     "resume": "checkpoints.resume", "resume_changed": "checkpoints.resume_changed",
 }  # fmt: skip

@@ -17,6 +17,7 @@ takes, and what its result holds. It keeps those that take longest for their byt
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-RECOMPUTE = ("none", "blocks", "selective")
+from cs336_systems.training.config import RECOMPUTE
+
 CHEAP = 0.1  # of a block's forward pass that a selective block may compute again
 _MIB = 2**20
 Key = tuple[str, int]  # an operation's name, and its how-manieth call in a block
@@ -184,40 +186,45 @@ def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
     return [min(calls, key=lambda op: op.ms) for calls in zip(*passes, strict=True)]
 
 
+# ------------------------------------------------------------------------------------------ a model's blocks
 def recompute(blocks: Iterable[nn.Module], how: str, cheap: float = CHEAP) -> None:
     """Makes each block compute its activations again in backward, all ("blocks") or the cheap ones ("selective").
 
-    Blocks keep their class, hooks and parameters. Selective blocks share a plan, which the first forward pass with
-    gradients makes: `block.forward.plan`. ValueError for an unknown `how`.
+    Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
+    plan, which the first call with gradients makes: `plan_of(block)`. ValueError for an unknown `how`.
     """
     if how not in RECOMPUTE:
         raise ValueError(f"unknown recompute {how!r}; allowed: {', '.join(RECOMPUTE)}")
-    shared: dict[str, Plan] = {}
+    plans: list[Plan] = []
     for block in blocks:
-        if isinstance(block.forward, _Again):
-            block.forward = block.forward.forward
+        if isinstance(block, _Again):
+            object.__setattr__(block, "__class__", type(block).__mro__[2])
         if how != "none":
-            block.forward = _Again(block.forward, shared if how == "selective" else None, cheap)
+            block.__dict__["_again"] = (how == "selective", plans, cheap)
+            object.__setattr__(block, "__class__", _derived(type(block)))
+
+
+def plan_of(block: nn.Module) -> Plan | None:
+    """What a block keeps; None where it has no plan (yet)."""
+    return next(iter(block.__dict__.get("_again", (False, []))[1]), None)
 
 
 class _Again:
-    """A block's forward pass within a checkpoint."""
-
-    def __init__(self, forward: Callable[..., Any], shared: dict[str, Plan] | None, cheap: float) -> None:
-        self.forward, self.shared, self.cheap = forward, shared, cheap
-
-    @property
-    def plan(self) -> Plan | None:
-        """What is kept; None before the first forward pass, and where all is computed again."""
-        return (self.shared or {}).get("plan")
+    """What the class of a block is derived from: its calls are checkpoints."""
 
     def __call__(self, *inputs: Any) -> Any:
+        call = super().__call__
         if not torch.is_grad_enabled():
-            return self.forward(*inputs)
-        if self.shared is None:
-            return checkpoint(self.forward, *inputs, use_reentrant=False)
-        if "plan" not in self.shared:
+            return call(*inputs)
+        chooses, plans, cheap = self.__dict__["_again"]
+        if not chooses:
+            return checkpoint(call, *inputs, use_reentrant=False)
+        if not plans:
             with torch.no_grad():
-                self.shared["plan"] = choose(operations(self.forward, *inputs), self.cheap)
-        contexts = self.shared["plan"].contexts
-        return checkpoint(self.forward, *inputs, use_reentrant=False, context_fn=contexts)
+                plans.append(choose(operations(call, *inputs), cheap))
+        return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)
+
+
+@functools.cache  # compiled blocks of one class are to be of one class still
+def _derived(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Again, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -28,6 +28,7 @@ WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torc
 ALL_WRAPPERS = (*WRAPPERS, "fsdp")
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
 COMPILE = ("off", "attention", "blocks", "whole", "graphs")
+RECOMPUTE = ("none", "blocks", "selective")
 # the handout's sizes, and one that learns to tell stories in minutes on two CPU cores
 MODEL_SIZES = {"mini": ModelConfig(d_model=128, d_ff=384, num_layers=4, num_heads=4), **SIZES}
 _LARGEST = 2**53  # what JSON and TOML readers agree on
@@ -156,6 +157,9 @@ class Run:
         "off",
         COMPILE,
         "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs",
+    )
+    recompute: str = _one_of(
+        "none", RECOMPUTE, "activations that backward computes again: of blocks, or of these what is cheap"
     )
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _key(False, "the same bits in every run on a GPU")
@@ -349,6 +353,13 @@ def checked(config: TrainingConfig) -> TrainingConfig:
             f"batch.accumulate={config.batch.accumulate}; with run.compile='graphs', which replays one backward pass a "
             "step, it must be 1"
         )
+    if config.run.recompute != "none":
+        allowed = COMPILE[:2] if config.run.recompute == "selective" else COMPILE[:3]
+        if config.run.compile not in allowed:
+            raise ValueError(
+                f"run.compile={config.run.compile!r} with run.recompute={config.run.recompute!r}; allowed: "
+                f"{', '.join(allowed)}"
+            )
     if config.text.source in ("stories", "random") and not config.text.train_mb:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
     if not config.out.strip():
@@ -380,6 +391,8 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
         )
     if config.parallel.wrapper == "fsdp" and config.run.compile == "whole" and world_size > 1:
         raise ValueError("run.compile='whole' with parallel.wrapper='fsdp'; allowed: off, attention, blocks")
+    if config.parallel.wrapper == "fsdp" and config.run.recompute == "selective" and world_size > 1:
+        raise ValueError("run.recompute='selective' with parallel.wrapper='fsdp'; allowed: none, blocks")
     parts = world_size * config.batch.accumulate
     if config.batch.sequences % parts:
         raise ValueError(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cs336_systems.parallel import ddp, fsdp
+from cs336_systems.training import checkpointing
 from cs336_systems.training.config import COMPILE, Parallel, Run
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,7 +69,8 @@ def wrap(
 ) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
     """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients.
 
-    dtype: what forward passes run in; a sharded model's weights travel in it.
+    Blocks that are computed again come last: gathers and compiled code are within. dtype: what forward passes run in; a
+    sharded model's weights travel in it.
     ValueError for CUDA graphs on a CPU, or on several ranks: communication is not recorded.
     """
     if run.compile == "graphs":
@@ -78,6 +80,14 @@ def wrap(
             (layer if run.compile == "blocks" else layer.attn).compile()
     elif run.compile == "whole":
         module.compile(fullgraph=True, dynamic=False)
+    wrapped = _averaging(module, parallel, world_size, dtype)
+    checkpointing.recompute(module.model.layers, run.recompute)
+    return wrapped
+
+
+def _averaging(
+    module: WithLoss, parallel: Parallel, world_size: int, dtype: str
+) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
     name, mb = parallel.wrapper, parallel.bucket_mb
     if world_size == 1:
         return module, lambda: None

@@ -18,7 +18,7 @@ BESIDE = ("out", "logging", "generation", "parallel.timeout_s", "parallel.nproc"
           "text.cache")  # fmt: skip
 # nor, to rounding, about the step after a checkpoint; and how long a run is, which may be changed on the way
 _MAY_CHANGE = (*BESIDE, "schedule.steps", "schedule.tokens", "schedule.epochs", "schedule.minutes", "parallel",
-               "run.compile", "run.device", "run.deterministic", "model.attention", "batch.accumulate",
+               "run.compile", "run.recompute", "run.device", "run.deterministic", "model.attention", "batch.accumulate",
                "optimizer.sharded", "evaluation")  # fmt: skip
 # what the saved tensors are of: no flag lets another one take them
 _SHAPE = ("model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
