@@ -193,9 +193,7 @@ MUST_NOT = {
     "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
     "text.valid": "valid.txt", "text.field": "story", "tokenizer.separator": "</s>", "tokenizer.dtype": "int64",
 }  # fmt: skip
-NEVER = {
-    "optimizer.name": "own", "model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini",
-}  # fmt: skip
+NEVER = {"model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini"}
 
 
 def on(changes, dtype="fp32"):
@@ -249,7 +247,7 @@ def test_what_is_refused_on_resume_leaves_the_run_as_it_was(tmp_path, trained):
     train = lambda *more, **changes: cs336(*words(out, **own | changes), *more)
     for change, flag, names in (
         ({"batch__seed": 1}, False, "batch.seed=0, now 1; --resume-changed"),
-        ({"optimizer__name": "own"}, True, "optimizer.name='adamw', now 'own'"),
+        ({"model__num_layers": 3}, True, "model.num_layers=2, now 3"),
         ({}, False, "train.txt would not be what"),  # of the file, which has changed meanwhile
         ({}, True, "tokenizer.json would not be what"),
     ):

@@ -109,21 +109,11 @@ def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, li
 
 
 def keep(folder: Path, count: int) -> None:
-    """Removes all but the newest `count`, and the best. What a start with another `count` was told to keep stays."""
+    """Removes all but the newest `count`, and the best."""
     best = best_of(folder)
-    alike = [path for path in found(folder) if _told_to_keep(path) in (count, None)]
-    for path in alike[:-count]:
+    for path in found(folder)[:-count]:
         if path != best:
             shutil.rmtree(path)
-
-
-def _told_to_keep(path: Path) -> int | None:
-    try:
-        about = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        return about["config"]["checkpoints"]["keep"]
-    # damaged: it is held to no number of its own
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
 
 
 def mark_best(path: Path) -> None:

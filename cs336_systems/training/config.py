@@ -98,11 +98,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, without weight decay on norms and embeddings."""
+    """torch's AdamW, fused, without weight decay on norms and embeddings."""
 
-    name: str = _one_of(
-        "adamw", ("adamw", "own"), "torch's (fused where it may), or the course's formula in our code"
-    )
     learning_rate: float = _number(
         0, 0, "at its highest; 0: 3e-3 at width 128, falling with its root", most=10
     )
@@ -196,7 +193,7 @@ class Checkpoints:
     minutes: float = _number(
         10.0, 0, "the longest time between them, to a line of the log; 0: by steps alone"
     )
-    keep: int = _number(2, 1, "of the periodic ones; those that a start with another number kept stay")
+    keep: int = _number(2, 1, "the newest so many")
     best: bool = _key(False, "keep the one of the lowest validation loss as well")
     resume: str = _key("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
     resume_changed: bool = _key(

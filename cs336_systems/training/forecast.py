@@ -40,7 +40,7 @@ def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int)
         sizes, for_ranks(config, world_size), sizes.context_length, "train_step",
         "bf16" if dtype in ("bf16", "fp16") else "fp32",
         "reference" if config.model.attention in _PLAIN else "flash",
-        device.split(":")[0], "fused" if config.optimizer.name == "adamw" else "foreach",
+        device.split(":")[0], "fused",
     )  # fmt: skip
     return sum(held.values())
 

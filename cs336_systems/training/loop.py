@@ -79,7 +79,7 @@ class Trainer:
         self.held_out = Batches(data.valid, sizes.context_length, 1, 0, "valid")
         with_loss = modes.WithLoss(self.model)
         # before weights are sharded, which groups them by their shapes
-        self.optimizer = optimizer.make(self.model, config.optimizer, self.device)
+        self.optimizer = optimizer.make(self.model, config.optimizer)
         self.wrapped, self.finish = modes.wrap(with_loss, config.run, config.parallel, self.world, self.dtype)
         self.scaler = whole.scaler(self.wrapped, self.device.split(":")[0], self.dtype == "fp16")
         self.step, self.best, self.skipped = 0, math.inf, 0

@@ -22,7 +22,6 @@ _MAY_CHANGE = (*BESIDE, "schedule.steps", "schedule.tokens", "schedule.epochs", 
                "optimizer.sharded", "evaluation")  # fmt: skip
 # what the saved tensors are of: no flag lets another one take them
 _SHAPE = ("model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
-_NEVER = (*_SHAPE, "optimizer.name")
 
 
 def settings(config: TrainingConfig, beside: Iterable[str]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     """Whether a run may go on from the checkpoint `path`, of which checkpoint.json says `about`.
 
     dtype: what `run.dtype` comes to here. ValueError where the settings differ in what changes the run, unless
-    `checkpoints.resume_changed` allows it; of model and optimizer in any case.
+    `checkpoints.resume_changed` allows it; in the model's shape in any case.
     """
     try:
         before = load(None, about["config"])
@@ -47,8 +46,8 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     old, new = (_compared(config) for config in (before, now))
     old["run.dtype"], new["run.dtype"] = about["dtype"], dtype  # what `auto` came to
     differ = {key: f"{key}={old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]}
-    if never := [text for key, text in differ.items() if key in _NEVER]:
-        raise ValueError(f"weights and optimizer of {path} do not fit other settings: {'; '.join(never)}")
+    if never := [text for key, text in differ.items() if key in _SHAPE]:
+        raise ValueError(f"the weights of {path} do not fit other settings: {'; '.join(never)}")
     if differ and not now.checkpoints.resume_changed:
         raise ValueError(
             f"{path} was trained with other settings: {'; '.join(differ.values())}; --resume-changed goes on all the "
