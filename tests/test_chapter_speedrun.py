@@ -12,10 +12,12 @@ import training_rows
 from typer.testing import CliRunner
 
 from cs336_systems import chapters
+from cs336_systems.chapters.speedrun import notebook
+from cs336_systems.chapters.speedrun import plan as speedrun
 from cs336_systems.chapters.speedrun import show as page
 from cs336_systems.cli.main import app
 from cs336_systems.report.claims import execute
-from cs336_systems.training import config, forecast, speedrun
+from cs336_systems.training import config, defaults, forecast
 
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
@@ -30,17 +32,17 @@ def test_a_choice_fits_and_goes_round(size, ranks):
     plan = speedrun.choose(20, "out", size, ranks=ranks, **T4)
     made = plan.config
     at_once = config.for_ranks(made, ranks)  # raises where the sequences do not go round
-    assert at_once <= plan.fits and made.model.size == ("small" if size == "auto" else size)
+    assert at_once in defaults.BATCHES and made.model.size == ("small" if size == "auto" else size)
     needed = forecast.memory_bytes(made, "fp16", "cuda", ranks) / 2**30
-    assert needed <= forecast.USABLE * speedrun.T4_GIB
-    assert made.batch.sequences * made.model.context_length == speedrun.STEP_TOKENS or size == "mini"
+    assert needed <= defaults.USABLE * speedrun.T4_GIB
+    assert made.batch.sequences * made.model.context_length == defaults.STEP_TOKENS
     assert made.optimizer.sharded == (ranks > 1) and made.parallel.nproc == ranks and made.run.dtype == "fp16"
 
 
 def test_what_does_not_fit_is_named_with_what_does():
     with pytest.raises(ValueError, match=r"'2.7B' does not fit 14.7 GiB; allowed: mini, tiny, small, medium"):
         speedrun.choose(20, "out", "2.7B", ranks=1, **T4)
-    assert speedrun.choose(20, "out", "large", ranks=2, **T4).fits > 0  # AdamW's state is spread over two
+    assert speedrun.choose(20, "out", "large", ranks=2, **T4)  # AdamW's state is spread over two
     with pytest.raises(ValueError, match="allowed: no size"):
         speedrun.choose(20, "out", "small", gib=0.001, ranks=1, dtype="fp16")
 
@@ -62,13 +64,13 @@ def test_it_tells_what_fits_and_leaves_what_its_command_needs(tmp_path):
     out = tmp_path / "a run"
     plan, most = (
         speedrun.choose(20, str(out), ranks=2, **T4),
-        forecast.largest_batch("medium", 1024, speedrun.T4_GIB),
+        speedrun.largest_batch("medium", 1024, speedrun.T4_GIB),
     )
     words = f"speedrun --dry-run --gib {speedrun.T4_GIB} --ranks 2 --dtype fp16 --out".split()
     done = CliRunner().invoke(app, [*words, str(out)])
     assert done.exit_code == 0 and [path.name for path in out.iterdir()] == ["speedrun.json"]
-    assert f"{most} ({forecast.gib_of('medium', 1024, most):.1f})" in done.stdout
-    assert "small on 2 GPUs in fp16" in done.stdout and plan.command in done.stdout
+    assert f"{most} ({speedrun.gib_of('medium', 1024, most):.1f})" in done.stdout
+    assert "2 of 2 GPUs of 15 GiB: small" in done.stdout and plan.command in done.stdout
     start, file = shlex.split(plan.command)[:4], shlex.split(plan.command)[-1]
     assert start == ["torchrun", "--standalone", "--nproc-per-node", "2"] and config.load(file) == plan.config
 
@@ -76,22 +78,22 @@ def test_it_tells_what_fits_and_leaves_what_its_command_needs(tmp_path):
 def test_requirements_that_are_not_met(tmp_path, project_root):
     declared = ["numpy>=1", "pandas>=999", "tokenizers", "nosuch>=1", "torch>=1.0; sys_platform == 'linux'"]
     (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = {json.dumps(declared)}\n")
-    assert speedrun.missing(tmp_path) == ["pandas>=999"]  # nosuch is not needed here
-    assert speedrun.missing(project_root) == []
+    assert notebook.missing(tmp_path) == ["pandas>=999"]  # nosuch is not needed here
+    assert notebook.missing(project_root) == []
 
 
 def test_whether_to_train(monkeypatch):
-    assert speedrun.asked("yes") and not speedrun.asked("no") and speedrun.asked("auto")
+    assert notebook.asked("yes") and not notebook.asked("no") and notebook.asked("auto")
     monkeypatch.setenv("CS336_BOOK_BUILD", "1")
-    assert speedrun.asked("yes") and not speedrun.asked("auto")
+    assert notebook.asked("yes") and not notebook.asked("auto")
     with pytest.raises(ValueError, match="allowed: auto, yes, no"):
-        speedrun.asked("maybe")
+        notebook.asked("maybe")
 
 
 # ------------------------------------------------------------------------------------------------ its page
 def test_frames_of_the_forecast(results_root):
     table = page.fits(speedrun.T4_GIB).set_index("size")
-    assert table.loc["small", "512 tokens"] == forecast.largest_batch("small", 512, speedrun.T4_GIB)
+    assert table.loc["small", "512 tokens"] == speedrun.largest_batch("small", 512, speedrun.T4_GIB)
     assert table.loc["2.7B", "512 tokens"] == 0 and table.loc["2.7B", "GiB at 512"] > speedrun.T4_GIB
     training_rows.write(results_root)
     rows = chapters.read("training", preset="full").table("fits").rows()
@@ -119,8 +121,8 @@ def test_the_notebook_without_rows(results_root, project_root):
 def test_the_notebook_trains_here_and_writes_into_one_folder(
     tmp_path, results_root, project_root, monkeypatch, capfd
 ):
-    monkeypatch.setattr(speedrun, "here", lambda: (0.0, 1, "fp32"))
-    monkeypatch.setattr(speedrun, "_LEAST_MB", 0.2)
+    monkeypatch.setattr(defaults, "here", lambda device="auto": defaults.Machine())
+    monkeypatch.setattr(defaults, "LEAST_MB", 0.2)
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     parameters = {
@@ -139,5 +141,5 @@ def test_the_notebook_trains_here_and_writes_into_one_folder(
     assert any("<svg" in str(getattr(thing, "data", "")) for thing in shown)
     said = capfd.readouterr().out
     assert all(
-        words in said for words in ("chosen: tiny on the CPU", "torchrun --standalone", "Once upon a time")
+        words in said for words in ("chosen for the CPU: tiny", "torchrun --standalone", "Once upon a time")
     )

@@ -13,6 +13,7 @@ import pytest
 import training_rows
 
 from cs336_systems import chapters
+from cs336_systems.chapters.speedrun import plan as speedrun
 from cs336_systems.chapters.training import fits as training_fits
 from cs336_systems.chapters.training import ladder as training_ladder
 from cs336_systems.chapters.training import measure as training
@@ -26,7 +27,7 @@ from cs336_systems.report.claims import execute
 from cs336_systems.report.values import Number, Row
 from cs336_systems.store import rows as store
 from cs336_systems.store.status import Skip
-from cs336_systems.training import forecast
+from cs336_systems.training import defaults
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
@@ -337,19 +338,18 @@ def test_every_implementation_takes_a_rectangular_shape_under_a_cap():
 def test_the_forecast_finds_the_most_that_fits():
     for size in ("small", "medium"):
         for context in (256, 1024):
-            most = forecast.largest_batch(size, context, 14.7)
-            assert forecast.gib_of(size, context, most) <= 14.7 * forecast.USABLE
-            assert forecast.gib_of(size, context, 2 * most) > 14.7 * forecast.USABLE
-    assert forecast.largest_batch("2.7B", 128, 14.7) == 0
-    assert forecast.largest_batch("large", 512, 14.7, world_size=2) > 0  # its optimizer's state on two GPUs
-    [line] = forecast.what_fits(14.7, ("2.7B",), (512,))
+            most = speedrun.largest_batch(size, context, 14.7)
+            assert speedrun.gib_of(size, context, most) <= 14.7 * defaults.USABLE
+            assert speedrun.gib_of(size, context, 2 * most) > 14.7 * defaults.USABLE
+    assert speedrun.largest_batch("2.7B", 128, 14.7) == 0
+    [line] = speedrun.what_fits(14.7, ("2.7B",), (512,))
     assert line["sequences"] == 0 and line["gib"] > 14.7 and math.isnan(line["twice_gib"])
 
 
 def test_fits_asks_for_the_forecasts_choices():
     chosen = [c for c in training_fits.grid("full") if not c.repeat]
     for one, two in zip(chosen[::2], chosen[1::2], strict=True):
-        assert one.sequences == forecast.largest_batch(one.size, one.context_length, training_fits.T4_GIB)
+        assert one.sequences == speedrun.largest_batch(one.size, one.context_length, training_fits.T4_GIB)
         assert dataclasses.replace(one, sequences=2 * one.sequences) == two
 
 

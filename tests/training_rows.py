@@ -11,7 +11,7 @@ import step_rows
 
 from cs336_systems import chapters
 from cs336_systems.chapters.hardware.roofs import Roofs
-from cs336_systems.chapters.training import fits as training_fits
+from cs336_systems.chapters.speedrun import plan as speedrun
 
 TABLES = chapters.TABLES["training"]
 H200 = Roofs(tflops={"fp32": 53.0, "tf32": 356.0, "bf16": 712.0, "fp16": 672.0}, tb_per_s=4.3)
@@ -51,7 +51,7 @@ def metrics(case):
         ms = ATTENTION_MS.get(case.attention, 90) + EXPOSED_MS[case.wrapper] + 1.5 * case.sharded
         return trial(case, ms, 8.0 - 0.4 * case.sharded, case.sequences)
     if name == "training_fits":
-        peak = training_fits.forecast.gib_of(case.size, case.context_length, case.sequences)
+        peak = speedrun.gib_of(case.size, case.context_length, case.sequences)
         told = {"predicted_gib": peak, "losses": "7.6 7.5"}
         if peak > case.cap_gib:
             return told | {"status": "oom"}

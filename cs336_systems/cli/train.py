@@ -56,7 +56,10 @@ def _flags(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return declared
 
 
-def _config(file: Path | None, changes: list[str] | None, flags: dict[str, Any]) -> TrainingConfig:
+def _config(
+    file: Path | None, changes: list[str] | None, flags: dict[str, Any], say: Callable[[str], None] = lambda line: None
+) -> TrainingConfig:  # fmt: skip
+    """A file's configuration; without one what `training.defaults` settles. Flags change either."""
     told = {FLAGS[name]: value for name, value in flags.items() if value is not None}
     for text in changes or []:
         key, equals, value = text.partition("=")
@@ -65,7 +68,11 @@ def _config(file: Path | None, changes: list[str] | None, flags: dict[str, Any])
         if key.strip() in told:
             raise ValueError(f"{key.strip()} is given twice: {told[key.strip()]}, {value.strip()}")
         told[key.strip()] = value.strip()
-    if file and file.suffix == ".json":
+    if not file:
+        from cs336_systems.training import defaults
+
+        return defaults.settled(told, say)
+    if file.suffix == ".json":
         read_json(file)  # refuses a key that stands there twice, and what nests without end
     return load(file, told)
 
@@ -133,7 +140,7 @@ def train(
     keys: Annotated[bool, typer.Option("--keys", help="List every key of a configuration.")] = False,
     **flags: Any,
 ) -> None:
-    """Train a language model, from raw text to samples; without arguments a small one, in minutes on a laptop.
+    """Train a language model, from raw text to samples; what no flag and no --config names, the device decides.
 
     A second call skips what is there. `torchrun --nproc-per-node N -m cs336_systems train ...` works too.
     """
@@ -144,7 +151,7 @@ def train(
     with _told_in_a_line():
         from cs336_systems.training import forecast, pipeline
 
-        made = _config(config, change, flags)
+        made = _config(config, change, flags, _say)
         if dry_run:
             for line in forecast.forecast(made):
                 typer.echo(line)
@@ -159,23 +166,28 @@ def speedrun(
     gib: Annotated[str, typer.Option(metavar="NUMBER", help="Memory of a GPU; 0: this machine's.")] = "0",
     ranks: Annotated[str, typer.Option(metavar="NUMBER", help="GPUs; 0: all there are.")] = "0",
     dtype: Annotated[str, typer.Option(help="auto, fp32, tf32, bf16, fp16.")] = "auto",
+    source: Annotated[
+        str, typer.Option(help="stories, tinystories, or a file or folder of text.")
+    ] = "stories",
+    full: Annotated[bool, typer.Option("--full", help="Read all of the text once instead.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try three learning rates first, shortly.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what fits, write the configuration, stop.")
     ] = False,
 ) -> None:
     """Train for some minutes on small or old GPUs, with what fits them, and let the model write."""
     with _told_in_a_line():
-        from cs336_systems.training import speedrun as room
+        from cs336_systems.chapters.speedrun import plan as room
 
         length, memory = numbers.number(minutes, "minutes="), numbers.number(gib, "gib=")
-        plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype)
+        plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype, source, full)
         make_folder("--out", plan.file.parent)
         for line in room.told(plan):
             _say(line)
         if dry_run:
             room.write(plan)
         else:
-            room.run(plan, _say)
+            room.run(plan, _say, sweep)
 
 
 def generate(

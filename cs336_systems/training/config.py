@@ -113,7 +113,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and how the learning rate moves. One of steps, tokens, epochs and minutes is the length; 3 minutes,
+    """How long, and how the learning rate moves. One of steps, tokens, epochs and minutes is the length; 5 minutes,
     where none is given."""
 
     steps: int = _number(0, 0, "optimizer steps")
@@ -127,10 +127,10 @@ class Schedule:
     @property
     def length(self) -> tuple[str, float]:
         """The name and value of the one that is set."""
-        return next((name, getattr(self, name)) for name in _LENGTHS if getattr(self, name))
+        return next((name, getattr(self, name)) for name in LENGTHS if getattr(self, name))
 
 
-_LENGTHS = ("steps", "tokens", "epochs", "minutes")
+LENGTHS = ("steps", "tokens", "epochs", "minutes")
 
 
 @dataclass(frozen=True)
@@ -335,11 +335,11 @@ def _range(least: float, most: float, above: bool, exceeded: bool) -> str:
 # --------------------------------------------------------------------------------------------------- checking
 def checked(config: TrainingConfig) -> TrainingConfig:
     """The configuration, its length filled in where nothing is set; ValueError where keys contradict each other."""
-    lengths = [name for name in _LENGTHS if getattr(config.schedule, name)]
+    lengths = [name for name in LENGTHS if getattr(config.schedule, name)]
     if len(lengths) > 1:
-        raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(_LENGTHS)}")
+        raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(LENGTHS)}")
     if not lengths:
-        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, minutes=3.0))
+        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, minutes=5.0))
     if config.batch.sequences % config.batch.accumulate:
         raise ValueError(
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "

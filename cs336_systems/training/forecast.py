@@ -1,4 +1,4 @@
-"""What a run will take, before it begins: `cs336 train --dry-run`; and what fits a small GPU: `cs336 speedrun`."""
+"""What a run will take, before it begins: `cs336 train --dry-run`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from cs336_systems.accounting import model_flops, num_parameters
 from cs336_systems.accounting.memory import peak_bytes
@@ -20,8 +19,6 @@ from cs336_systems.training.log import check_trackers
 
 _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of scores, or may
 _STEPS = 3
-USABLE = 0.88  # of a GPU's memory: the rest is for its context, libraries' workspaces and what an allocator rounds up
-BATCHES = tuple(2**n for n in range(9))
 
 
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
@@ -43,46 +40,6 @@ def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int)
         device.split(":")[0], "fused",
     )  # fmt: skip
     return sum(held.values())
-
-
-def largest_batch(
-    size: str, context_length: int, gib: float, dtype: str = "fp16", vocab_size: int = 2048,
-    world_size: int = 1,
-) -> int:  # fmt: skip
-    """The most sequences of BATCHES that a step of one rank can hold in USABLE of `gib` GiB; 0 where not one fits.
-
-    Attention keeps no scores; with several ranks the optimizer's state is spread over them."""
-    needed = {n: gib_of(size, context_length, n, dtype, vocab_size, world_size) for n in BATCHES}
-    return max((n for n in BATCHES if needed[n] <= USABLE * gib), default=0)
-
-
-def gib_of(
-    size: str, context_length: int, sequences: int, dtype: str = "fp16", vocab_size: int = 2048,
-    world_size: int = 1,
-) -> float:  # fmt: skip
-    """What `memory_bytes` says of so many sequences on a GPU, in GiB."""
-    config = load(None, {
-        "model.size": size, "model.context_length": context_length, "batch.sequences": sequences * world_size,
-        "tokenizer.vocab_size": vocab_size, "optimizer.sharded": world_size > 1,
-    })  # fmt: skip
-    return memory_bytes(config, dtype, "cuda", world_size) / 2**30
-
-
-def what_fits(
-    gib: float, sizes: Sequence[str], contexts: Sequence[int], dtype: str = "fp16"
-) -> list[dict[str, Any]]:
-    """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they (or
-    one, where none fits), and twice as many, need."""
-    lines = []
-    for size in sizes:
-        for context in contexts:
-            most = largest_batch(size, context, gib, dtype)
-            need, twice = (gib_of(size, context, max(1, n), dtype) for n in (most, 2 * most))
-            lines.append({
-                "size": size, "context_length": context, "sequences": most, "gib": need,
-                "twice_gib": twice if most else math.nan,
-            })  # fmt: skip
-    return lines
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:

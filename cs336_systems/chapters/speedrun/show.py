@@ -6,6 +6,7 @@ import math
 
 import pandas as pd
 
+from cs336_systems.chapters.speedrun import plan
 from cs336_systems.chapters.training import fits as experiment
 from cs336_systems.report import tables
 
@@ -15,7 +16,7 @@ SIZES = ("mini", "small", "medium", "large", "xl", "2.7B")
 def fits(gib: float, dtype: str = "fp16") -> pd.DataFrame:
     """By size, for each context length: the most sequences of a step on one GPU, and the GiB that they need (those of
     one sequence where not one fits)."""
-    lines = experiment.forecast.what_fits(gib, SIZES, experiment.CONTEXTS, dtype)
+    lines = plan.what_fits(gib, SIZES, experiment.CONTEXTS, dtype)
     columns: dict[str, list] = {"size": list(SIZES)}
     for context in experiment.CONTEXTS:
         of_one = [line for line in lines if line["context_length"] == context]

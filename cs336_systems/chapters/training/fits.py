@@ -14,6 +14,7 @@ from typing import Any
 
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
+from cs336_systems.chapters.speedrun.plan import T4_GIB, largest_batch
 from cs336_systems.chapters.training.run import CAP_GIB
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import take_turns
@@ -23,7 +24,6 @@ from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.store.table import Table
 from cs336_systems.training import forecast
 from cs336_systems.training.config import TrainingConfig, load
-from cs336_systems.training.speedrun import T4_GIB
 
 DEPENDS = (
     *depends.TRAINING, *depends.FORECAST, *depends.TRITON, "chapters/shared/memory_cap.py",
@@ -56,7 +56,7 @@ def grid(preset: str) -> list[Case]:
     CPU."""
     if preset == "smoke":
         return [Case("tiny", 32, 4, cap_gib=0, steps=4), Case("tiny", 32, 4, cap_gib=0, steps=4, repeat=1)]
-    chosen = [(s, n, forecast.largest_batch(s, n, T4_GIB)) for s in SIZES for n in CONTEXTS]
+    chosen = [(s, n, largest_batch(s, n, T4_GIB)) for s in SIZES for n in CONTEXTS]
     cases = [Case(s, n, times * most) for s, n, most in chosen for times in (1, 2)]
     return [*cases, Case(*chosen[0], repeat=1)]
 

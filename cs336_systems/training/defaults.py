@@ -1,0 +1,197 @@
+"""What a run takes where nobody says: by the device, its memory and the time there is. One choice, for `cs336 train`
+without a configuration and for `cs336 speedrun`.
+
+    config = settled({"model.size": "medium"}, print)           # what is told always wins
+
+A CPU takes the configuration's own defaults. A GPU trains `small` for MINUTES, at the longest context of CONTEXTS of
+which its memory holds a sequence, on STEP_TOKENS a step, compiled. Either learns from as much text as its time can read
+once.
+
+Why a long context: the text is cut into windows anywhere, and what came before its window no model can know. Of the
+stories that costs some 14 nats a window, which is 0.03 nats a token at 512 tokens, however long it trains.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.accounting import model_flops, num_parameters, peaks
+from cs336_systems.store.machine import cpu_cores, gpu_names
+from cs336_systems.training.config import LENGTHS, MODEL_SIZES, TrainingConfig, load
+from cs336_systems.training.forecast import memory_bytes
+
+CONTEXTS = (2048, 1024, 512, 256, 128)  # the first one with bf16 alone: slower GPUs were not tried there
+STEP_TOKENS = 2**15  # of all GPUs together
+MINUTES = 8.0
+USABLE = 0.88  # of a GPU's memory: the rest is for its context, libraries' workspaces and what an allocator rounds up
+BATCHES = tuple(2**n for n in range(9))
+_BYTES_PER_TOKEN = 4.25  # of the stories, in the default vocabulary
+_MFU = 0.5  # more than is reached: text that is not read costs less than text that is read twice
+_CORE_TFLOPS = 0.12  # of a CPU, in fp32
+_UNKNOWN_TFLOPS = 65.0  # of a GPU that is not known: a T4's, in fp16
+LEAST_MB, MOST_MB = 1.0, 2000.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What trains. gib: memory of the smallest of its GPUs, 0 on a CPU; dtype: what "auto" means there; tflops: by the
+    data sheet in that dtype; gpus: how many there are."""
+
+    gib: float = 0.0
+    dtype: str = "fp32"
+    tflops: float = _CORE_TFLOPS
+    gpus: int = 0
+
+
+def here(device: str = "auto") -> Machine:
+    """This machine, or its CPU."""
+    names = gpu_names() if device != "cpu" else []
+    if not names:
+        return Machine(tflops=_CORE_TFLOPS * cpu_cores())
+    import torch
+
+    from cs336_systems.training import modes
+
+    gib = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names))) / 2**30
+    dtype, known = modes.dtype_of("auto", "cuda"), peaks(names[0])
+    return Machine(
+        gib, dtype, known.tflops.get(dtype, _UNKNOWN_TFLOPS) if known else _UNKNOWN_TFLOPS, len(names)
+    )
+
+
+def ranks_of(config: TrainingConfig) -> int:
+    """Processes that will train: torchrun's, or those that the configuration starts."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.parallel.nproc
+
+
+def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConfig:
+    """The configuration of a command line alone, told by "section.key": that of a run to go on with, else what `chosen`
+    adds; `say` gets a line, or the three of `about`. ValueError as `load` and `chosen`."""
+    asked = load(None, told)
+    if own := _own(asked):
+        say("settings: those of the run that goes on; flags change them")
+        return load(None, _joined(own, told))
+    machine = here(asked.run.device)
+    config = load(None, chosen(machine, told))
+    for line in about(config, machine):
+        say(line)
+    return config
+
+
+def _own(asked: TrainingConfig) -> dict[str, Any]:
+    """The settings of the run that is to go on; none where it is to begin."""
+    if asked.checkpoints.resume == "no":
+        return {}
+    if asked.checkpoints.resume == "auto":
+        file = Path(asked.out) / "config.json"
+        return load(file).to_dict() if file.is_file() else {}
+    from cs336_systems.training import checkpoints
+
+    place = Path(asked.checkpoints.resume)
+    try:
+        return checkpoints.told(place)["config"] if (place / "checkpoint.json").is_file() else {}
+    except checkpoints.CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
+def _joined(own: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    if any(f"schedule.{name}" in told for name in LENGTHS):  # another length takes its place
+        own["schedule"] = {key: value for key, value in own["schedule"].items() if key not in LENGTHS}
+    return {**own, **told}
+
+
+def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told, by "section.key", and what fits the machine for all that it leaves open.
+
+    ValueError for values that make no sense, and where not one sequence fits; it names what does.
+    """
+    asked = load(None, told)
+    choice = _on_gpus(asked, machine, told) if machine.gib else {}
+    config = load(None, {**choice, **told})
+    return {**choice, "text.train_mb": _megabytes(config, machine), **told}
+
+
+def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
+    ranks = ranks_of(asked)
+    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1}
+    dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
+    # a graph of the whole model needs one rank; on GPUs without bf16 blocks alone were tried
+    choice["run.compile"] = "whole" if ranks == 1 and dtype == "bf16" else "blocks"
+    if not any(f"schedule.{name}" in told for name in LENGTHS):
+        choice["schedule.minutes"] = MINUTES
+    if "batch.sequences" not in told:
+        context, fits = _longest(machine, dtype, ranks, {**choice, **told})
+        at_once = min(fits, max(1, STEP_TOKENS // (ranks * context)))
+        parts = asked.batch.accumulate
+        if "batch.accumulate" not in told:
+            parts = max(1, STEP_TOKENS // (at_once * ranks * context))
+        choice |= {
+            "model.context_length": context, "batch.sequences": at_once * ranks * parts, "batch.accumulate": parts,
+        }  # fmt: skip
+    return choice
+
+
+def _longest(machine: Machine, dtype: str, ranks: int, told: dict[str, Any]) -> tuple[int, int]:
+    """The longest context of which a GPU holds a sequence, or the one told, and the most sequences of BATCHES there."""
+    contexts: Sequence[Any] = CONTEXTS[dtype != "bf16" :]
+    if "model.context_length" in told:
+        contexts = [told["model.context_length"]]
+    for context in contexts:
+        if most := most_sequences({**told, "model.context_length": context}, machine.gib, dtype, ranks):
+            return int(context), most
+    least = {key: value for key, value in told.items() if not key.startswith("model.")}
+    least |= {"model.context_length": contexts[-1]}
+    able = [n for n in MODEL_SIZES if most_sequences({**least, "model.size": n}, machine.gib, dtype, ranks)]
+    raise ValueError(
+        f"size={told['model.size']!r} does not fit {machine.gib:.3g} GiB; allowed: {', '.join(able) or 'no size'}"
+    )
+
+
+def most_sequences(told: Mapping[str, Any], gib: float, dtype: str, ranks: int = 1) -> int:
+    """The most sequences of BATCHES that a step of one of some ranks can hold in USABLE of `gib` GiB; 0: not one."""
+    for number in reversed(BATCHES):
+        config = load(None, {**told, "batch.sequences": number * ranks, "batch.accumulate": 1})
+        if memory_bytes(config, dtype, "cuda", ranks) <= USABLE * gib * 2**30:
+            return number
+    return 0
+
+
+def _megabytes(config: TrainingConfig, machine: Machine) -> float:
+    """Text that the run's length reads once, or less: from LEAST_MB to MOST_MB. Of a CPU the ranks share the cores."""
+    kind, length = config.schedule.length
+    sizes, step_tokens = _sizes(config), config.batch.sequences * config.model.context_length
+    flops = model_flops(sizes, 1, sizes.context_length, "train_step") / sizes.context_length
+    per_minute = 60 * _MFU * machine.tflops * 1e12 * (ranks_of(config) if machine.gib else 1) / flops
+    tokens = length * {"minutes": per_minute, "tokens": 1, "steps": step_tokens, "epochs": 0}[kind]
+    return float(f"{min(max(_BYTES_PER_TOKEN * tokens / 1e6, LEAST_MB), MOST_MB):.3g}")
+
+
+def _sizes(config: TrainingConfig) -> Any:
+    return config.model.sizes(config.tokenizer.vocab_size)
+
+
+def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
+    """Three lines: what was chosen, and how to choose otherwise."""
+    ranks, batch = ranks_of(config), config.batch
+    where = f"{ranks} of {machine.gpus} GPUs of {machine.gib:.0f} GiB" if machine.gib else "the CPU"
+    parts = f" in {batch.accumulate} parts" * (batch.accumulate > 1)
+    yield (
+        f"chosen for {where}: {config.model.size}, {num_parameters(_sizes(config)) / 1e6:.1f} M parameters, "
+        f"{batch.sequences} sequences of {config.model.context_length} tokens a step{parts}"
+    )
+    kind, length = config.schedule.length
+    text = (
+        f"{config.text.train_mb:g} MB of {config.text.source}" if config.text.train_mb else config.text.source
+    )
+    yield (
+        f"for {length:g} {kind} on {text}, learning rate {config.optimizer.learning_rate:g}, "
+        f"compiled: {config.run.compile}"
+    )
+    yield (
+        "otherwise: --size, --context-length, --batch, --minutes, --train-mb, --learning-rate, --compile, --nproc, or "
+        "--config FILE; `cs336 train --keys` lists all"
+    )
