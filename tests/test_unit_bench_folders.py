@@ -17,6 +17,7 @@ from cs336_systems.chapters.training import sweep as training_sweep
 from cs336_systems.chapters.training import trials
 from cs336_systems.cli import bench_folders
 from cs336_systems.cli import main as cli
+from cs336_systems.measure.clocks.steps import Steps
 
 pytest.importorskip("torch")
 runner = pytest.importorskip("typer.testing").CliRunner()
@@ -44,7 +45,7 @@ def test_a_matrix_is_a_folder(made_up, tmp_path):
         "matrix", "--attention", "sdpa", "reference", "--wrapper", "none", "naive", "--steps", 5, "--ranks", 2,
         "--size", "tiny", "--out", out,
     )  # fmt: skip
-    names = {"matrix.csv", "throughput.png", "memory.png", "scaling.png", "report.md"}
+    names = {"matrix.csv", "throughput.png", "memory.png", "scaling.png", "epoch.png", "report.md"}
     assert {path.name for path in out.iterdir()} == names
     assert set(done.stdout.split()) == {str(out / name) for name in names}
     # one rank alone, and both kinds of optimizer's state behind the wrapper, of each attention; the last cell twice
@@ -128,6 +129,19 @@ def test_a_sweep_is_a_folder(made_up, tmp_path):
     }  # fmt: skip
     shapes = [(case.num_queries, case.num_keys) for case in made_up]
     assert sorted(set(shapes)) == [(32, 8), (48, 24), (96, 48)] and len(shapes) == 9
+
+
+def test_a_sweep_by_count_times_so_many_calls_and_keeps_no_row(tmp_path, monkeypatch):
+    made = []
+    clock = lambda device, **how: (made.append(how), Steps(device, **how))[1]
+    monkeypatch.setattr(training_sweep, "Steps", clock)
+    monkeypatch.setenv("CS336_RESULTS", str(tmp_path / "results"))
+    words = ["--tiers", "16:8", "--attention", "sdpa", "--heads", 1, "--batch", 1, "--dtype", "fp32"]
+    call("sweep", *words, "--warmup", 2, "--iters", 4, "--out", tmp_path / "s")
+    assert [(how["warmup"], how["steps"]) for how in made] == [(2, 4)] * 2  # forward, and both passes
+    assert not list((tmp_path / "results").rglob("*.csv")) and (tmp_path / "s" / "sweep.csv").is_file()
+    done = runner.invoke(cli.app, ["bench", "sweep", "--iters", "-1", "--out", str(tmp_path / "s")])
+    assert done.exit_code == 2 and "iters=-1" in done.stderr
 
 
 def test_a_picture_without_numbers_is_left_out(made_up, tmp_path, measured_by):

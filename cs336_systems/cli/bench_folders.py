@@ -78,15 +78,23 @@ def sweep(
     attention: Values = "reference,reference_compiled,sdpa,flash_torch,flash_triton", dtype: Auto = "auto",
     head_dim: Values = "64", heads: Values = "12", batch: Values = "4",
     cap_gib: Annotated[str, typer.Option(help="GiB of GPU memory to use at most; 0: all.")] = "0",
+    iters: Annotated[str, typer.Option(help="Calls to time, kept in no row; 0: as many as a time holds.")] = "0",
+    warmup: Annotated[str, typer.Option(help="Calls before those of --iters.")] = "5",
     out: Out = "runs/sweep", refresh: Refresh = "missing", save: Save = True,
     json_file: Json = None,
 ) -> None:  # fmt: skip
     """Attention alone on rectangular shapes: forward and both passes of every implementation, and their memory."""
     from cs336_systems.chapters.training import sweep as training_sweep
+    from cs336_systems.store import numbers
 
     with terminal.wrong_input():
         from cs336_systems.chapters.training import show_sweep as report
 
+        counts = {
+            name: numbers.whole(text, f"{name}=") for name, text in (("warmup", warmup), ("iters", iters))
+        }
+        if min(counts.values()) < 0:
+            raise ValueError(f"warmup={warmup}, iters={iters}; allowed: 0 or more")
         shapes = list(dict.fromkeys(training_sweep.tier(text) for text in tiers.split(",")))
         given = {"attention": attention, "dtype": dtype, "head_dim": head_dim, "heads": heads, "batch": batch}
         chosen = _chosen(training_sweep.TABLE, given | {"cap_gib": cap_gib}, {"dtype": _best_dtype})
@@ -95,7 +103,10 @@ def sweep(
             for fields in _products(chosen, "dtype", "head_dim", "heads", "batch", "cap_gib")
             for case in training_sweep.cases_of(shapes, chosen["attention"], **fields)
         ]
-    _measure(training_sweep.TABLE, cases, out, refresh, save, json_file, report.folder)
+    options = counts if counts["iters"] else {}
+    _measure(
+        training_sweep.TABLE, cases, out, refresh, save and not options, json_file, report.folder, **options
+    )
 
 
 def _best_dtype() -> str:
@@ -133,9 +144,10 @@ def _products(chosen: dict[str, list[Any]], *fields: str) -> list[dict[str, Any]
 
 def _measure(
     experiment: Table, cases: Sequence[Any], out: str, refresh: str, save: bool, json_file: str | None,
-    folder: Callable[[Any, Path], list[Path]],
+    folder: Callable[[Any, Path], list[Path]], **options: Any,
 ) -> None:  # fmt: skip
-    """Measures the cases and writes the folder; exit code 1 where some of them ended in an error."""
+    """Measures the cases and writes the folder; exit code 1 where some of them ended in an error. options: arguments of
+    `run_group` beside the cases."""
     from cs336_systems.cli import bench
     from cs336_systems.report import figures
     from cs336_systems.store import measuring, rows, selection
@@ -149,7 +161,7 @@ def _measure(
         if json_file not in (None, "-"):
             terminal.check_writable("--json", Path(json_file))
     with terminal.wrong_input(), alone(place, terminal.say):
-        frame, failure = bench.measure(experiment, cases, refresh, root, {})
+        frame, failure = bench.measure(experiment, cases, refresh, root, options)
         frame.insert(0, "machine", machine_name())
         with figures.styled():
             paths = folder(frame.reset_index(drop=True), place)

@@ -60,6 +60,7 @@ DRAWN = {  # column → title, scale
     "tokens_per_s": ("throughput, 1,000 tokens/s", 1e-3),
     "peak_gib": ("peak memory of a rank, GiB", 1.0),
     "efficiency": ("scaling efficiency, %", 100.0),
+    "epoch_s": ("time of an epoch, minutes", 1 / 60),
 }
 
 
@@ -114,6 +115,6 @@ def folder(rows: pd.DataFrame, out: Path) -> list[Path]:
         f"as many single ranks. An epoch is a pass over {EPOCH_MB:g} MB of stories. Losses are means over the last "
         "steps, in nats a token. Hollow: with the sharded optimizer.",
     ]
-    names = {"tokens_per_s": "throughput", "peak_gib": "memory", "efficiency": "scaling"}
+    names = {"tokens_per_s": "throughput", "peak_gib": "memory", "efficiency": "scaling", "epoch_s": "epoch"}
     pictures = {name: matrix_figure(rows, (c,)) for c, name in names.items() if measured(rows, c)}
     return write(out, "matrix", "Attention and data parallelism, in training", rows, found, pictures, notes)

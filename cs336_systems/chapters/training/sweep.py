@@ -20,6 +20,7 @@ from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks.calls import Calls
+from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, take_turns
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
@@ -31,6 +32,7 @@ DEPENDS = (
     *depends.TILED,
     *depends.TRITON,
     *depends.CALL_CLOCK,
+    *depends.STEP_CLOCK,
     "chapters/shared/memory_cap.py",
 )
 GROUP = ("head_dim", "heads", "batch", "dtype", "cap_gib")
@@ -112,8 +114,9 @@ def estimate_s(group: Sequence[Case]) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cases of all shapes in turns."""
+def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[dict[str, Any]]:
+    """Measures the cases of all shapes in turns. iters: calls to time of each, by the host's clock, after `warmup` others,
+    instead of as many as a time holds: such rows are not to be kept."""
     if cases[0].dtype not in DTYPES:
         raise ValueError(f"unknown dtype {cases[0].dtype!r}; allowed: {', '.join(DTYPES)}")
     import torch
@@ -123,7 +126,7 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     every_shape = torch._dynamo.config.patch(recompile_limit=len(cases) + 8)
     with oom_is_a_row(shared), comparable(), every_shape, capped(cases[0].cap_gib, device):
         candidates = prepared(cases, lambda candidate: _try_out(candidate, device), device)
-        _time(candidates, device)
+        _time(candidates, device, warmup, iters)
         return [candidate.metrics for candidate in candidates]
     return [dict(shared) for _ in cases]
 
@@ -160,7 +163,7 @@ def _try_out(candidate: Candidate, device: str) -> None:
     give_back(device)
 
 
-def _time(candidates: Sequence[Candidate], device: str) -> None:
+def _time(candidates: Sequence[Candidate], device: str, warmup: int, iters: int) -> None:
     """Times forward of the cases, and then both passes, as far as they run."""
     for part, runs in (("forward", ("backward", None)), ("both", (None,))):
         ready = {
@@ -168,7 +171,9 @@ def _time(candidates: Sequence[Candidate], device: str) -> None:
             for place, candidate in enumerate(candidates)
             if candidate.metrics.get("failed_in") in runs and "forward_peak_gib" in candidate.metrics
         }
-        clock = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
+        clock: Any = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
+        if iters:
+            clock = Steps(device, warmup=warmup, steps=iters, num_rounds=ROUNDS)
         for place, samples in take_turns(ready, clock).items():
             candidates[place].metrics |= samples.row(part)
 
