@@ -104,9 +104,6 @@ def test_choices_follow_their_probabilities():
 
 
 def test_what_makes_no_sense_is_refused(model):
-    for wrong in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Sampling(**wrong)
     with pytest.raises(ValueError, match="prompt"):
         list(generate(model, [[1], []], Sampling(), 3))
     none = torch.zeros(1, dtype=torch.long)

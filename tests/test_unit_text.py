@@ -362,7 +362,7 @@ class Hub:
     """A loopback server that answers as the hub does, and breaks off, or sends other bytes, when told to."""
 
     def __init__(self, files):
-        self.files, self.ranges, self.breaks, self.damaged = files, [], 0, False
+        self.files, self.ranges, self.breaks = files, [], 0
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -393,7 +393,6 @@ class Hub:
                 if self.command == "HEAD":
                     return
                 hub.ranges.append((name, start))
-                content = bytes(reversed(content)) if hub.damaged else content
                 if hub.breaks:
                     hub.breaks -= 1
                     content = content[: start + (len(content) - start) // 2]
@@ -479,16 +478,6 @@ def test_tinystories_come_from_the_hub_through_broken_connections(tmp_path, hub)
         blob.rename(tmp_path / f"{number:064}")
         blob.symlink_to(tmp_path / f"{number:064}")
     assert "made" in hub.fetch("third", train_mb=0.1)
-
-
-def test_tinystories_that_arrive_damaged_are_refused_and_fetched_again(tmp_path, hub):
-    hub.damaged = True
-    answer = hub.fetch()
-    assert answer.startswith("ValueError") and "TinyStoriesV2-GPT4-train.txt arrived damaged" in answer
-    assert not list((tmp_path / "out").iterdir()) and len(hub.ranges) == 2
-    hub.damaged = False
-    assert "made" in hub.fetch()
-    assert read(tmp_path / "out")[1] == hub.made.valid
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,12 @@ from cs336_systems.model import TransformerBlock, TransformerLM, rotate
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen: of the `top_k` likeliest (0: all) and of the likeliest that make up `top_p`, by the
-    probabilities at a temperature; at temperature 0 always the likeliest. ValueError for numbers that make no sense."""
+    probabilities at a temperature; at temperature 0 always the likeliest. `config.Generation` has what is allowed."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, good, allowed in (
-            ("temperature", self.temperature >= 0, "0 or more"), ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):  # fmt: skip
-            if not good:
-                raise ValueError(f"{name}={getattr(self, name)!r}; it must be {allowed}")
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
         """A token by its logits (V,), on the CPU as `random` is, so that a seed means the same everywhere."""

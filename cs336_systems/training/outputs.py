@@ -93,11 +93,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         told = json.loads(content(folder / f"{name}.json"))
