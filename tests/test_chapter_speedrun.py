@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import training_rows
@@ -73,6 +74,47 @@ def test_it_tells_what_fits_and_leaves_what_its_command_needs(tmp_path):
     assert "2 of 2 GPUs of 15 GiB: small" in done.stdout and plan.command in done.stdout
     start, file = shlex.split(plan.command)[:4], shlex.split(plan.command)[-1]
     assert start == ["torchrun", "--standalone", "--nproc-per-node", "2"] and config.load(file) == plan.config
+
+
+def test_a_sweep_takes_the_rate_with_the_lowest_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(speedrun, "RATES", (0.001, 1.0, 1000.0))
+    small = {
+        "out": str(tmp_path), "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400,
+        "model.size": "tiny", "model.context_length": 32, "batch.sequences": 4, "schedule.minutes": 0.02,
+        "run.device": "cpu", "generation.tokens": 4, "checkpoints.resume": "auto", "optimizer.learning_rate": 0.003,
+    }  # fmt: skip
+    plan, said = speedrun.Plan(config.load(None, small), defaults.Machine()), []
+    result = speedrun.run(plan, said.append, sweep=True)
+    found = {
+        float(path.parent.name): json.loads(path.read_text())["valid_loss"]
+        for path in tmp_path.glob("sweep/*/result.json")
+    }
+    assert sorted(found) == [3e-6, 0.003, 3.0] and min(found, key=found.get) == 0.003
+    assert config.load(tmp_path / "config.json").optimizer.learning_rate == 0.003
+    assert config.load(tmp_path / "speedrun.json") == config.load(tmp_path / "config.json")
+    logs = [path.read_bytes() for path in tmp_path.glob("**/log.csv")]
+    again = speedrun.run(plan, said.append, sweep=True)  # all is there
+    assert again["valid_loss"] == result["valid_loss"]
+    assert logs == [path.read_bytes() for path in tmp_path.glob("**/log.csv")] and len(logs) == 4
+
+
+def test_a_full_run_reads_all_of_a_text_once():
+    told = {"minutes": 20, "out": "out", "ranks": 1, **T4}
+    hub = speedrun.choose(**told, source="tinystories", full=True).config
+    assert (
+        hub.schedule.length == ("epochs", 1) and hub.text.train_mb == 0 and hub.text.source == "tinystories"
+    )
+    assert speedrun.choose(**told, full=True).config.text.train_mb == defaults.MOST_MB
+    assert speedrun.choose(**told).config.schedule.length == ("minutes", 20)
+
+
+def test_a_run_goes_where_one_may_write(tmp_path, monkeypatch):
+    (tmp_path / "checkout").mkdir()
+    monkeypatch.chdir(tmp_path / "checkout")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert notebook.writable("run") == tmp_path / "checkout" / "run"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path)
+    assert notebook.writable("run") == tmp_path / "run" and notebook.writable("/away") == Path("/away")
 
 
 def test_requirements_that_are_not_met(tmp_path, project_root):

@@ -130,9 +130,7 @@ def _stories(config: Text) -> _Source:
     def write(new: Path) -> dict[str, dict[str, Any]]:
         splits, lines = {}, new / "lines"
         for name, start, mb in (("train", 0, config.train_mb), ("valid", _VALID_FROM, config.valid_mb)):
-            written = stories.write(
-                lines, config.seed, start, max(1, round(mb * _MB)), workers=cpu_cores()
-            )
+            written = stories.write(lines, config.seed, start, max(1, round(mb * _MB)), workers=cpu_cores())
             with open(lines, "rb") as source, open(new / f"{name}.txt", "wb") as out:
                 out.writelines(line.removesuffix(b"\n") + documents.END for line in source)
             lines.unlink()
