@@ -10,9 +10,17 @@ torch = pytest.importorskip("torch")
 
 from cs336_systems.model import build  # noqa: E402
 from cs336_systems.sizes import ModelConfig  # noqa: E402
-from cs336_systems.training.generate import Cache, Sampling, generate  # noqa: E402
+from cs336_systems.training.config import Generation  # noqa: E402
+from cs336_systems.training.generate import Cache, choose, generate  # noqa: E402
 
 CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=3, num_heads=4, vocab_size=61, context_length=24)
+
+
+PLAIN = Generation(temperature=1.0, top_p=1.0, tokens=60)
+
+
+def how(**changes):
+    return dataclasses.replace(PLAIN, **changes)
 
 
 @pytest.fixture
@@ -48,7 +56,7 @@ def one_by_one(model, prompt, sampling, count, stop=None):
     window, random, found = prompt[-24:], torch.Generator().manual_seed(sampling.seed), []
     while len(found) < count:
         with torch.no_grad():
-            token = sampling.choose(model(torch.tensor([window]))[0, -1], random)
+            token = choose(sampling, model(torch.tensor([window]))[0, -1], random)
         if token == stop:
             break
         found.append(token)
@@ -66,7 +74,7 @@ def of_each(model, prompts, *args, **kwargs):
     return found or [[] for _ in prompts]
 
 
-SAMPLINGS = [Sampling(0), Sampling(0.7, seed=3), Sampling(1.3, top_k=5), Sampling(top_p=0.6)]
+SAMPLINGS = [how(temperature=0), how(temperature=0.7, seed=3), how(temperature=1.3, top_k=5), how(top_p=0.6)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -78,34 +86,35 @@ def test_the_same_tokens_alone_and_together_beyond_the_context(model, sampling, 
         one_by_one(model, prompt, dataclasses.replace(sampling, seed=sampling.seed + n), 70)
         for n, prompt in enumerate(prompts)
     ]
-    assert of_each(model, prompts, sampling, 70) == expected
+    assert of_each(model, prompts, dataclasses.replace(sampling, tokens=70)) == expected
 
 
 def test_stop_ends_a_text_the_others_go_on_and_seeds_repeat_them(model):
-    model, prompts, sampling = model.double(), some(4, 11, 7), Sampling(seed=5)
-    whole = of_each(model, prompts, sampling, 60)
-    assert whole == of_each(model, prompts, sampling, 60) != of_each(model, prompts, Sampling(seed=6), 60)
+    model, prompts, sampling = model.double(), some(4, 11, 7), how(seed=5)
+    whole = of_each(model, prompts, sampling)
+    assert whole == of_each(model, prompts, sampling) != of_each(model, prompts, how(seed=6))
     for stop in whole[1][:12]:
         expected = [text[: text.index(stop)] if stop in text else text for text in whole]
-        assert of_each(model, prompts, sampling, 60, stop=stop) == expected
-    assert list(generate(model, [], sampling, 5)) == list(generate(model, prompts, sampling, 0)) == []
+        assert of_each(model, prompts, sampling, stop=stop) == expected
+    assert list(generate(model, [], sampling)) == list(generate(model, prompts, how(tokens=0))) == []
 
 
 def test_choices_follow_their_probabilities():
     logits, random = torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), torch.Generator().manual_seed(0)
     for sampling, expected in (
-        (Sampling(), [50, 30, 15, 5]), (Sampling(top_k=2), [5, 3, 0, 0]), (Sampling(top_p=0.79), [5, 3, 0, 0]),
-        (Sampling(top_p=0.81), [50, 30, 15, 0]), (Sampling(0.5), [25, 9, 2.25, 0.25]), (Sampling(0), [1, 0, 0, 0]),
+        (how(), [50, 30, 15, 5]), (how(top_k=2), [5, 3, 0, 0]), (how(top_p=0.79), [5, 3, 0, 0]),
+        (how(top_p=0.81), [50, 30, 15, 0]), (how(temperature=0.5), [25, 9, 2.25, 0.25]),
+        (how(temperature=0), [1, 0, 0, 0]),
     ):  # fmt: skip
         drawn = (
-            torch.tensor([sampling.choose(logits, random) for _ in range(3000)]).bincount(minlength=4) / 3000
+            torch.tensor([choose(sampling, logits, random) for _ in range(3000)]).bincount(minlength=4) / 3000
         )
         torch.testing.assert_close(drawn, torch.tensor(expected) / sum(expected), atol=0.04, rtol=0)
 
 
 def test_what_makes_no_sense_is_refused(model):
     with pytest.raises(ValueError, match="prompt"):
-        list(generate(model, [[1], []], Sampling(), 3))
+        list(generate(model, [[1], []], how()))
     none = torch.zeros(1, dtype=torch.long)
     cache = Cache(model, none)
     cache.logits(torch.tensor([[1, 2]]))

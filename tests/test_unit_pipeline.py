@@ -129,7 +129,7 @@ def test_a_prompt_begins_a_text_as_in_training(tmp_path, monkeypatch):
     monkeypatch.setattr(
         generate, "generate", lambda model, ids, *_, stop: seen.append((ids, stop)) or iter(())
     )
-    assert pipeline.written(model, tokenizer, end, prompts, num_tokens=3, sampling=None) == prompts
+    assert pipeline.written(model, tokenizer, end, prompts, config.Generation(tokens=3)) == prompts
     assert seen == [([[end, *tokenizer.encode(one, add_special_tokens=False).ids] for one in prompts], end)]
 
 
@@ -300,7 +300,7 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
     told = ["fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82", b""]
     steps = list(itertools.zip_longest(*told))
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter(steps))
-    texts = pipeline.written(None, Letters(), 0, [""] * 5, num_tokens=9, sampling=None)
+    texts = pipeline.written(None, Letters(), 0, [""] * 5, config.Generation(tokens=9))
     assert texts == [one.decode(errors="replace") for one in told]
 
 

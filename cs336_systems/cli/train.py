@@ -214,9 +214,8 @@ def generate(
         for prompt in (prompts := prompts or ["Once upon a time"]):
             pipeline.check_asked(prompt, read.temperature)
         speaker, texts = pipeline.trained(checkpoint, device), list(prompts)
-        how = {"num_tokens": read.tokens, "sampling": pipeline.sampling_of(read)}
         typer.echo(prompts[0], nl=False)  # the first one appears as it is written
-        for number, piece in pipeline.spoken(*speaker, prompts, **how):
+        for number, piece in pipeline.spoken(*speaker, prompts, read):
             texts[number] += piece
             if number == 0:
                 typer.echo(piece, nl=False)

@@ -1,6 +1,6 @@
 """Texts from a model: one token after the other, for several prompts at once, with a cache of keys and values.
 
-    for tokens in generate(model, prompts, Sampling(temperature=0.8), num_tokens=100, stop=end_of_text):
+    for tokens in generate(model, prompts, Generation(temperature=0.8, tokens=100), stop=end_of_text):
         ...                                             # a token for each prompt, None where the text has ended
 
 The cache makes a token cost one position's matmuls instead of all positions'. Texts of different lengths are aligned
@@ -11,38 +11,29 @@ kept as the new context, and all are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cs336_systems.model import TransformerBlock, TransformerLM, rotate
+from cs336_systems.training.config import Generation
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen: of the `top_k` likeliest (0: all) and of the likeliest that make up `top_p`, by the
-    probabilities at a temperature; at temperature 0 always the likeliest. `config.Generation` has what is allowed."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """A token by its logits (V,), on the CPU as `random` is, so that a seed means the same everywhere."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        if self.top_k:
-            least = logits.topk(min(self.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        p = (logits / self.temperature).softmax(-1)
-        if self.top_p < 1:
-            ordered, order = p.sort(descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # what the likelier ones make up
-            p[order[before >= self.top_p]] = 0
-        return int(torch.multinomial(p, 1, generator=random))
+def choose(how: Generation, logits: Tensor, random: torch.Generator) -> int:
+    """A token by its logits (V,), on the CPU as `random` is, so that a seed means the same everywhere: of the `top_k`
+    likeliest (0: all) and of the likeliest that make up `top_p`, by the probabilities at a temperature."""
+    if how.temperature == 0:
+        return int(logits.argmax())
+    if how.top_k:
+        least = logits.topk(min(how.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    p = (logits / how.temperature).softmax(-1)
+    if how.top_p < 1:
+        ordered, order = p.sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # what the likelier ones make up
+        p[order[before >= how.top_p]] = 0
+    return int(torch.multinomial(p, 1, generator=random))
 
 
 class Cache:
@@ -101,22 +92,22 @@ class Cache:
 
 @torch.no_grad()
 def generate(
-    model: TransformerLM, prompts: Sequence[Sequence[int]], sampling: Sampling, num_tokens: int, stop: int | None = None
+    model: TransformerLM, prompts: Sequence[Sequence[int]], how: Generation, stop: int | None = None
 ) -> Iterator[list[int | None]]:  # fmt: skip
-    """At most `num_tokens` tokens after each prompt, one for all at a time, until all texts have ended.
+    """At most `how.tokens` tokens after each prompt, one for all at a time, until all texts have ended.
 
     `stop` ends a text and is not given out: there, and from then on, it gets None. Prompt n has the choices of
-    `sampling.seed` + n: to rounding, what follows it does not depend on the others. ValueError for an empty prompt.
+    `how.seed` + n: to rounding, what follows it does not depend on the others. ValueError for an empty prompt.
     """
     if not all(map(len, prompts)):
         raise ValueError("a prompt has no tokens; it needs one at least")
     context, device = model.config.context_length, next(model.parameters()).device
-    randoms = [torch.Generator("cpu").manual_seed(sampling.seed + number) for number in range(len(prompts))]
+    randoms = [torch.Generator("cpu").manual_seed(how.seed + number) for number in range(len(prompts))]
     windows = {
         number: list(prompt)[-context:] for number, prompt in enumerate(prompts)
     }  # of texts that go on
     cache = None
-    for _ in range(num_tokens if windows else 0):
+    for _ in range(how.tokens if windows else 0):
         longest = max(map(len, windows.values()))
         if cache is None:
             lacking = [longest - len(window) for window in windows.values()]
@@ -125,7 +116,7 @@ def generate(
         else:
             new = [window[-1:] for window in windows.values()]
         logits = cache.logits(torch.tensor(new, device=device)).float().cpu()
-        chosen = {n: sampling.choose(logits[row], randoms[n]) for row, n in enumerate(windows)}
+        chosen = {n: choose(how, logits[row], randoms[n]) for row, n in enumerate(windows)}
         if going := [row for row, token in enumerate(chosen.values()) if token != stop]:
             yield [None if (token := chosen.get(n)) == stop else token for n in range(len(prompts))]
         if len(going) < len(windows):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.store import files
 from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
-from cs336_systems.training.config import TrainingConfig, load
+from cs336_systems.training.config import Generation, TrainingConfig, load
 from cs336_systems.training.tokens import end_of_text
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from cs336_systems.launch.group import Rank
     from cs336_systems.model import TransformerLM
-    from cs336_systems.training import config as configuration
-    from cs336_systems.training.generate import Sampling
     from cs336_systems.training.loop import Data
 
 Say = Callable[[str], None]
@@ -232,8 +230,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
     how, place = config.generation, Path(result["checkpoint"])
     if how.samples and tokenizer_of(place):
-        asked = {"num_tokens": how.tokens, "sampling": sampling_of(how)}
-        result["samples"] = written(*trained(place), [how.prompt] * how.samples, **asked)
+        result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
         for sample in result["samples"]:
             say(f"\n{sample}")
         files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
@@ -283,24 +280,17 @@ def check_asked(prompt: str, temperature: float) -> None:
         raise ValueError(f"temperature={temperature}; it must be 0, or 1e-6 or more")
 
 
-def sampling_of(how: configuration.Generation) -> Sampling:
-    """How tokens are chosen."""
-    from cs336_systems.training.generate import Sampling
-
-    return Sampling(how.temperature, how.top_k, how.top_p, how.seed)
-
-
 def spoken(
-    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], num_tokens: int, sampling: Sampling
-) -> Iterator[tuple[int, str]]:  # fmt: skip
+    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], how: Generation
+) -> Iterator[tuple[int, str]]:
     """What a model writes after some prompts, piece by piece, with the prompt's number: until each text ends or there
-    are so many tokens. end: the token that ends a text; as in training it stands before each."""
+    are `how.tokens`. end: the token that ends a text; as in training it stands before each."""
     from cs336_systems.training.generate import generate
 
     ids = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     shown = [""] * len(prompts)
-    for tokens_of_all in generate(model, ids, sampling, num_tokens, stop=end):
+    for tokens_of_all in generate(model, ids, how, stop=end):
         for n, token in enumerate(tokens_of_all):
             if token is not None:
                 new[n].append(token)
@@ -314,10 +304,10 @@ def spoken(
 
 
 def written(
-    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], **how: Any
+    model: TransformerLM, tokenizer: Tokenizer, end: int, prompts: Sequence[str], how: Generation
 ) -> list[str]:
-    """The texts, whole, with their prompts. how: as for `spoken`."""
+    """The texts of `spoken`, whole, with their prompts."""
     texts = list(prompts)
-    for n, piece in spoken(model, tokenizer, end, prompts, **how):
+    for n, piece in spoken(model, tokenizer, end, prompts, how):
         texts[n] += piece
     return texts

@@ -23,7 +23,7 @@ from cs336_systems.chapters.training import trials
 from cs336_systems.store import machine, numbers, process
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.store.table import Table
-from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, TrainingConfig, load
+from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, Generation, TrainingConfig, load
 
 DEPENDS = (
     *depends.TRAINING, *depends.TRITON, "chapters/shared/memory_cap.py", "chapters/training/trials.py",
@@ -131,7 +131,6 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from cs336_systems.training import pipeline
-    from cs336_systems.training.generate import Sampling
     from cs336_systems.training.loop import Trainer
     from cs336_systems.training.tokens import end_of_text, load_tokenizer
 
@@ -143,9 +142,9 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
             tokenizer = load_tokenizer(Path(folder) / "tokens" / "tokenizer.json")
 
             def written() -> str:
-                how = {"num_tokens": 120, "sampling": Sampling(0.8, top_p=0.95)}
+                how = Generation(temperature=0.8, top_p=0.95, tokens=120)
                 return plain(
-                    *pipeline.written(trainer.model, tokenizer, end_of_text(tokenizer), [PROMPT], **how)
+                    *pipeline.written(trainer.model, tokenizer, end_of_text(tokenizer), [PROMPT], how)
                 )
 
             before = written()
