@@ -28,18 +28,13 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     """
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     kept = max(map(sum, shards(sizes, world_size))) if config.optimizer.sharded else num_parameters(sizes)
-    return _unsharded(config, dtype, device, world_size) - 8 * (num_parameters(sizes) - kept)
-
-
-def _unsharded(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
-    sizes = config.model.sizes(config.tokenizer.vocab_size)
     held = peak_bytes(
         sizes, for_ranks(config, world_size), sizes.context_length, "train_step",
         "bf16" if dtype in ("bf16", "fp16") else "fp32",
         "reference" if config.model.attention in _PLAIN else "flash",
         device.split(":")[0], "fused",
     )  # fmt: skip
-    return sum(held.values())
+    return sum(held.values()) - 8 * (num_parameters(sizes) - kept)
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
@@ -58,9 +53,7 @@ def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -
     tokenizer = dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
     config = dataclasses.replace(config, tokenizer=tokenizer)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
-    needed = ranks * _unsharded(config, modes.dtype_of(config.run.dtype, device), device, world_size)
-    if config.optimizer.sharded:  # its state is there once, on as many machines as there are
-        needed -= 8 * num_parameters(config.model.sizes(vocab_size)) * (ranks - ranks / world_size)
+    needed = ranks * memory_bytes(config, modes.dtype_of(config.run.dtype, device), device, world_size)
     if needed > free:
         raise ValueError(
             f"model.size={config.model.size!r} and batch.sequences={config.batch.sequences} need "

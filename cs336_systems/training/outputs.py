@@ -52,11 +52,11 @@ def stage(
     return told
 
 
-def check(folder: Path, name: str, only: str = "") -> None:
-    """Reads a stage's files in full, or one; ValueError that names what is missing or not what `<name>.json` says."""
+def check(folder: Path, name: str) -> None:
+    """Reads a stage's files in full; ValueError that names what is missing or not what `<name>.json` says."""
     with told_by(folder / f"{name}.json"):
         files = json.loads(content(folder / f"{name}.json"))["files"]
-        for file, about in [(only, files[only])] if only else files.items():
+        for file, about in files.items():
             if not (folder / file).is_file() or sha256(folder / file) != about["sha256"]:
                 raise Damaged(
                     f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
