@@ -121,3 +121,14 @@ def test_a_run_that_goes_on_keeps_its_own(tmp_path, monkeypatch):
     (first / "checkpoint.json").write_text("{")
     refused = train(tmp_path / "d", "--resume", first)
     assert refused.exit_code == 2 and "checkpoint.json" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_the_learning_rate_falls_with_the_width():
+    rate = lambda **told: made(H200, **told).optimizer.learning_rate
+    assert [rate(model__size=size) for size in ("tiny", "mini", "small", "medium")] == [
+        6e-3,
+        6e-3,
+        1e-3,
+        7.5e-4,
+    ]
+    assert rate(model__size="medium", optimizer__learning_rate=2e-3) == 2e-3

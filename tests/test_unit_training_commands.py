@@ -118,7 +118,7 @@ def test_several_ranks_need_a_wrapper(tmp_path, monkeypatch):
         refused(call(*told, *more), "parallel.wrapper='none' on 2 ranks, which would diverge; allowed: naive")
     assert not (tmp_path / "run").exists()
     made = config.load(None, {"parallel.wrapper": "none", "out": str(tmp_path / "run")})
-    assert config.for_ranks(made, 1) == 16
+    assert config.for_ranks(made, 1) == 8
     ids = np.zeros(2000, dtype=np.uint16)
     with pytest.raises(ValueError, match="'none' on 2 ranks"):  # as under torchrun, where nproc is 1
         Trainer(made, Data(ids, ids, 300, 2000), Rank(0, 0, 2, 2, "cpu", "gloo"))

@@ -80,7 +80,7 @@ class Model:
     """The Transformer: a named size, and what differs from it (0: as the size has it)."""
 
     size: str = _one_of("mini", tuple(MODEL_SIZES), "what it is called")
-    context_length: int = _number(128, 1, "tokens of a sequence")
+    context_length: int = _number(256, 1, "tokens of a sequence")
     d_model: int = _number(0, 0, "width of the residual stream")
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
     num_layers: int = _number(0, 0, "blocks")
@@ -101,7 +101,7 @@ class Optimizer:
     """torch's AdamW, fused, without weight decay on norms and embeddings."""
 
     learning_rate: float = _number(
-        0, 0, "at its highest; 0: 3e-3 at width 128, falling with its root", most=10
+        0, 0, "at its highest; 0: 6e-3 up to width 128, beyond that falling as it grows", most=10
     )
     beta1: float = _number(0.9, 0, "decay of the first moment", most=0.9999999)
     beta2: float = _number(0.95, 0, "decay of the second moment", most=0.9999999)
@@ -137,7 +137,7 @@ LENGTHS = ("steps", "tokens", "epochs", "minutes")
 class Batch:
     """What one optimizer step sees. It does not depend on the number of ranks."""
 
-    sequences: int = _number(16, 1, "sequences of a step, all ranks and microbatches together")
+    sequences: int = _number(8, 1, "sequences of a step, all ranks and microbatches together")
     accumulate: int = _number(1, 1, "microbatches a step")
     seed: int = _number(0, 0, "of the order of the sequences")
 
@@ -367,7 +367,7 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         )
     width = config.model.sizes(config.tokenizer.vocab_size).d_model
     if not config.optimizer.learning_rate:
-        rate = float(f"{3e-3 * math.sqrt(128 / width):.2g}")
+        rate = float(f"{6e-3 * min(1, 128 / width):.2g}")
         config = dataclasses.replace(
             config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)
         )

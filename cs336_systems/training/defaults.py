@@ -8,7 +8,9 @@ which its memory holds a sequence, on STEP_TOKENS a step, compiled. Either learn
 once.
 
 Why a long context: the text is cut into windows anywhere, and what came before its window no model can know. Of the
-stories that costs some 14 nats a window, which is 0.03 nats a token at 512 tokens, however long it trains.
+stories that costs 7 nats a window where a model is 0.3 nats a token above their entropy on whole stories, 10 where it
+is 0.1 above. `small` at 512 tokens stayed 0.03 nats a token above it on a GPU, or 15 nats a window, from 100 M tokens
+on: most of that a longer context takes away, and no longer training.
 """
 
 from __future__ import annotations
