@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -141,9 +142,12 @@ def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
 
 def swept(plan: Plan, say: Any = print) -> Plan:
     """The plan with the learning rate of RATES that has the lowest held-out loss after a short run, a whole schedule of
-    _SHARE of the minutes. These runs stay in `sweep/`: interrupted, a second call goes on with them."""
+    _SHARE of the minutes. These runs stay in `sweep/`: interrupted, a second call goes on with them. ValueError for a
+    text without a tokenizer, and under torchrun."""
     from cs336_systems.training import pipeline
 
+    if "RANK" in os.environ:
+        raise ValueError("a sweep starts its own processes; allowed: without torchrun")
     out, own = Path(plan.config.out), plan.config
     with alone(out, say):
         info = pipeline.prepare(own, say)
