@@ -37,6 +37,9 @@ def test_a_choice_fits_and_goes_round(size, ranks):
     needed = forecast.memory_bytes(made, "fp16", "cuda", ranks) / 2**30
     assert needed <= defaults.USABLE * speedrun.T4_GIB
     assert made.batch.sequences * made.model.context_length == defaults.STEP_TOKENS
+    assert (
+        size != "auto" or 200 * ranks < made.text.train_mb < 250 * ranks
+    )  # what a T4 could read in 20 minutes
     assert made.optimizer.sharded == (ranks > 1) and made.parallel.nproc == ranks and made.run.dtype == "fp16"
 
 

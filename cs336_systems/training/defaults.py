@@ -34,7 +34,7 @@ BATCHES = tuple(2**n for n in range(9))
 _BYTES_PER_TOKEN = 4.25  # of the stories, in the default vocabulary
 _MFU = 0.5  # more than is reached: text that is not read costs less than text that is read twice
 _CORE_TFLOPS = 0.12  # of a CPU, in fp32
-_UNKNOWN_TFLOPS = 65.0  # of a GPU that is not known: a T4's, in fp16
+UNKNOWN_TFLOPS = 65.0  # of a GPU that is not known: a T4's, in fp16
 LEAST_MB, MOST_MB = 1.0, 2000.0
 
 
@@ -61,7 +61,7 @@ def here(device: str = "auto") -> Machine:
     gib = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names))) / 2**30
     dtype, known = modes.dtype_of("auto", "cuda"), peaks(names[0])
     return Machine(
-        gib, dtype, known.tflops.get(dtype, _UNKNOWN_TFLOPS) if known else _UNKNOWN_TFLOPS, len(names)
+        gib, dtype, known.tflops.get(dtype, UNKNOWN_TFLOPS) if known else UNKNOWN_TFLOPS, len(names)
     )
 
 

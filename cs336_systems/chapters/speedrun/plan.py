@@ -71,7 +71,8 @@ def choose(
         raise ValueError(f"size={size!r}; allowed: auto, {', '.join(MODEL_SIZES)}")
     machine = Machine() if gib and ranks and dtype != "auto" else defaults.here()
     dtype = dtype if dtype != "auto" else machine.dtype
-    machine = replace(machine, gib=gib or machine.gib, dtype=dtype, gpus=ranks or machine.gpus)
+    tflops = machine.tflops if machine.gib or not gib else defaults.UNKNOWN_TFLOPS
+    machine = Machine(gib or machine.gib, dtype, tflops, ranks or machine.gpus)
     length: dict[str, Any] = {"schedule.minutes": minutes}
     if full:
         length = {"schedule.epochs": 1, "text.train_mb": defaults.MOST_MB if source == "stories" else 0}
