@@ -438,6 +438,58 @@ def gather_ahead(seed):
                 ]  # fmt: skip
 
 
+class PassesThrough(nn.Module):
+    """Gives what it was given as well, whose gradient comes after those of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, residual):
+        residual = residual + x
+        return torch.tanh(self.linear(residual)), residual
+
+
+def gather_once_for_late_outputs(seed):
+    """Two gathers a unit and step, forward and backward, whatever else a unit returns."""
+    torch.manual_seed(seed)
+    layers = nn.ModuleList(PassesThrough() for _ in range(6))
+
+    def through(some, x, residual):
+        for layer in some:
+            x, residual = layer(x, residual)
+        return x, residual
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            x, residual = through(self.layers[:1], x, torch.zeros_like(x))
+            x, residual = checkpoint(through, self.layers[1:4], x, residual, use_reentrant=False)
+            x, residual = through(self.layers[4:], x, residual)
+            return x + residual
+
+    model = FullyShardedDataParallel(Model(), units=layers)
+    most, count, gather = [0], [0], shards.FlatWeights.gather
+
+    def counted(self):
+        count[0] += not self.gathered_bytes
+        gather(self)
+        most[0] = max(most[0], sum(flat.gathered_bytes > 0 for flat in model.flats))
+
+    for step in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shards.FlatWeights, "gather", counted)
+            count[0] = 0
+            model(torch.randn(4, 6)).sum().backward()
+            assert not any(flat.gathered_bytes for flat in model.flats)
+            assert count[0] == 2 * len(layers), (step, count)
+        model.finish_gradient_synchronization()
+    assert most[0] <= 4  # three that are computed again together, and the next one
+
+
 @contextlib.contextmanager
 def recorded_schedule(model):
     """(what, unit): its gather starts; it runs, its weights being there; it is done, and its weights are free."""
@@ -942,12 +994,13 @@ def train_in_two_groups(seed):
 
 
 CHECKS = {  # by the number of ranks
-    1: [train_every_model, recompute, gather_ahead, hold_few_bytes],
+    1: [train_every_model, recompute, gather_ahead, gather_once_for_late_outputs, hold_few_bytes],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
+        gather_once_for_late_outputs,
     ],
     3: [train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
     4: [train_in_two_groups],

@@ -114,7 +114,7 @@ def test_what_is_compiled(monkeypatch, how, compiled):
 def test_cuda_graphs_are_refused_where_there_can_be_none():
     with pytest.raises(ValueError, match=r"on a CPU allowed: off, attention, blocks, whole"):
         Trainer(made("unused", run__compile="graphs"), data())
-    with pytest.raises(ValueError, match=r"batch\.accumulate=2; .* it must be 1"):
+    with pytest.raises(ValueError, match=r"batch\.accumulate=2 with run\.compile='graphs'; allowed: 1"):
         made("unused", run__compile="graphs", batch__accumulate=2)
     with pytest.raises(ValueError, match="on 2 ranks allowed"):
         modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2, "fp32")
@@ -327,7 +327,7 @@ def sharded_and_resumed(folder, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"run__dtype": "bf16", "run__compile": "blocks"}, {"run__dtype": "fp16", "optimizer__name": "own"}],
+    [{}, {"run__dtype": "bf16", "run__compile": "blocks"}, {"run__dtype": "fp16"}],
 )
 def test_a_sharded_run_goes_on_bit_for_bit(tmp_path, changes):
     for through, resumed in distributed.run(sharded_and_resumed, 2, str(tmp_path), changes):

@@ -159,15 +159,17 @@ class FullyShardedDataParallel(DuringBackward):
                 module._parameters[name] = p
             self._schedule.leave(unit, again, differentiable)
         if differentiable:
-            self._watch(unit, (inputs, kwargs), outputs)
+            self._watch(unit, (inputs, kwargs), outputs, again)
         return outputs
 
-    def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> None:
-        """Hooks that run when backward reaches a unit, and when it has left one with frozen weights."""
+    def _watch(self, unit: Unit, inputs: Any, outputs: Any, again: bool) -> None:
+        """Hooks that run when backward reaches a unit, and when it has left one with frozen weights (which those of its
+        first call tell, where a checkpoint has kept what they hang on)."""
         reached = functools.partial(self._reached, unit)
         for tensor in _differentiable(outputs):
             tensor.register_hook(reached)
-        frozen = [flat for flat in unit.flats if not flat.trained]
+        counted = again and self._schedule.expects(unit)
+        frozen = [flat for flat in unit.flats if not (flat.trained or counted)]
         if frozen and (tensors := _differentiable(inputs)):
             for flat in frozen:
                 flat.pending += 1

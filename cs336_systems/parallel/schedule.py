@@ -79,6 +79,8 @@ class Schedule:
             if (number := self._first_call.get(unit)) is not None:
                 self._gather_until(number)
                 self._held.update(flat for flat in unit.flats if flat not in self._done)
+            else:
+                self._done.difference_update(unit.flats)
         elif (position := self._position(unit)) is not None:
             self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
             for expected in self.order[position : position + 2]:
@@ -120,13 +122,18 @@ class Schedule:
 
     def _gather(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
-            flat.gather()
+            if not flat.gathered_bytes:
+                flat.gather()
 
     # ------------------------------------------------------------------------------------------ backward
     @property
     def expects_backward(self) -> bool:
         """Whether there were calls since the last backward pass that one may come to."""
         return bool(self._calls)
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether the backward pass under way comes to a call of this unit."""
+        return unit in self._first_call
 
     def begin_backward(self, reduces: bool) -> None:
         """Plans a backward pass; reduces: whether its gradients are reduced on the way."""
@@ -169,7 +176,8 @@ class Schedule:
 
     def reach(self, unit: Unit) -> None:
         """Backward has come to a call: its weights are there for what is queued from now on."""
-        flats = [flat for flat in unit.flats if flat.read_in_backward]
+        # an output whose gradient comes after those of the weights needs them no more
+        flats = [flat for flat in unit.flats if flat.read_in_backward and flat not in self._done]
         number = self._first_call.get(unit)
         if number is not None:
             self._close(number)

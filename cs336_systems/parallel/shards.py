@@ -51,18 +51,18 @@ def reduce_scatter_mean(output: Tensor, flat: Tensor, group: dist.ProcessGroup) 
 class Wires:
     """What a model's collectives go over.
 
-    Gathers have a group of their own, of the same ranks: backward waits for them, and they wait for no reduction. And
-    where only some ranks' backward comes to a checkpoint, which gathers early, the two kinds are mixed otherwise there.
-    On a GPU gathers also have a stream of their own, for their casts and their memory.
+    Gathers have a group of their own: where only some ranks' backward comes to a checkpoint, which gathers early, they
+    and the reductions are mixed otherwise there. (All ranks of a job make a group, so a model that only some of them
+    share has one for both, and their checkpoints must be the same.) On a GPU gathers also have a stream of their own,
+    for their casts and their memory; all else of the model runs on one stream.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.reductions = group
-        self.gathers = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=group._get_backend(device).options._timeout,
-            use_local_synchronization=True,  # ranks outside of the group need not take part
-        )
+        self.gathers = group
+        if group.size() == dist.get_world_size():
+            timeout = group._get_backend(device).options._timeout
+            self.gathers = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def gathering(self) -> AbstractContextManager[object]:
@@ -71,6 +71,11 @@ class Wires:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
+
+    def let_go(self) -> None:
+        """Memory of gathers may be unmapped, or written again, when what has been queued to read it has."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
 
 # --------------------------------------------------------------------------------------------------- weights
@@ -149,6 +154,7 @@ class FlatWeights:
         self.gradient: Tensor | None = None  # (numel,), of this rank's batch, while there are any
         self._written: set[Weight] = set()  # the weights whose gradients are in there
         self._work: dist.Work | None = None
+        self._sent: Tensor | None = None
         self._shard_out()
 
     @torch.no_grad()
@@ -218,8 +224,12 @@ class FlatWeights:
             )
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
-            self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
-            self._work = all_gather(self._flat, self._sent, self.wires.gathers)
+            try:
+                self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
+                self._work = all_gather(self._flat, self._sent, self.wires.gathers)
+            except BaseException:
+                self._flat.untyped_storage().resize_(0)
+                raise
 
     def wait(self) -> None:
         """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
@@ -234,6 +244,7 @@ class FlatWeights:
         """Lets go of the whole weights; what is queued to read them reads them first."""
         if self.gathered_bytes:
             self.wait()
+            self.wires.let_go()
             self._flat.untyped_storage().resize_(0)
 
     def lend(self) -> None:

@@ -93,7 +93,7 @@ class Intercepted:
     in place. (A forward hook would be compiled with it.)"""
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+        if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
             raise RuntimeError("compile the units of a sharded model, not what holds them")
         return self.__dict__["_called"](super().__call__, inputs, kwargs)
 

@@ -9,6 +9,7 @@ ValueError that names both.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import tomllib
@@ -345,18 +346,11 @@ def checked(config: TrainingConfig) -> TrainingConfig:
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "
             f"batch.accumulate={config.batch.accumulate}"
         )
-    if config.run.compile == "graphs" and config.batch.accumulate > 1:
-        raise ValueError(
-            f"batch.accumulate={config.batch.accumulate}; with run.compile='graphs', which replays one backward pass a "
-            "step, it must be 1"
-        )
+    if config.run.compile == "graphs":  # they replay one backward pass a step
+        _goes_with(config, "run.compile", "batch.accumulate", 1)
     if config.run.recompute != "none":
         allowed = COMPILE[:2] if config.run.recompute == "selective" else COMPILE[:3]
-        if config.run.compile not in allowed:
-            raise ValueError(
-                f"run.compile={config.run.compile!r} with run.recompute={config.run.recompute!r}; allowed: "
-                f"{', '.join(allowed)}"
-            )
+        _goes_with(config, "run.recompute", "run.compile", *allowed)
     if config.text.source in ("stories", "random") and not config.text.train_mb:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
     if not config.out.strip():
@@ -374,6 +368,14 @@ def checked(config: TrainingConfig) -> TrainingConfig:
     return config
 
 
+def _goes_with(config: TrainingConfig, other: str, key: str, *allowed: Any) -> None:
+    """ValueError unless a key has one of the values that go with what another one has."""
+    value, others = (functools.reduce(getattr, name.split("."), config) for name in (key, other))
+    if value not in allowed:
+        words = ", ".join(map(str, allowed)).lower()
+        raise ValueError(f"{key}={value!r} with {other}={others!r}; allowed: {words}")
+
+
 def for_ranks(config: TrainingConfig, world_size: int) -> int:
     """The sequences of a microbatch on each rank; ValueError where the step's do not go round, and for several ranks
     that nothing keeps alike."""
@@ -382,14 +384,11 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
         raise ValueError(
             f"parallel.wrapper='none' on {world_size} ranks, which would diverge; allowed: {allowed}"
         )
-    if config.parallel.wrapper == "fsdp" and config.optimizer.sharded:
-        raise ValueError(
-            "optimizer.sharded=true with parallel.wrapper='fsdp', whose optimizer works on shards; allowed: false"
-        )
-    if config.parallel.wrapper == "fsdp" and config.run.compile == "whole" and world_size > 1:
-        raise ValueError("run.compile='whole' with parallel.wrapper='fsdp'; allowed: off, attention, blocks")
-    if config.parallel.wrapper == "fsdp" and config.run.recompute == "selective" and world_size > 1:
-        raise ValueError("run.recompute='selective' with parallel.wrapper='fsdp'; allowed: none, blocks")
+    if config.parallel.wrapper == "fsdp":  # its optimizer works on shards
+        _goes_with(config, "parallel.wrapper", "optimizer.sharded", False)
+        if world_size > 1:
+            _goes_with(config, "parallel.wrapper", "run.compile", *COMPILE[:3])
+            _goes_with(config, "parallel.wrapper", "run.recompute", *RECOMPUTE[:2])
     parts = world_size * config.batch.accumulate
     if config.batch.sequences % parts:
         raise ValueError(

@@ -131,13 +131,13 @@ class Trainer:
             part = micro * self.world + self.number
             ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
             last = micro == accumulate - 1
-            quiet = nullcontext() if last or not hasattr(self.wrapped, "no_sync") else self.wrapped.no_sync()
-            with quiet:
+            with nullcontext() if last else whole.keeping_gradients(self.wrapped):
                 with modes.autocast(self.dtype, self.device):
                     loss = self.wrapped(ids, targets)
                 self.scaler.scale(loss / accumulate).backward()
             self.loss += loss.detach() / accumulate
-        self.finish()
+            if last or whole.reduces_each(self.wrapped):
+                self.finish()
         self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)

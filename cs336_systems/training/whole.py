@@ -6,6 +6,7 @@ wrapped: what a step calls, a `FullyShardedDataParallel` or any other; model: th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ def take_moments(wrapped: Callable[..., Any], made: torch.optim.Optimizer, state
         sharded_state.load_full_optimizer_state_dict(wrapped, made, state)
     else:
         made.load_state_dict(state)
+
+
+def reduces_each(wrapped: Callable[..., Any]) -> bool:
+    """Whether each microbatch's gradients are reduced at once: of sharded weights no rank shall keep whole ones."""
+    return isinstance(wrapped, FullyShardedDataParallel)
+
+
+def keeping_gradients(wrapped: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """What a microbatch but the last runs in."""
+    if reduces_each(wrapped) or not hasattr(wrapped, "no_sync"):
+        return nullcontext()
+    return wrapped.no_sync()
 
 
 def clip(wrapped: Callable[..., Any], model: nn.Module, largest: float) -> torch.Tensor:
