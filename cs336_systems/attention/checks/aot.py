@@ -74,7 +74,6 @@ def compile_kernel(
     constants = {name: value for name, value in constants.items() if name in names}
     if plain:
         constants |= {name: 1 for name in names if name.endswith("_col")}
-    aligned = ("_ptr", "_row", "_head", "_batch") if plain else ("_ptr",)
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constants:
@@ -87,8 +86,8 @@ def compile_kernel(
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-        # aligned pointers and row lengths, as launches see them
-        if name.endswith(aligned) and name not in constants:
+        # aligned pointers and strides, as launches see them
+        if name not in constants and (name.endswith("_ptr") or (plain and name.startswith("stride_"))):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     return _compiled(source, capability, options_of(tiles))
@@ -245,9 +244,9 @@ def compile_split_kernel(
             signature[name] = f"tensordesc<bf16[{rows[name]}, {head_dim}]>"
         else:
             signature[name] = (
-                "*fp32" if name.endswith("_ptr") else "fp32" if name in ("c", "scale") else "i32"
+                "*fp32" if name.endswith("_ptr") else "fp32" if name in ("scale", "scale_log2") else "i32"
             )
-        if name.endswith(("_ptr", "_row", "_head", "_batch")) or name.startswith("padded"):
+        if name not in constants and (name.endswith("_ptr") or name.startswith(("stride_", "padded"))):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     return _compiled(source, 90, options_of(options))

@@ -15,11 +15,13 @@ from cs336_systems.attention.triton.kernels import LOG2_E
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
-def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_ptr, o_batch, o_head, o_row, do_batch,
-                   do_head, do_row, do_col, heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr,
-                   WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_ptr,
+                   stride_o_batch, stride_o_head, stride_o_row,
+                   stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
+                   heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                   D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
                    ZEROED: tl.constexpr):  # fmt: skip
-    """What the backward kernel starts from: −L · log2(e) and −D of each query (−∞ and 0 past the last one), and, if
+    """What the backward kernel starts from: −L · log2(e) and −delta of each query (−∞ and 0 past the last one), and, if
     ZEROED, dQ = 0.
 
     stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
@@ -38,10 +40,15 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_p
     inside = (rows < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
     batch, head = index // heads, index % heads
     far = tl.cast(rows, tl.int64)[:, None]
-    o = tl.load(
-        o_ptr + batch * o_batch + head * o_head + far * o_row + columns[None, :], mask=inside, other=0.0
+    o = tl.load(o_ptr + batch * stride_o_batch + head * stride_o_head + far * stride_o_row + columns[None, :],
+                mask=inside, other=0.0)  # fmt: skip
+    do_at = (
+        do_ptr
+        + batch * stride_do_batch
+        + head * stride_do_head
+        + far * stride_do_row
+        + columns[None, :] * stride_do_col
     )
-    do_at = do_ptr + batch * do_batch + head * do_head + far * do_row + columns[None, :] * do_col
     do = tl.load(do_at, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     logsumexp = tl.load(l_ptr + index * num_queries + rows, mask=rows < num_queries, other=float("inf"))
@@ -60,7 +67,7 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_p
         tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
     if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
-            value = tl.load(do_ptr + batch * do_batch + head * do_head)
+            value = tl.load(do_ptr + batch * stride_do_batch + head * stride_do_head)
             tile_rows = tl.arange(0, TILE_ROWS)
             spread = tl.where((columns < HEAD_DIM)[None, :], value, 0.0).to(tile_ptr.dtype.element_ty)
             tile_at = tile_ptr + (index * TILE_ROWS + tile_rows[:, None]) * D + columns[None, :]
@@ -68,8 +75,10 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_p
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
-def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries, padded_queries, scale,
-                  HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+def finish_kernel(sum_ptr, dq_ptr,
+                  stride_dq_batch, stride_dq_head, stride_dq_row,
+                  heads, num_queries, padded_queries, scale, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                  D: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """dQ = scale times its fp32 sum, in q's dtype and layout.
 
     The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
@@ -92,5 +101,11 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, heads, num_queries
     dq = dq.reshape(D // 64, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(1, 4, 6, 0, 2, 5, 3) if TRANSPOSED else dq.permute(2, 5, 3, 0, 1, 4, 6)
     dq = dq.reshape(64, D) * scale
-    dq_at = dq_ptr + index // heads * dq_batch + index % heads * dq_head + far * dq_row + columns[None, :]
+    dq_at = (
+        dq_ptr
+        + index // heads * stride_dq_batch
+        + index % heads * stride_dq_head
+        + far * stride_dq_row
+        + columns[None, :]
+    )
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -32,6 +32,7 @@ from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.hopper.workspace import Workspace
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Pass
+from cs336_systems.attention.triton.launch import strides
 from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
 LOG2_E = math.log2(math.e)
@@ -200,8 +201,8 @@ def first_backward(
     arguments = dict(
         o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile, counters_ptr=counters
     )  # fmt: skip
-    arguments |= dict(zip(("o_batch", "o_head", "o_row"), o.stride(), strict=False))
-    arguments |= dict(zip(("do_batch", "do_head", "do_row", "do_col"), do.stride(), strict=True))
+    arguments |= strides("o", o) | strides("do", do)
+    del arguments["stride_o_col"]  # 1
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
         ROWS=_ROWS, TILE_ROWS=GROUP if one_number else 0, ZEROED=zeroed,
@@ -232,7 +233,8 @@ def first_backward(
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(kernel, (programs, 1, 1), descriptors, int(not few), arguments, **options)
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
-    arguments |= dict(zip(("dq_batch", "dq_head", "dq_row"), dq.stride(), strict=False))
+    arguments |= strides("dq", dq)
+    del arguments["stride_dq_col"]  # 1
     arguments |= dict(
         heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
         D=d, TRANSPOSED=d == 64 and not few,

@@ -8,7 +8,7 @@ On Hopper's tensor cores six bf16 matmuls take as long as three in TF32, the alt
 (`attention.triton`). But both operands may come from shared memory in either order, and Q, K, V and dO can be split
 once, by a small kernel, instead of in every step of every program; P and dS are split on chip, where they are computed.
 
-Pieces are stored as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols
+Pieces are stored as (3 · heads · rows, D) matrices, rows and columns padded with zeros to whole tiles. Symbols, names
 and passes are those of `attention.triton`, but both backward passes are one launch; gradients are deterministic.
 
 Source of the method: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
@@ -82,51 +82,58 @@ def _store_pieces(pieces_ptr, row, piece_rows, tile, ROWS: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _split_rows(x_ptr, pieces_ptr, x_batch, x_head, x_row, x_col, index, first, heads, batch_heads, num_rows,
-                padded_rows, ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
+def _split_rows(x_ptr, pieces_ptr,
+                stride_x_batch, stride_x_head, stride_x_row, stride_x_col,
+                index, first, heads, batch_heads, num_rows, padded_rows, ROWS: tl.constexpr, D: tl.constexpr,
+                HEAD_DIM: tl.constexpr):  # fmt: skip
     """The pieces of ROWS rows of a head, if it has them."""
     if first < padded_rows:
-        x = _load_tile(_head(x_ptr, index, heads, x_batch, x_head), x_row, x_col, first, num_rows, ROWS, D, HEAD_DIM,
-                       True)  # fmt: skip
+        x = _load_tile(_head(x_ptr, index, heads, stride_x_batch, stride_x_head), stride_x_row, stride_x_col,
+                       first, num_rows, ROWS, D, HEAD_DIM, True)  # fmt: skip
         _store_pieces(pieces_ptr, index * padded_rows + first, batch_heads * padded_rows, x, ROWS, D)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
-                 v_batch, v_head, v_row, v_col, heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys,
-                 ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
+def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr,
+                 stride_q_batch, stride_q_head, stride_q_row, stride_q_col,
+                 stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
+                 stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
+                 heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys, ROWS: tl.constexpr,
+                 D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
     """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, concatenated. Grid: (tiles
     of the longer's rows · heads, 3)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
     keys_ptr = pieces_ptr + tl.cast(batch_heads, tl.int64) * padded_queries * (3 * D)
     if tl.program_id(1) == 0:
-        _split_rows(q_ptr, pieces_ptr, q_batch, q_head, q_row, q_col, index, first, heads, batch_heads, num_queries,
-                    padded_queries, ROWS, D, HEAD_DIM)  # fmt: skip
+        _split_rows(q_ptr, pieces_ptr, stride_q_batch, stride_q_head, stride_q_row, stride_q_col, index,
+                    first, heads, batch_heads, num_queries, padded_queries, ROWS, D, HEAD_DIM)  # fmt: skip
     elif tl.program_id(1) == 1:
-        _split_rows(k_ptr, keys_ptr, k_batch, k_head, k_row, k_col, index, first, heads, batch_heads, num_keys,
-                    padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        _split_rows(k_ptr, keys_ptr, stride_k_batch, stride_k_head, stride_k_row, stride_k_col, index, first,
+                    heads, batch_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
     else:
         values_ptr = keys_ptr + tl.cast(batch_heads, tl.int64) * padded_keys * (3 * D)
-        _split_rows(v_ptr, values_ptr, v_batch, v_head, v_row, v_col, index, first, heads, batch_heads, num_keys,
-                    padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        _split_rows(v_ptr, values_ptr, stride_v_batch, stride_v_head, stride_v_row, stride_v_col, index,
+                    first, heads, batch_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr, o_batch, o_head, o_row, o_col,
-                          do_batch, do_head, do_row, do_col, heads, batch_heads, num_queries, padded_queries,
-                          ROWS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                          EXPANDED: tl.constexpr):  # fmt: skip
-    """The pieces of dO, and D = rowsum(dO ∘ O), (heads, padded_queries). Grid: (row tiles · heads,)."""
+def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr,
+                          stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
+                          stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
+                          heads, batch_heads, num_queries, padded_queries, ROWS: tl.constexpr,
+                          D: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_COLUMN: tl.constexpr):  # fmt: skip
+    """The pieces of dO, and delta = rowsum(dO ∘ O), (heads, padded_queries). ONE_COLUMN: dO's columns are one, with a
+    stride of 0. Grid: (row tiles · heads,)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
-    do = _load_gradient(_head(do_ptr, index, heads, do_batch, do_head), do_row, do_col, first, num_queries,
-                        ROWS, D, HEAD_DIM, True, EXPANDED)  # fmt: skip
-    if EXPANDED:  # one scalar for a row, or for all: in the padding it has to be zero as well
+    do = _load_gradient(_head(do_ptr, index, heads, stride_do_batch, stride_do_head), stride_do_row,
+                        stride_do_col, first, num_queries, ROWS, D, HEAD_DIM, True, ONE_COLUMN)  # fmt: skip
+    if ONE_COLUMN:  # one number for a row, or for all: in the padding it has to be zero as well
         columns = tl.arange(0, D)
         do = tl.where((columns < HEAD_DIM)[None, :], do, 0.0)
-    o = _load_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first, num_queries, ROWS, D, HEAD_DIM,
-                   True)  # fmt: skip
+    o = _load_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
+                   first, num_queries, ROWS, D, HEAD_DIM, True)  # fmt: skip
     rows = tl.cast(index, tl.int64) * padded_queries + first + tl.arange(0, ROWS)
     tl.store(delta_ptr + rows, tl.sum(o * do, 1))
     _store_pieces(pieces_ptr, index * padded_queries + first, batch_heads * padded_queries, do, ROWS, D)
@@ -134,12 +141,12 @@ def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr, o_batch, o_head,
 
 # ------------------------------------------------------------------------------------------------ forward
 @triton.jit
-def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, first_key,
-                   last_key, num_keys, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
-    """The online softmax over the key tiles in [first_key, last_key)."""
+def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query,
+                   first_key, end_key, num_keys, scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+    """The online softmax over the key tiles in [first_key, end_key)."""
     queries = first_query + tl.arange(0, BLOCK_M)
-    for key in tl.range(first_key, last_key, BLOCK_N):
+    for key in tl.range(first_key, end_key, BLOCK_N):
         k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
         s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
         if MASKED:
@@ -148,65 +155,67 @@ def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_
                 s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
             if not EVEN_N:
                 s = tl.where((keys < num_keys)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * c)
-        p = tl.exp2(s * c - new_max[:, None])
-        alpha = tl.exp2(row_max - new_max)
+        new_max = tl.maximum(max_log2, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - new_max[:, None])
+        alpha = tl.exp2(max_log2 - new_max)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
         p0, p1, p2 = _pieces(p)
         acc += _product(p0, p1, p2, v0, v1, v2)
-        row_max = new_max
-    return row_max, row_sum, acc
+        max_log2 = new_max
+    return max_log2, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr, o_batch, o_head, o_row, o_col, batch_heads, heads,
-                   num_queries, num_keys, padded_queries, padded_keys, c,
+def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr,
+                   stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
+                   batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
-    """O and L of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first. c = scale · log2(e)."""
+    """O and L of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first."""
     index = tl.program_id(0) % batch_heads
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
     q0, q1, q2 = _load(q_desc, index * padded_queries + first_query, batch_heads * padded_queries)
     key_row, key_piece = index * padded_keys, batch_heads * padded_keys
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     if IS_CAUSAL:
-        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
-        whole = (num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
-    row_max, row_sum, acc = _forward_steps(
-        q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, 0, whole, num_keys, c,
-        BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
+    max_log2, row_sum, acc = _forward_steps(
+        q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, 0, unmasked_end,
+        num_keys, scale_log2, BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
     if IS_CAUSAL or not EVEN_N:
-        row_max, row_sum, acc = _forward_steps(
-            q0, q1, q2, k_desc, v_desc, key_row, key_piece, row_max, row_sum, acc, first_query, whole, end, num_keys,
-            c, BLOCK_M, BLOCK_N, True, IS_CAUSAL, EVEN_N)  # fmt: skip
-    _store_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries,
-                acc / row_sum[:, None], BLOCK_M, D, HEAD_DIM)  # fmt: skip
+        max_log2, row_sum, acc = _forward_steps(
+            q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, unmasked_end, end,
+            num_keys, scale_log2, BLOCK_M, BLOCK_N, True, IS_CAUSAL, EVEN_N)  # fmt: skip
+    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
+                first_query, num_queries, acc / row_sum[:, None], BLOCK_M, D, HEAD_DIM)  # fmt: skip
     queries = first_query + tl.arange(0, BLOCK_M)
-    logsumexp = (row_max + tl.log2(row_sum)) * LN_2
+    logsumexp = (max_log2 + tl.log2(row_sum)) * LN_2
     tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
 
 
 # ------------------------------------------------------------------------------------------------ backward: queries
 @triton.jit
-def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query,
-                 first_key, last_key, num_keys, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
-    """dQ / scale summed over the key tiles in [first_key, last_key)."""
+def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
+                 first_query, first_key, end_key, num_keys, scale_log2, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+                 EVEN_N: tl.constexpr):  # fmt: skip
+    """dQ / scale summed over the key tiles in [first_key, end_key)."""
     queries = first_query + tl.arange(0, BLOCK_M)
-    for key in tl.range(first_key, last_key, BLOCK_N):
+    for key in tl.range(first_key, end_key, BLOCK_N):
         k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
         v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
         s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
         dp = _product(do0, do1, do2, tl.trans(v0), tl.trans(v1), tl.trans(v2))
-        p = tl.exp2(s * c - l_log2[:, None])
+        p = tl.exp2(s * scale_log2 - l_log2[:, None])
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
             if IS_CAUSAL:
@@ -219,8 +228,9 @@ def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, k
 
 
 @triton.jit
-def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dq_ptr, dq_batch, dq_head, dq_row,
-                   dq_col, batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, c, scale,
+def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dq_ptr,
+                   stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col,
+                   batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
     """dQ of one tile of queries of one head, heaviest first."""
@@ -237,42 +247,43 @@ def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, d
     key_row, key_piece = index * padded_keys, batch_heads * padded_keys
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     if IS_CAUSAL:
-        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
-        whole = (num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
-    dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query,
-                      0, whole, num_keys, c, BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
+    dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
+                      first_query, 0, unmasked_end, num_keys, scale_log2, BLOCK_M, BLOCK_N, False, IS_CAUSAL,
+                      EVEN_N)  # fmt: skip
     if IS_CAUSAL or not EVEN_N:
         dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
-                          first_query, whole, end, num_keys, c, BLOCK_M, BLOCK_N, True, IS_CAUSAL,
+                          first_query, unmasked_end, end, num_keys, scale_log2, BLOCK_M, BLOCK_N, True, IS_CAUSAL,
                           EVEN_N)  # fmt: skip
-    _store_tile(_head(dq_ptr, index, heads, dq_batch, dq_head), dq_row, dq_col, first_query, num_queries, dq * scale,
-                BLOCK_M, D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(dq_ptr, index, heads, stride_dq_batch, stride_dq_head), stride_dq_row, stride_dq_col,
+                first_query, num_queries, dq * scale, BLOCK_M, D, HEAD_DIM)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ backward: keys
 @triton.jit
-def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,
-               first_query, last_query, num_queries, c, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
-    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores are transposed.
+def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece,
+               first_key, first_query, end_query, num_queries, scale_log2, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+    """dK / scale and dV summed over the query tiles in [first_query, end_query); scores are transposed.
 
-    Rows past the last query need no mask: q, dO, L and D are zero there, and so is what they add.
+    Rows past the last query need no mask: q, dO, L and delta are zero there, and so is what they add.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
-    for query in tl.range(first_query, last_query, BLOCK_M):
+    for query in tl.range(first_query, end_query, BLOCK_M):
         queries = query + tl.arange(0, BLOCK_M)
         q0, q1, q2 = _load(q_desc, query_row + query, query_piece)
         do0, do1, do2 = _load(do_desc, query_row + query, query_piece)
         if EVEN_M:
-            l_log2 = tl.load(l_row + queries) * LOG2_E
+            l_log2 = tl.load(l_base + queries) * LOG2_E
         else:
-            l_log2 = tl.load(l_row + queries, mask=queries < num_queries, other=0.0) * LOG2_E
-        delta = tl.load(delta_row + queries)
+            l_log2 = tl.load(l_base + queries, mask=queries < num_queries, other=0.0) * LOG2_E
+        delta = tl.load(delta_base + queries)
         s = _product(k0, k1, k2, tl.trans(q0), tl.trans(q1), tl.trans(q2))
-        p = tl.exp2(s * c - l_log2[None, :])
+        p = tl.exp2(s * scale_log2 - l_log2[None, :])
         if DIAGONAL:
             p = tl.where(queries[None, :] >= keys[:, None], p, 0.0)
         p0, p1, p2 = _pieces(p)
@@ -284,49 +295,54 @@ def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row
 
 
 @triton.jit
-def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr, dk_batch, dk_head, dk_row,
-                 dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads, num_queries, num_keys, padded_queries,
-                 padded_keys, c, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr,
+                 stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col,
+                 stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col,
+                 batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
     """dK and dV of one tile of keys of one head, heaviest first."""
     index = program % batch_heads
     first_key = (program // batch_heads) * BLOCK_N
     row, piece = index * padded_keys + first_key, batch_heads * padded_keys
     k0, k1, k2 = _load(k_desc, row, piece)
     v0, v1, v2 = _load(v_desc, row, piece)
-    l_row = l_ptr + tl.cast(index, tl.int64) * num_queries
-    delta_row = delta_ptr + tl.cast(index, tl.int64) * padded_queries
+    l_base = l_ptr + tl.cast(index, tl.int64) * num_queries
+    delta_base = delta_ptr + tl.cast(index, tl.int64) * padded_queries
     query_row, query_piece = index * padded_queries, batch_heads * padded_queries
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
-    whole = 0
+    masked_end = 0
     if IS_CAUSAL:
-        begin = (first_key // BLOCK_M) * BLOCK_M
-        whole = begin
+        start = (first_key // BLOCK_M) * BLOCK_M
+        masked_end = start
         # at 128 columns a loop of its own for the diagonal would need more registers than there are
         if D < 128:
-            whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-            dk, dv = _key_steps(
-                k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key,
-                begin, whole, num_queries, c, BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
-    dk, dv = _key_steps(
-        k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_row, delta_row, query_row, query_piece, first_key, whole,
-        num_queries, num_queries, c, BLOCK_M, BLOCK_N, IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
-    _store_tile(_head(dk_ptr, index, heads, dk_batch, dk_head), dk_row, dk_col, first_key, num_keys, dk * scale,
-                BLOCK_N, D, HEAD_DIM)  # fmt: skip
-    _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
-                BLOCK_N, D, HEAD_DIM)  # fmt: skip
+            masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+            dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base,
+                                query_row, query_piece, first_key, start, masked_end, num_queries, scale_log2,
+                                BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
+    dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row,
+                        query_piece, first_key, masked_end, num_queries, num_queries, scale_log2, BLOCK_M, BLOCK_N,
+                        IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
+    _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
+                first_key, num_keys, dk * scale, BLOCK_N, D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
+                first_key, num_keys, dv, BLOCK_N, D, HEAD_DIM)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ backward: both
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "query_programs", "key_programs"])
 def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_desc, v_desc, do_step_desc,
-                    l_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dq_batch, dq_head, dq_row, dq_col,
-                    dk_batch, dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads,
-                    num_queries, num_keys, padded_queries, padded_keys, query_programs, key_programs, c, scale,
-                    QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, KEY_M: tl.constexpr, KEY_N: tl.constexpr,
-                    D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr,
-                    EVEN_N: tl.constexpr, IN_TURNS: tl.constexpr):  # fmt: skip
+                    l_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+                    stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col,
+                    stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col,
+                    stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col,
+                    batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, query_programs,
+                    key_programs, scale_log2, scale, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
+                    KEY_M: tl.constexpr, KEY_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                    IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+                    IN_TURNS: tl.constexpr):  # fmt: skip
     """Both passes in one launch: they do not depend on one another, and few programs of one would leave multiprocessors
     idle. Those of keys come first, which have more work; IN_TURNS: one of each at a time, for few programs, which
     begin together (many of both read twice as much at a time as the L2 cache may hold).
@@ -343,13 +359,14 @@ def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_de
         query_program = index - key_programs
     if of_keys:
         if key_program < key_programs:
-            _key_program(key_program, q_step_desc, k_desc, v_desc, do_step_desc, l_ptr, delta_ptr, dk_ptr, dv_ptr,
-                         dk_batch, dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col, batch_heads, heads,
-                         num_queries, num_keys, padded_queries, padded_keys, c, scale, KEY_M, KEY_N, D, HEAD_DIM,
-                         IS_CAUSAL, EVEN_M)  # fmt: skip
+            _key_program(key_program, q_step_desc, k_desc, v_desc, do_step_desc, l_ptr, delta_ptr, dk_ptr,
+                         dv_ptr, stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col,
+                         stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col, batch_heads, heads,
+                         num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale, KEY_M, KEY_N,
+                         D, HEAD_DIM, IS_CAUSAL, EVEN_M)  # fmt: skip
     else:
         if query_program < query_programs:
             _query_program(query_program, q_desc, k_step_desc, v_step_desc, do_desc, l_ptr, delta_ptr, dq_ptr,
-                           dq_batch, dq_head, dq_row, dq_col, batch_heads, heads, num_queries, num_keys,
-                           padded_queries, padded_keys, c, scale, QUERY_M, QUERY_N, D, HEAD_DIM, IS_CAUSAL,
-                           EVEN_N)  # fmt: skip
+                           stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col, batch_heads, heads,
+                           num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale, QUERY_M,
+                           QUERY_N, D, HEAD_DIM, IS_CAUSAL, EVEN_N)  # fmt: skip

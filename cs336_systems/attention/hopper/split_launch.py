@@ -200,7 +200,7 @@ def first_forward(
     arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
-        padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), c=head_dim**-0.5 * LOG2_E,
+        padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), scale_log2=head_dim**-0.5 * LOG2_E,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
         EVEN_N=num_keys % tiles.block_n == 0,
     )  # fmt: skip
@@ -242,7 +242,7 @@ def first_backward(
     arguments |= strides("o", o) | strides("do", do)
     arguments |= dict(
         heads=heads, batch_heads=batch_heads, num_queries=num_queries, padded_queries=padded_queries, ROWS=_ROWS, D=d,
-        HEAD_DIM=head_dim, EXPANDED=do.stride(3) == 0,
+        HEAD_DIM=head_dim, ONE_COLUMN=do.stride(3) == 0,
     )  # fmt: skip
     grid = (batch_heads * padded_queries // _ROWS, 1, 1)
     launches += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
@@ -255,9 +255,10 @@ def first_backward(
     arguments |= dict(
         batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_queries, padded_keys=padded_keys, query_programs=query_programs,
-        key_programs=key_programs, c=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m, QUERY_N=by_query.block_n,
-        KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
-        EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0, IN_TURNS=few,
+        key_programs=key_programs, scale_log2=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m,
+        QUERY_N=by_query.block_n, KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim,
+        IS_CAUSAL=is_causal, EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0,
+        IN_TURNS=few,
     )  # fmt: skip
     rows = (by_query.block_m, by_query.block_n, by_query.block_n, by_query.block_m)
     rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)

@@ -7,15 +7,22 @@ Symbols, with the equations of Dao, "FlashAttention-2" (2023), section 3:
     L_i = log Σ_j exp(S_ij)          logsumexp of a row, natural logarithm; the one statistic that forward saves
     P = exp(S − L)                   probabilities, recomputed in backward (algorithm 2, line 11)
     O = P V                          output (eq. 3)
-    dP = dO Vᵀ,  D = rowsum(dO ∘ O)
-    dS = P ∘ (dP − D)                (eq. 4)
+    dP = dO Vᵀ
+    delta = rowsum(dO ∘ O)           the paper's D
+    dS = P ∘ (dP − delta)            (eq. 4)
     dQ = scale · dS K,  dK = scale · dSᵀ Q,  dV = Pᵀ dO
 
-Tiles: BLOCK_M query rows, BLOCK_N keys, BLOCK_D columns (d rounded up to a power of two; the rest is masked).
-exp is computed as exp2 with log2(e) folded into the scale: the hardware's instruction is exp2.
+The hardware's instruction is exp2, so logarithms are to base 2 from the scores on, which are multiplied by scale_log2 =
+scale · log2(e): names that end in _log2 hold such numbers. In memory L is a natural logarithm.
+
+Names: `x_ptr` is where a tensor begins, `x_base` where the matrix of one (batch, head) does; `stride_x_batch`, `_head`,
+`_row` and `_col` are in elements. BLOCK_M queries and BLOCK_N keys make a tile, of BLOCK_D columns (HEAD_DIM rounded up
+to a power of two; the rest is masked). EVEN_M, EVEN_N: lengths are multiples of these, so that rows need no mask.
+EXPANDED says which strides of dO are 0, as autograd passes the gradient of a sum: 0 none; 1 that of columns: a row is
+one number; 2 that of rows as well: a head is one number. Such numbers are loaded as they are and spread on chip.
 
 Backward makes two passes, each writing its outputs once and in a fixed order, so gradients are deterministic: the first
-gives a program a tile of queries (D and dQ), the second a tile of keys (dK and dV). P is computed twice for that.
+gives a program a tile of queries (delta and dQ), the second a tile of keys (dK and dV). P is computed twice for that.
 """
 
 from __future__ import annotations
@@ -54,10 +61,9 @@ def _load_tile(base, stride_row, stride_col, first_row, num_rows,
 @triton.jit
 def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
                    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   MASK_ROWS: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
-    """A tile of dO. EXPANDED: autograd passes the gradient of a sum as one scalar (or column) with strides of 0;
-    it is loaded as such and broadcast on chip, instead of being materialized first."""
-    if EXPANDED:
+                   MASK_ROWS: tl.constexpr, ONE_COLUMN: tl.constexpr):  # fmt: skip
+    """A tile of dO. ONE_COLUMN: its rows are one number each, which is loaded once and spread."""
+    if ONE_COLUMN:
         rows = tl.arange(0, ROWS).to(_OFFSET)
         start = base + tl.cast(first_row, tl.int64) * stride_row
         column = tl.load(start + rows * stride_row, mask=first_row + rows < num_rows, other=0.0)
@@ -79,7 +85,7 @@ def _store_tile(base, stride_row, stride_col, first_row, num_rows, tile,
 
 @triton.jit
 def _head(pointer, index, heads, stride_batch, stride_head):
-    """The address of one (batch, head) matrix; 64-bit, since all heads together may pass 2^31 elements."""
+    """Where the index-th (batch, head) matrix begins; 64-bit, since all heads together may pass 2^31 elements."""
     batch = tl.cast(index // heads, tl.int64)
     head = tl.cast(index % heads, tl.int64)
     return pointer + batch * stride_batch + head * stride_head
@@ -87,15 +93,18 @@ def _head(pointer, index, heads, stride_batch, stride_head):
 
 # ------------------------------------------------------------------------------------------------ forward
 @triton.jit
-def _forward_steps(q, k_head, v_head, k_row, k_col, v_row, v_col, row_max, row_sum, acc,
-                   first_query, first_key, last_key, num_keys, scale_log2,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
-    """The online softmax over the key tiles in [first_key, last_key): algorithm 1, lines 6 to 11."""
+def _forward_steps(q, k_base, v_base,
+                   stride_k_row, stride_k_col,
+                   stride_v_row, stride_v_col,
+                   max_log2, row_sum, acc, first_query, first_key, end_key, num_keys, scale_log2,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+                   EVEN_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The online softmax over the key tiles in [first_key, end_key): algorithm 1, lines 6 to 11."""
     queries = first_query + tl.arange(0, BLOCK_M)
-    for key in tl.range(first_key, last_key, BLOCK_N):
-        k = _load_tile(k_head, k_row, k_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
+    for key in tl.range(first_key, end_key, BLOCK_N):
+        k = _load_tile(k_base, stride_k_row, stride_k_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
+                       MASKED and not EVEN_N)  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
@@ -103,23 +112,26 @@ def _forward_steps(q, k_head, v_head, k_row, k_col, v_row, v_col, row_max, row_s
                 s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
             if not EVEN_N:
                 s = tl.where((keys < num_keys)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        new_max = tl.maximum(max_log2, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - new_max[:, None])
-        alpha = tl.exp2(row_max - new_max)  # rescales the sums so far when the maximum grows
+        alpha = tl.exp2(max_log2 - new_max)  # rescales the sums so far when the maximum grows
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = _load_tile(v_head, v_row, v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
+        v = _load_tile(v_base, stride_v_row, stride_v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
+                       MASKED and not EVEN_N)  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_D)
-        row_max = new_max
-    return row_max, row_sum, acc
+        max_log2 = new_max
+    return max_log2, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
-                   q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
-                   v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
-                   batch_heads, heads, num_queries, num_keys, scale,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   stride_q_batch, stride_q_head, stride_q_row, stride_q_col,
+                   stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
+                   stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
+                   stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
+                   batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
                    PRECISION: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """O and L of one tile of queries of one head (algorithm 1). Grid: (query tiles · batch · heads, SPLITS).
@@ -132,52 +144,54 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
     # with a causal mask the last queries see the most keys: heaviest tiles first, so that the light ones fill the end
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
-    q = _load_tile(_head(q_ptr, index, heads, q_batch, q_head), q_row, q_col, first_query, num_queries,
-                   BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
-    k_base = _head(k_ptr, index, heads, k_batch, k_head)
-    v_base = _head(v_ptr, index, heads, v_batch, v_head)
+    q = _load_tile(_head(q_ptr, index, heads, stride_q_batch, stride_q_head), stride_q_row, stride_q_col,
+                   first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
+    k_base = _head(k_ptr, index, heads, stride_k_batch, stride_k_head)
+    v_base = _head(v_ptr, index, heads, stride_v_batch, stride_v_head)
     scale_log2 = scale * LOG2_E
 
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # keys [start, whole) need no mask; [whole, end) meet the diagonal or the ragged end; after that nothing is seen
+    # keys [start, unmasked_end) need no mask; [unmasked_end, end) meet the diagonal or the ragged end; no more are seen
     start = 0
     if IS_CAUSAL:
-        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
-        whole = (num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
     if SPLITS > 1:
         split = tl.program_id(1)
         tiles = tl.cdiv(num_keys, BLOCK_N)
         start = (tiles * split // SPLITS) * BLOCK_N
         end = tl.minimum((tiles * (split + 1) // SPLITS) * BLOCK_N, num_keys)
-        whole = tl.minimum(whole, end)
+        unmasked_end = tl.minimum(unmasked_end, end)
         o_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries * HEAD_DIM
         l_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries
-    row_max, row_sum, acc = _forward_steps(
-        q, k_base, v_base, k_row, k_col, v_row, v_col, row_max, row_sum, acc, first_query, start, whole, num_keys,
-        scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+    max_log2, row_sum, acc = _forward_steps(
+        q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
+        first_query, start, unmasked_end, num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False,
+        IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
     if IS_CAUSAL or not EVEN_N:
-        row_max, row_sum, acc = _forward_steps(
-            q, k_base, v_base, k_row, k_col, v_row, v_col, row_max, row_sum, acc, first_query, whole, end, num_keys,
-            scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+        max_log2, row_sum, acc = _forward_steps(
+            q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
+            first_query, unmasked_end, end, num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True,
+            IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
 
     acc = acc / row_sum[:, None]
-    _store_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries, acc,
-                BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
+                first_query, num_queries, acc, BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
     queries = first_query + tl.arange(0, BLOCK_M)
-    logsumexp = (row_max + tl.log2(row_sum)) * LN_2
+    logsumexp = (max_log2 + tl.log2(row_sum)) * LN_2
     tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr, o_batch, o_head, o_row, o_col,
-                   batch_heads, heads, num_queries,
-                   ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   SPLITS: tl.constexpr):  # fmt: skip
+def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr,
+                   stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
+                   batch_heads, heads, num_queries, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """O and L of ROWS queries of one head from O_s and L_s of each split of its keys: O = Σ exp(L_s − L) O_s,
     L = log Σ exp(L_s). Grid: (cdiv(n_q, ROWS) · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
@@ -195,27 +209,30 @@ def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr, o_batch, o_head, o_row,
     for split in tl.static_range(SPLITS):
         l = tl.load(l_parts_ptr + split * all_rows + row + queries, mask=inside, other=0.0)
         weight = tl.exp2((l - largest) * LOG2_E)
-        part = _load_tile(parts_ptr + (split * all_rows + row) * HEAD_DIM, HEAD_DIM, 1, first_query, num_queries,
-                          ROWS, BLOCK_D, HEAD_DIM, True)  # fmt: skip
+        part = _load_tile(parts_ptr + (split * all_rows + row) * HEAD_DIM, HEAD_DIM, 1, first_query,
+                          num_queries, ROWS, BLOCK_D, HEAD_DIM, True)  # fmt: skip
         weight_sum += weight
         acc += weight[:, None] * part
-    _store_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries,
-                acc / weight_sum[:, None], ROWS, BLOCK_D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
+                first_query, num_queries, acc / weight_sum[:, None], ROWS, BLOCK_D, HEAD_DIM)  # fmt: skip
     tl.store(l_ptr + row + queries, largest + tl.log2(weight_sum) * LN_2, mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------ backward: queries
 @triton.jit
-def _query_steps(q, do, l_log2, delta, dq, k_head, v_head, k_row, k_col, v_row, v_col,
-                 first_query, first_key, last_key, num_keys, scale_log2,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
-    """dQ / scale summed over the key tiles in [first_key, last_key)."""
+def _query_steps(q, do, l_log2, delta, dq, k_base, v_base,
+                 stride_k_row, stride_k_col,
+                 stride_v_row, stride_v_col,
+                 first_query, first_key, end_key, num_keys, scale_log2, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+                 IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dQ / scale summed over the key tiles in [first_key, end_key)."""
     queries = first_query + tl.arange(0, BLOCK_M)
-    for key in tl.range(first_key, last_key, BLOCK_N):
-        k = _load_tile(k_head, k_row, k_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
-        v = _load_tile(v_head, v_row, v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
+    for key in tl.range(first_key, end_key, BLOCK_N):
+        k = _load_tile(k_base, stride_k_row, stride_k_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
+                       MASKED and not EVEN_N)  # fmt: skip
+        v = _load_tile(v_base, stride_v_row, stride_v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
+                       MASKED and not EVEN_N)  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - l_log2[:, None])
@@ -232,78 +249,84 @@ def _query_steps(q, do, l_log2, delta, dq, k_head, v_head, k_row, k_col, v_row, 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
-                            q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
-                            v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
-                            do_batch, do_head, do_row, do_col, dq_batch, dq_head, dq_row, dq_col,
-                            batch_heads, heads, num_queries, num_keys, scale,
-                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                            HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr,
-                            EVEN_N: tl.constexpr, EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """D and dQ of one tile of queries of one head. Grid: (query tiles · batch · heads,)."""
+                            stride_q_batch, stride_q_head, stride_q_row, stride_q_col,
+                            stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
+                            stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
+                            stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
+                            stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
+                            stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col,
+                            batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                            IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+                            EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """delta and dQ of one tile of queries of one head. Grid: (query tiles · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
-    tile = (
-        tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
-    )  # heaviest first, as in forward
+    # heaviest first, as in forward
+    tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
-    statistics = tl.cast(index, tl.int64) * num_queries + queries
+    rows = tl.cast(index, tl.int64) * num_queries + queries
 
-    do = _load_gradient(_head(do_ptr, index, heads, do_batch, do_head), do_row, do_col, first_query, num_queries,
-                        BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M, EXPANDED > 0)  # fmt: skip
-    o = _load_tile(_head(o_ptr, index, heads, o_batch, o_head), o_row, o_col, first_query, num_queries,
-                   BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
+    do = _load_gradient(_head(do_ptr, index, heads, stride_do_batch, stride_do_head), stride_do_row,
+                        stride_do_col, first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M,
+                        EXPANDED > 0)  # fmt: skip
+    o = _load_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
+                   first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta_ptr + statistics, delta, mask=queries < num_queries)
+    tl.store(delta_ptr + rows, delta, mask=queries < num_queries)
 
-    q = _load_tile(_head(q_ptr, index, heads, q_batch, q_head), q_row, q_col, first_query, num_queries,
-                   BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
-    l_log2 = tl.load(l_ptr + statistics, mask=queries < num_queries, other=0.0) * LOG2_E
-    k_base = _head(k_ptr, index, heads, k_batch, k_head)
-    v_base = _head(v_ptr, index, heads, v_batch, v_head)
+    q = _load_tile(_head(q_ptr, index, heads, stride_q_batch, stride_q_head), stride_q_row, stride_q_col,
+                   first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
+    l_log2 = tl.load(l_ptr + rows, mask=queries < num_queries, other=0.0) * LOG2_E
+    k_base = _head(k_ptr, index, heads, stride_k_batch, stride_k_head)
+    v_base = _head(v_ptr, index, heads, stride_v_batch, stride_v_head)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if IS_CAUSAL:
-        whole = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
-        whole = (num_keys // BLOCK_N) * BLOCK_N
+        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
-    dq = _query_steps(
-        q, do, l_log2, delta, dq, k_base, v_base, k_row, k_col, v_row, v_col, first_query, 0, whole, num_keys,
-        scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+    dq = _query_steps(q, do, l_log2, delta, dq, k_base, v_base, stride_k_row, stride_k_col, stride_v_row,
+                      stride_v_col, first_query, 0, unmasked_end, num_keys, scale * LOG2_E, BLOCK_M, BLOCK_N,
+                      BLOCK_D, HEAD_DIM, False, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
     if IS_CAUSAL or not EVEN_N:
-        dq = _query_steps(
-            q, do, l_log2, delta, dq, k_base, v_base, k_row, k_col, v_row, v_col, first_query, whole, end, num_keys,
-            scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
-    _store_tile(_head(dq_ptr, index, heads, dq_batch, dq_head), dq_row, dq_col, first_query, num_queries, dq * scale,
-                BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
+        dq = _query_steps(q, do, l_log2, delta, dq, k_base, v_base, stride_k_row, stride_k_col, stride_v_row,
+                          stride_v_col, first_query, unmasked_end, end, num_keys, scale * LOG2_E, BLOCK_M, BLOCK_N,
+                          BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+    _store_tile(_head(dq_ptr, index, heads, stride_dq_batch, stride_dq_head), stride_dq_row, stride_dq_col,
+                first_query, num_queries, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ backward: keys
 @triton.jit
-def _key_steps(k, v, dk, dv, q_head, do_head, l_row, delta_row, q_row, q_col, do_row, do_col,
-               first_key, first_query, last_query, num_queries, scale_log2,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-               DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr, EXPANDED: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
-    """dK / scale and dV summed over the query tiles in [first_query, last_query); scores are transposed.
+def _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base,
+               stride_q_row, stride_q_col,
+               stride_do_row, stride_do_col,
+               first_key, first_query, end_query, num_queries, scale_log2, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, DIAGONAL: tl.constexpr,
+               EVEN_M: tl.constexpr, EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dK / scale and dV summed over the query tiles in [first_query, end_query); scores are transposed.
 
-    Rows past the last query need no mask: q, dO, L and D are zero there, and so is what they add.
+    Rows past the last query need no mask: q, dO, L and delta are zero there, and so is what they add.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
-    if EXPANDED == 2:  # one scalar for the whole head: the tile is the same in every step
-        do = _load_gradient(do_head, do_row, do_col, 0, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, True, True)
-    for query in tl.range(first_query, last_query, BLOCK_M):
+    if EXPANDED == 2:  # the tile is the same in every step
+        do = _load_gradient(do_base, stride_do_row, stride_do_col, 0, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM,
+                            True, True)  # fmt: skip
+    for query in tl.range(first_query, end_query, BLOCK_M):
         queries = query + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_head, q_row, q_col, query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)
+        q = _load_tile(q_base, stride_q_row, stride_q_col, query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM,
+                       not EVEN_M)  # fmt: skip
         if EXPANDED < 2:
-            do = _load_gradient(do_head, do_row, do_col, query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M,
-                                EXPANDED == 1)  # fmt: skip
+            do = _load_gradient(do_base, stride_do_row, stride_do_col, query, num_queries, BLOCK_M, BLOCK_D,
+                                HEAD_DIM, not EVEN_M, EXPANDED == 1)  # fmt: skip
         if EVEN_M:
-            l_log2 = tl.load(l_row + queries) * LOG2_E
-            delta = tl.load(delta_row + queries)
+            l_log2 = tl.load(l_base + queries) * LOG2_E
+            delta = tl.load(delta_base + queries)
         else:
-            l_log2 = tl.load(l_row + queries, mask=queries < num_queries, other=0.0) * LOG2_E
-            delta = tl.load(delta_row + queries, mask=queries < num_queries, other=0.0)
+            l_log2 = tl.load(l_base + queries, mask=queries < num_queries, other=0.0) * LOG2_E
+            delta = tl.load(delta_base + queries, mask=queries < num_queries, other=0.0)
         # both matmuls are issued before either is used: the tensor cores go on while the exponentials are computed
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -320,44 +343,47 @@ def _key_steps(k, v, dk, dv, q_head, do_head, l_row, delta_row, q_row, q_col, do
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
-                         q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
-                         v_batch, v_head, v_row, v_col, do_batch, do_head, do_row, do_col,
-                         dk_batch, dk_head, dk_row, dk_col, dv_batch, dv_head, dv_row, dv_col,
-                         batch_heads, heads, num_queries, num_keys, scale,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+                         stride_q_batch, stride_q_head, stride_q_row, stride_q_col,
+                         stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
+                         stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
+                         stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
+                         stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col,
+                         stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col,
+                         batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
+                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                          IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
                          EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dK and dV of one tile of keys of one head. Grid: (key tiles · batch · heads,); the first keys, which the most
     queries see, come first."""
     index = tl.program_id(0) % batch_heads
     first_key = (tl.program_id(0) // batch_heads) * BLOCK_N
-    k = _load_tile(_head(k_ptr, index, heads, k_batch, k_head), k_row, k_col, first_key, num_keys,
-                   BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
-    v = _load_tile(_head(v_ptr, index, heads, v_batch, v_head), v_row, v_col, first_key, num_keys,
-                   BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
-    q_base = _head(q_ptr, index, heads, q_batch, q_head)
-    do_base = _head(do_ptr, index, heads, do_batch, do_head)
-    l_row = l_ptr + tl.cast(index, tl.int64) * num_queries
-    delta_row = delta_ptr + tl.cast(index, tl.int64) * num_queries
+    k = _load_tile(_head(k_ptr, index, heads, stride_k_batch, stride_k_head), stride_k_row, stride_k_col,
+                   first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
+    v = _load_tile(_head(v_ptr, index, heads, stride_v_batch, stride_v_head), stride_v_row, stride_v_col,
+                   first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
+    q_base = _head(q_ptr, index, heads, stride_q_batch, stride_q_head)
+    do_base = _head(do_ptr, index, heads, stride_do_batch, stride_do_head)
+    l_base = l_ptr + tl.cast(index, tl.int64) * num_queries
+    delta_base = delta_ptr + tl.cast(index, tl.int64) * num_queries
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # with a causal mask queries [0, begin) see none of these keys, [begin, whole) some of them, [whole, …) all of them
-    whole = 0
+    # with a causal mask queries [0, start) see none of these keys, [start, masked_end) some of them, the others all
+    masked_end = 0
     if IS_CAUSAL:
-        begin = (first_key // BLOCK_M) * BLOCK_M
-        whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-        dk, dv = _key_steps(
-            k, v, dk, dv, q_base, do_base, l_row, delta_row, q_row, q_col, do_row, do_col, first_key, begin, whole,
-            num_queries, scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
-            PRECISION)  # fmt: skip
-    dk, dv = _key_steps(
-        k, v, dk, dv, q_base, do_base, l_row, delta_row, q_row, q_col, do_row, do_col, first_key, whole, num_queries,
-        num_queries, scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, EVEN_M, EXPANDED,
-        PRECISION)  # fmt: skip
-    _store_tile(_head(dk_ptr, index, heads, dk_batch, dk_head), dk_row, dk_col, first_key, num_keys, dk * scale,
-                BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
-    _store_tile(_head(dv_ptr, index, heads, dv_batch, dv_head), dv_row, dv_col, first_key, num_keys, dv,
-                BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
+        start = (first_key // BLOCK_M) * BLOCK_M
+        masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+        dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
+                            stride_do_row, stride_do_col, first_key, start, masked_end, num_queries,
+                            scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
+                            PRECISION)  # fmt: skip
+    dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
+                        stride_do_row, stride_do_col, first_key, masked_end, num_queries, num_queries,
+                        scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, EVEN_M, EXPANDED,
+                        PRECISION)  # fmt: skip
+    _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
+                first_key, num_keys, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
+    _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
+                first_key, num_keys, dv, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
 
 
 KERNELS = {

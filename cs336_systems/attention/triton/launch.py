@@ -46,7 +46,9 @@ def _precision(dtype: torch.dtype) -> str:
 
 def strides(name: str, x: torch.Tensor) -> dict[str, int]:
     """The arguments of a kernel that are the strides of a tensor (batch, heads, n, d)."""
-    return dict(zip((f"{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True))
+    return dict(
+        zip((f"stride_{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True)
+    )
 
 
 @functools.cache
@@ -73,7 +75,7 @@ def _arguments(
     batch, heads, num_queries, head_dim = q.shape
     arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
     for name, x in tensors.items():
-        if x.ndim == 4:  # L and D are contiguous and have no strides among the arguments
+        if x.ndim == 4:  # L and delta are contiguous and have no strides among the arguments
             arguments |= strides(name, x)
     arguments |= dict(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], scale=head_dim**-0.5,
@@ -82,7 +84,6 @@ def _arguments(
     )  # fmt: skip
     if "do" in tensors:
         do = tensors["do"]
-        # 0: an ordinary dO; 1: its columns are one (stride 0); 2: a whole head is one scalar
         arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
     arguments["PRECISION"] = INPUT_PRECISION[_precision(q.dtype)]
     if kernel == "forward":
