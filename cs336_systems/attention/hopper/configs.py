@@ -80,7 +80,7 @@ class Forward:
         return self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
 
 
-# By the columns that matmuls compute with. See `forward_config`.
+# By the columns that matmuls compute with. Which is for which shape say `causal_rule` and `full_rule`.
 #   FORWARD           a program has a multiprocessor to itself
 #   FORWARD_OF_SHORT  three or four share one
 #   FORWARD_LARGE     64 columns: two share one; more: a program of two groups has one to itself
@@ -94,22 +94,6 @@ FORWARD_OF_SHORT = {
 FORWARD_LARGE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG
-# without a mask, time per row over that of FORWARD_LARGE: FORWARD_OF_SHORT (64 columns: one of both is chosen before),
-# FORWARD_OF_LONG below so many keys, and from there on (128 columns: K and V of a head take half of the L2 cache)
-PER_ROW = {
-    64: (1.0, 1.2, 0.94, 384),
-    80: (1.16, 1.05, 0.95, 768),
-    96: (1.16, 1.05, 0.95, 768),
-    128: (1.16, 1.1, 0.95, 49152),
-}
-# with a causal mask: past how many keys seen two groups are faster than small programs, in even pairs from half of it
-# on; from how many on three are; how many times the rows of small programs two groups may have
-TWO, THREE, _CLOSE = 256, {64: 1536, 80: 1536, 96: 1536, 128: 24576}, 1.06
-# of programs of 64 queries, AT_ONCE are few for a multiprocessor; of 192, LONG_PROGRAMS are many
-AT_ONCE, LONG_PROGRAMS = 4, 3
-# past how many keys seen few programs of 64 columns are of FORWARD_LARGE; and, with a mask and fewer keys than queries,
-# two groups are faster
-SHORT = 768
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
 # per tile no longer than BEGINNING keys take: the time to begin and end a program
 BEGINNING, WAITING = 100, 0.15
@@ -180,40 +164,109 @@ def chain_of(
     return CHAIN if many and seen_keys(num_queries, num_keys, is_causal) <= CHAINED else 1
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What the rule looks at: heads of all sequences, lengths, the columns that matmuls compute with, the GPU's
+    multiprocessors."""
+
+    batch_heads: int
+    num_queries: int
+    num_keys: int
+    columns: int
+    is_causal: bool
+    multiprocessors: int
+
+    @property
+    def groups(self) -> int:
+        """Of queries of a head."""
+        return triton.cdiv(self.num_queries, GROUP)
+
+    @property
+    def seen(self) -> int:
+        return seen_keys(self.num_queries, self.num_keys, self.is_causal)
+
+    def programs(self, groups: int) -> float:
+        """Programs of so many groups for each multiprocessor."""
+        return self.batch_heads * triton.cdiv(self.groups, groups) / self.multiprocessors
+
+    def first_done(self, *timed: tuple[Forward, float]) -> Forward:
+        """The configuration with which the busiest multiprocessor would finish first, by the time of each per row; the
+        first of several."""
+        of_shape = self.columns, self.batch_heads, self.num_queries, self.multiprocessors
+
+        def cost(config: Forward, per_row: float) -> float:
+            full = full_tiles(config, *of_shape)
+            load = load_of(config, self.batch_heads, self.groups, full, self.multiprocessors)
+            if config.groups == 1:  # the last programs leave places empty
+                load = triton.cdiv(load, config.programs) * config.programs
+            return per_row * config.groups * load
+
+        return min(timed, key=lambda x: cost(*x))[0]
+
+
+# The rule. The more keys are seen, the more groups: programs of several read keys and values less often, and persistent
+# ones load a tile while another ends. Small programs, several of which share a multiprocessor, begin and end beside the
+# matmuls of others. Lines are tried from the first to the last; their numbers are from times of an H200.
+MANY_KEYS = 49152  # at 128 columns: K and V of a head take half of the L2 cache
+
+
+def one_group_of_64_columns(shape: Shape) -> Forward:
+    """The better one of two and of four programs to a multiprocessor, where matmuls compute with 64 columns."""
+    if shape.seen >= 1536 and shape.programs(3) < 3:  # beginning and ending a program hardly weighs
+        return FORWARD_LARGE[64]
+    if shape.seen > 768 and shape.programs(1) <= 4:  # few: the places of small ones would be empty
+        return FORWARD_LARGE[64]
+    return FORWARD_OF_SHORT[64]  # beginning and ending weighs
+
+
+def causal_rule(shape: Shape) -> Forward:
+    """With a causal mask, where small programs are more than the multiprocessors."""
+    columns, seen, large = shape.columns, shape.seen, FORWARD_LARGE[shape.columns]
+    of_shape = shape.batch_heads, shape.num_queries, shape.num_keys, shape.multiprocessors
+    # reading keys is what takes time, and even shares leave no multiprocessor idle for long; with 128 columns three
+    # groups lack registers, and pay later
+    if seen >= (1536 if columns < 128 else MANY_KEYS // 2) and shape.programs(3) >= 3:
+        return FORWARD_OF_LONG[columns]
+    if columns == 64:
+        return one_group_of_64_columns(shape)
+    if (
+        triton.cdiv(shape.groups, 2) * 2 > 1.06 * shape.groups
+    ):  # the last program of two groups would be half empty
+        return FORWARD_OF_SHORT[columns]
+    if seen > (
+        256 if shape.num_keys >= shape.num_queries else 768
+    ):  # enough matmuls for what begins and ends
+        return large
+    if 2 * seen >= 256 and even_pairs(large, *of_shape):  # for a persistent program half as many are enough
+        return large
+    return FORWARD_OF_SHORT[columns]
+
+
+def full_rule(shape: Shape) -> Forward:
+    """Without a mask, where small programs are more than the multiprocessors: all programs have the same work, and how
+    evenly they are shared decides. Times are those of a row."""
+    columns, long = shape.columns, FORWARD_OF_LONG[shape.columns]
+    if columns == 64:
+        return shape.first_done(
+            (one_group_of_64_columns(shape), 1.0),
+            (long, 1.2 if shape.seen < 384 else 0.94),
+        )
+    few_keys, enough = (1.05, 768) if columns < 128 else (1.1, MANY_KEYS)
+    return shape.first_done(
+        (FORWARD_OF_SHORT[columns], 1.16),
+        (FORWARD_LARGE[columns], 1.0),
+        (long, few_keys if shape.seen < enough else 0.95),
+    )
+
+
 def forward_config(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
 ) -> Forward:
-    """Without a mask, what the busiest multiprocessor would finish first. With one, the more keys are seen, the more
-    groups: programs of several read keys and values less often, and persistent ones load a tile while another ends.
-    Small programs, several of which share a multiprocessor, begin and end beside the matmuls of others.
-    A rule made from times of an H200. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
-    columns, groups = columns_of(head_dim), triton.cdiv(num_queries, GROUP)
-    few, small, large, long = (x[columns] for x in FORWARD_TABLES)
-    if batch_heads * triton.cdiv(groups, few.groups) <= multiprocessors:
-        return few
-    seen = seen_keys(num_queries, num_keys, is_causal)
-    many = batch_heads * triton.cdiv(groups, long.groups) >= LONG_PROGRAMS * multiprocessors
-    if columns == 64:
-        some = batch_heads * groups <= AT_ONCE * multiprocessors
-        small = large = large if (some and seen > SHORT) or (not many and seen >= THREE[64]) else small
-    if is_causal:
-        if many and seen >= THREE[columns]:
-            return long
-        more = seen > (TWO if num_keys >= num_queries else SHORT)
-        paired = 2 * seen >= TWO and even_pairs(large, batch_heads, num_queries, num_keys, multiprocessors)
-        close = triton.cdiv(groups, large.groups) * large.groups <= _CLOSE * groups
-        return large if close and (more or paired) else small
-
-    def cost(config: Forward, per_row: float) -> float:
-        full = full_tiles(config, columns, batch_heads, num_queries, multiprocessors)
-        load = load_of(config, batch_heads, groups, full, multiprocessors)
-        if config.groups == 1:  # the last programs leave places empty
-            load = triton.cdiv(load, config.programs) * config.programs
-        return per_row * config.groups * load
-
-    of_small, few_keys, many_keys, enough = PER_ROW[columns]
-    per_row = of_small, 1.0, many_keys if seen >= enough else few_keys
-    return min(zip((small, large, long), per_row, strict=True), key=lambda x: cost(*x))[0]
+    """The configuration for a shape. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
+    shape = Shape(batch_heads, num_queries, num_keys, columns_of(head_dim), is_causal, multiprocessors)
+    if shape.programs(1) <= 1:  # a multiprocessor has one program at most, and nothing to overlap it with
+        return FORWARD[shape.columns]
+    return causal_rule(shape) if is_causal else full_rule(shape)
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:
