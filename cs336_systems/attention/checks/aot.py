@@ -133,7 +133,7 @@ def compile_hopper_kernel(
     if kernel == "forward":
         function = alone_kernel if config.alone else forward_kernel
         rows, keys = described(dtype, 1, 1, GROUP, head_dim), described(dtype, 1, 1, config.block_n, head_dim)
-        signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", c="fp32")
+        signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", scale_log2="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             PERSISTENT=persistent and config.can_persist(columns),

@@ -1,7 +1,8 @@
 """FlashAttention for Hopper GPUs. For 16-bit tensors in Gluon, Triton's lower language: `forward` and `backward` hold
-the kernels in use, `forward_alone` the one for short rows, `backward_few` the one for few queries; `configs` chooses
-their tiles, `launch` says what they serve and launches them, `tma` makes the descriptors of their tensors. For fp32 in
-Triton, with bf16 matmuls: `split` and `split_launch`. What follows is about the first.
+the kernels in use, `forward_alone` the one for short rows, `backward_few` the one for few queries, `forward_state` what
+travels together in the forward ones; `configs` chooses their tiles, `launch` says what they serve and launches them,
+`tma` makes the descriptors of their tensors. For fp32 in Triton, with bf16 matmuls: `split` and `split_launch`. What
+follows is about the first.
 
 The algorithm and its symbols are those of `attention.triton`; the kernels here say who does what and when, which
 Triton's own language leaves to its compiler. A program is a *producer* warp, which has the TMA unit copy tiles to

@@ -3,10 +3,13 @@ programs."""
 
 from __future__ import annotations
 
+import typing
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate
 
 
 @builtin
@@ -33,6 +36,22 @@ def reinterpreted(memory, dtype, shape, layout, _semantic=None):
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 async_atomic_add = getattr(tma, "async_atomic_add", _async_atomic_add)
+
+
+def aggregate(cls: type) -> type:
+    """A class of values that travel together through kernels, by name: members as annotated, given in that order, and
+    methods in Gluon. What triton 3.9 makes of such a class; before, one had to write its constructor."""
+    types = cls.__annotations__ = typing.get_type_hints(cls)
+
+    def init(self, *members):
+        for (name, kind), member in zip(types.items(), members, strict=True):
+            constant = kind is gl.constexpr and not isinstance(member, gl.constexpr)
+            setattr(self, name, gl.constexpr(member) if constant else member)
+
+    init.__triton_builtin__ = True  # no part of a kernel's source, by which triton knows it again
+    cls.__init__ = init
+    return _aggregate(cls)
+
 
 WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator
 

@@ -30,7 +30,7 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward import LN_2, first_softmax, key_tiles, softmax_step
+from cs336_systems.attention.hopper.forward_state import first_softmax, key_tiles
 
 
 @gluon.jit
@@ -62,8 +62,8 @@ def _load_queries(q_desc, q_smem, q_full, b, h, first_query):
 @gluon.jit(
     do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys", "chain"]
 )
-def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries, num_keys,
-                 c, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries,
+                 num_keys, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
                  num_warps: gl.constexpr):  # fmt: skip
     """O and L of up to `chain` tiles of 64 queries of one head. Grid: (⌈row_tiles / chain⌉ · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -103,7 +103,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         tma.store_wait(0)  # O of the tile before has left the place of V
         fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
         _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, 1, steps)
-        row_max, row_sum, p32 = first_softmax(s, first_query, (steps - 1) * WG, num_keys, c, IS_CAUSAL)
+        softmax, p32 = first_softmax(s, first_query, (steps - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
         for t in range(1, steps):
@@ -113,7 +113,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
             acc, s = wait_for_both(0, acc, s)
             _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t + 1, steps)
             # not LAZY, by which these programs gain nothing
-            row_max, row_sum, alpha, p = softmax_step(s, row_max, row_sum, c, p_layout, dtype, False)
+            softmax, alpha, p = softmax.step(s, scale_log2, p_layout, dtype, False)
             acc = [times_rows(x, alpha) for x in acc]
 
         mbarrier.wait(full, (phases + steps) & 1)
@@ -125,9 +125,9 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
             _load_queries(q_desc, q_smem, q_full, b, h, first_query)
             _load_keys(k_desc, k_smem, full, b, h, steps)
         acc = [mma_of_part(p, v, x) for x in acc]
-        logsumexp = (row_max * c + gl.log2(row_sum)) * LN_2
+        logsumexp = softmax.logsumexp(scale_log2)
         gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
-        share = 1.0 / row_sum
+        share = 1.0 / softmax.row_sum
         acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
         acc = [times_rows(x, share) for x in acc]
         store_parts(acc, v)  # the last V has been read

@@ -143,9 +143,9 @@ def first_forward(
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=section_of(batch * heads, 4 * num_keys * d), full_tiles=full, row_tiles=row_tiles,
-        num_queries=num_queries, num_keys=num_keys, c=head_dim**-0.5 * LOG2_E, chain=chain, IS_CAUSAL=is_causal,
-        GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages, OVERLAP=config.overlap,
-        REST=rest_of(head_dim), PERSISTENT=persistent,
+        num_queries=num_queries, num_keys=num_keys, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
+        IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages,
+        OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
         HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
     )  # fmt: skip
@@ -198,9 +198,8 @@ def first_backward(
     (buffer,) = again.empty(workspace.scratch, q.device)
     stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
     do_tile = do if do_tile is None else do_tile
-    arguments = dict(
-        o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile, counters_ptr=counters
-    )  # fmt: skip
+    arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile,
+                     counters_ptr=counters)  # fmt: skip
     arguments |= strides("o", o) | strides("do", do)
     del arguments["stride_o_col"]  # 1
     arguments |= dict(
@@ -235,10 +234,8 @@ def first_backward(
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= strides("dq", dq)
     del arguments["stride_dq_col"]  # 1
-    arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale, HEAD_DIM=head_dim, WIDTH=width,
-        D=d, TRANSPOSED=d == 64 and not few,
-    )  # fmt: skip
+    arguments |= dict(heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale,
+                      HEAD_DIM=head_dim, WIDTH=width, D=d, TRANSPOSED=d == 64 and not few)  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
     finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
 

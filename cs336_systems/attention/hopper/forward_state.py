@@ -1,0 +1,242 @@
+"""What travels together in the forward kernels: `Queries` and `KeyRing` are tiles in shared memory and the barriers
+that say when they are full and when they are free; `TileScheduler` says what a program works on; `Softmax` is what the
+online softmax of 64 queries knows of its rows (algorithm 1 of `attention.triton`, lines 8 to 9).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, place
+
+GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def key_tiles(first_query, num_queries, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of keys the queries [first_query, first_query + num_queries) see."""
+    tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
+    if IS_CAUSAL:
+        tiles = gl.minimum(tiles, (first_query + num_queries - 1) // BLOCK_N + 1)
+    return tiles
+
+
+@aggregate
+class Queries:
+    """Tiles of 64 queries, one for each group, and the barriers that say when Q has arrived and when its place is free;
+    and where the groups leave O. A persistent program has two places for Q of each group, by turns, the next one comes
+    while one is read: `done` counts its tiles of queries before this one. Otherwise `done` is None.
+
+    IN_PLACE: there is no room for O, which takes the place of Q."""
+
+    q: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    GROUPS: gl.constexpr
+    IN_PLACE: gl.constexpr
+    D: gl.constexpr
+
+    @gluon.jit
+    def place(self, done, g):
+        """Where Q of group g lies, and the parity of its barriers."""
+        slot = g
+        parity = 0
+        if done is not None:
+            slot += (done & 1) * self.GROUPS
+            parity = (done >> 1) & 1
+        return slot, parity
+
+    @gluon.jit
+    def load(self, q_desc, b, h, first_query, done, g):
+        """Q of group g of the tile that begins with first_query, when its place is free."""
+        slot, parity = self.place(done, g)
+        if done is not None:
+            mbarrier.wait(self.empty.index(slot), parity ^ 1)
+        mbarrier.expect(self.full.index(slot), WG * self.D * 2)
+        async_load(q_desc, [b, h, first_query + g * WG, 0], self.full.index(slot), self.q.index(slot))
+
+    @gluon.jit
+    def wait(self, slot, parity):
+        mbarrier.wait(self.full.index(slot), parity)
+
+    @gluon.jit
+    def release(self, slot):
+        """The group has read Q."""
+        mbarrier.arrive(self.empty.index(slot), count=1)
+
+    @gluon.jit
+    def release_last(self, done, g):
+        """IN_PLACE: waits until O of the tile before has left, whose place is then free for the next Q."""
+        last, _ = self.place(done - 1, g)
+        tma.store_wait(0)
+        mbarrier.arrive(self.empty.index(last), count=1, pred=done > 0)
+
+
+@aggregate
+class KeyRing:
+    """The ring of tiles of K and V. Its t-th use is for tile t of K and t − 1 of V (of a tile of queries), which are
+    needed together. The producer acquires a place and loads; groups wait, read and release."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    BLOCK_N: gl.constexpr
+    D: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def load(self, k_desc, v_desc, b, h, begun, t, steps):
+        """Tile t of K and t − 1 of V, counted from the right, of `steps`, where there are such; `begun` uses of the
+        ring came before tile 0."""
+        BYTES: gl.constexpr = self.BLOCK_N * self.D * 2
+        slot = (begun + t) % self.STAGES
+        first_key = (steps - 1 - t) * self.BLOCK_N
+        both = (t > 0) & (t < steps)
+        mbarrier.wait(self.empty.index(slot), (((begun + t) // self.STAGES) & 1) ^ 1)
+        full = self.full.index(slot)
+        mbarrier.expect(full, 2 * BYTES, pred=both)
+        mbarrier.expect(full, BYTES, pred=both ^ True)
+        async_load(k_desc, [b, h, first_key, 0], full, self.k.index(slot), pred=t < steps)
+        async_load(v_desc, [b, h, first_key + self.BLOCK_N, 0], full, self.v.index(slot), pred=t > 0)
+
+    @gluon.jit
+    def place(self, t):
+        """Of the t-th use: where it is, and the parity of the barriers."""
+        return t % self.STAGES, (t // self.STAGES) & 1
+
+    @gluon.jit
+    def wait(self, t):
+        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1)
+
+    @gluon.jit
+    def release(self, slot):
+        mbarrier.arrive(self.empty.index(slot), count=1)
+
+    @gluon.jit
+    def k_tile(self, slot):
+        return self.k.index(slot).reshape([self.BLOCK_N, self.D])
+
+    @gluon.jit
+    def v_tile(self, slot):
+        return self.v.index(slot).reshape([self.BLOCK_N, self.D])
+
+    @gluon.jit
+    def skip(self, t):
+        """Lets the t-th use go by."""
+        self.wait(t)
+        self.release(t % self.STAGES)
+
+
+@aggregate
+class TileScheduler:
+    """Which tiles of queries a program takes, and which keys they see. Without a mask the first `full_tiles` of a
+    head's `row_tiles` have queries for all groups; the others have 64, for one, and come last. PERSISTENT programs
+    share items: tiles, or with a causal mask pairs of them."""
+
+    heads: gl.tensor
+    batch_heads: gl.tensor
+    section: gl.tensor
+    full_tiles: gl.tensor
+    row_tiles: gl.tensor
+    num_queries: gl.tensor
+    num_keys: gl.tensor
+    IS_CAUSAL: gl.constexpr
+    GROUPS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    PERSISTENT: gl.constexpr
+
+    @gluon.jit
+    def items(self):
+        return self.row_tiles * ((self.batch_heads + 1) // 2 if self.IS_CAUSAL else self.batch_heads)
+
+    @gluon.jit
+    def tile(self, item, second):
+        """A tile's first query, an end that its queries lie before, its head, and whether there is one. With a causal
+        mask the last queries are the heaviest and come first; in pairs (`second`: 0, 1) the i-th heaviest tile of a
+        head and the i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no
+        next one."""
+        there: gl.constexpr = True
+        end = self.num_queries
+        if self.IS_CAUSAL:
+            if self.PERSISTENT:
+                tile, head = item % self.row_tiles, item // self.row_tiles * 2 + second
+                tile += second * (self.row_tiles - 1 - 2 * tile)
+                there = head < self.batch_heads
+            else:
+                tile, head = place(item, self.row_tiles, self.batch_heads, self.section)
+            first = (self.row_tiles - 1 - tile) * self.GROUPS * WG
+        else:
+            full = self.full_tiles * self.batch_heads
+            if item < full:
+                tile, head = place(item, self.full_tiles, self.batch_heads, self.section)
+                first = tile * self.GROUPS * WG
+            else:
+                item -= full
+                tile, head = place(item, self.row_tiles - self.full_tiles, self.batch_heads, self.section)
+                first = (self.full_tiles * self.GROUPS + tile) * WG
+                end = first + WG
+        return first, end, head, there
+
+    @gluon.jit
+    def key_tiles(self, first_query, num_queries):
+        return key_tiles(first_query, num_queries, self.num_keys, self.IS_CAUSAL, self.BLOCK_N)
+
+
+@aggregate
+class Softmax:
+    """Of each row, over the tiles of keys so far: the maximum that P is relative to, in units of Q Kᵀ (not scaled, and
+    not to base 2), and the sum of P. scale_log2, which the methods take, is scale · log2(e)."""
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
+
+    @gluon.jit
+    def step(self, s, scale_log2, p_layout: gl.constexpr, DTYPE: gl.constexpr, LAZY: gl.constexpr):
+        """One more tile of S = Q Kᵀ: the softmax after it, the factor that rescales older sums, P as an operand.
+
+        LAZY: the maximum stays as it was while P is at most 2^GROWTH. Then older sums need no rescaling, and O and L
+        are the same but for rounding."""
+        row_max = self.row_max
+        new_max = gl.maximum(row_max, gl.max(s, 1))
+        if LAZY:
+            larger = (new_max - row_max) * scale_log2 > GROWTH
+            new_max = gl.where(larger, new_max, row_max)
+        scaled = new_max * scale_log2
+        alpha = exp2(row_max * scale_log2 - scaled)
+        if LAZY:
+            alpha = gl.where(larger, alpha, 1.0)
+        p = exp2(s * scale_log2 - scaled[:, None])
+        row_sum = self.row_sum * alpha + gl.sum(p, 1)
+        operand = gl.convert_layout(p.to(DTYPE), p_layout, assert_trivial=True)
+        return Softmax(new_max, row_sum), alpha, operand
+
+    @gluon.jit
+    def in_layout(self, layout: gl.constexpr):
+        """The same, with rows in another layout that has them in the same registers."""
+        row_max = gl.convert_layout(self.row_max, layout, assert_trivial=True)
+        return Softmax(row_max, gl.convert_layout(self.row_sum, layout, assert_trivial=True))
+
+    @gluon.jit
+    def logsumexp(self, scale_log2):
+        """L, natural logarithm."""
+        return (self.row_max * scale_log2 + gl.log2(self.row_sum)) * LN_2
+
+
+@gluon.jit
+def first_softmax(s, first_query, first_key, num_keys, scale_log2, IS_CAUSAL: gl.constexpr):
+    """The softmax, and P in fp32, of a group's first tile of keys, the only one that meets the diagonal or the end of
+    the keys."""
+    keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    seen = (keys < num_keys)[None, :]
+    if IS_CAUSAL:
+        queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        seen = seen & (queries[:, None] >= keys[None, :])
+    s = gl.where(seen, s, float("-inf"))
+    row_max = gl.max(s, 1)
+    p = exp2(s * scale_log2 - (row_max * scale_log2)[:, None])
+    return Softmax(row_max, gl.sum(p, 1)), p
