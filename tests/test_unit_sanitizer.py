@@ -90,12 +90,12 @@ def test_where_dispatching_code_comes_from():
 def _handing_over() -> set[tuple[str, str, int]]:
     """(kernel, file, line) where the number of a tile is stored and loaded."""
     found = set()
-    for file in ("backward", "backward_parts"):
+    for file in ("backward", "backward_state"):
         text = (ROOT / f"cs336_systems/attention/hopper/{file}.py").read_text().splitlines()
         found |= {
             ("backward_keys_kernel", file, n)
             for n, line in enumerate(text, 1)
-            if re.search(r"drawn_smem\.index\(slot\)\.(load|store)\(", line)
+            if re.search(r"\bdrawn\.index\(slot\)\.(load|store)\(", line)
         }
     assert len(found) == 3
     return found

@@ -17,13 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.backward_parts import (
-    DQ_COLUMNS,
-    DQ_ROWS,
-    add_tile,
-    scores,
-    weights,
-)
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_tile
+from cs336_systems.attention.hopper.backward_state import QueryRing
 from cs336_systems.attention.hopper.common import WG, async_load, async_store, place, rounded, widened
 
 
@@ -79,6 +74,7 @@ def _step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p,
     tile is computed here: its exponentials overlap dK's matmul. After the last one the producer loads one tile more."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -89,18 +85,18 @@ def _step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p,
     do = do_smem.index(slot).reshape([BLOCK_M, D])
 
     if not AHEAD:
-        s = scores(tiles, barriers, k, t, BLOCK_M, D, STAGES, 0)
+        s = queries.scores(k, t, 0)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     mbarrier.wait(do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     if not AHEAD:
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+        p = queries.weights(s, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
     minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     if AHEAD:
-        s = scores(tiles, barriers, k, t + 1, BLOCK_M, D, STAGES, 0)
+        s = queries.scores(k, t + 1, 0)
         dp = warpgroup_mma_wait(2, deps=(dp,))
     else:
         dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -118,7 +114,7 @@ def _step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p,
         dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
         dv, s = warpgroup_mma_wait(1, deps=(dv, s))
         mbarrier.arrive(do_empty.index(slot), count=1)
-        p = weights(s, tiles, first_key, i + 1, t + 1, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
+        p = queries.weights(s, first_key, i + 1, t + 1, num_keys, c, MASKED, IS_CAUSAL, G)
         mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -153,6 +149,7 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, secti
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
@@ -175,9 +172,9 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, secti
         masked = query_tiles
     p = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if AHEAD:
-        s = scores(tiles, barriers, k, 0, BLOCK_M, D, STAGES, 0)
+        s = queries.scores(k, 0, 0)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = weights(s, tiles, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
+        p = queries.weights(s, first_key, first, 0, num_keys, c, True, IS_CAUSAL, G)
     # ahead, the last of these computes the first P that needs no mask; masking does not change it
     for i in range(first, masked):
         p, dk, dv = _step(dq_desc, tiles, barriers, k, v, head, first_key, i, i - first, num_keys, c, p, dk, dv,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
-from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS
 from cs336_systems.attention.hopper.configs import GROUP, dq_tile
 from cs336_systems.attention.hopper.launch import KEYS, LOG2_E, addressable, reason_against, section_of
 from cs336_systems.attention.hopper.tma import descriptor

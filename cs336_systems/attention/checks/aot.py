@@ -148,7 +148,7 @@ def compile_hopper_kernel(
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=rows, do_desc=rows, dk_desc=rows, dv_desc=rows,
             dq_desc=described("fp32", 1, *dq_tile(rest, few), swizzled=False),
-            stats_desc=described("fp32", 1, GROUP, swizzled=False), c="fp32", scale="fp32",
+            stats_desc=described("fp32", 1, GROUP, swizzled=False), scale_log2="fp32", scale="fp32",
         )  # fmt: skip
         constants["DO_STEP"] = 1
         if few:

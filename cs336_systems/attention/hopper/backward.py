@@ -1,7 +1,7 @@
 """Backward: 128 keys at a time, two groups of 64, and all queries that see them. Scores are keys by queries:
 
     Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
-    Pᵀ = exp2(c Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − D)     c = scale · log2(e)
+    Pᵀ = exp2(scale_log2 · Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − delta)
     dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
     dQ += dS K        dSᵀ of both groups comes from shared memory; TMA brings dQ to its fp32 sum in memory
 
@@ -18,8 +18,6 @@ At D = 64 queries come from the diagonal on. At D = 128 they come from the last 
 begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`).
 """
 
-# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -33,18 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.hopper.backward_dq import dq_warp, put_dq
-from cs336_systems.attention.hopper.backward_parts import (
-    DQ_COLUMNS,
-    DQ_ROWS,
-    add_tile,
-    drawn,
-    first_of,
-    load_queries,
-    nth_of,
-    scores,
-    weights,
-)
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_tile, dq_warp, put_dq
+from cs336_systems.attention.hopper.backward_state import GradientTiles, KeyTiles, QueryRing, TileScheduler
 from cs336_systems.attention.hopper.backward_steps import late_dq, late_step, no_key_seen, step, zero
 from cs336_systems.attention.hopper.common import (
     WG,
@@ -52,19 +40,16 @@ from cs336_systems.attention.hopper.common import (
     async_load,
     async_store,
     columns_in_registers,
-    place,
     reinterpreted,
     store_parts,
 )
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads, batch_heads,
-              section, key_tiles, query_tiles, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, DO_STEP: gl.constexpr):  # fmt: skip
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    BUFFERS: gl.constexpr = drawn_smem.shape[0]
+def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler,
+              DO_STEP: gl.constexpr):  # fmt: skip
+    BUFFERS: gl.constexpr = keys.BUFFERS
+    D: gl.constexpr = keys.D
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
@@ -72,34 +57,34 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, 
     item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     turn = 0
     t = 0
-    while item < key_tiles * batch_heads:
+    while item < scheduler.items():
         slot = turn % BUFFERS
         free = ((turn // BUFFERS) & 1) ^ 1
-        tile, head = place(item, key_tiles, batch_heads, section)
-        b, h = head // heads, head % heads
+        tile, head = scheduler.place(item)
+        b, h = head // scheduler.heads, head % scheduler.heads
         first_key = tile * 2 * WG
-        first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
-        if first < query_tiles:  # before K and V, whose place may be taken for longer
-            load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, 0, D), t,
-                         BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
-        mbarrier.wait(k_empty.index(slot), free)
-        drawn_smem.index(slot).store(gl.full([1], item, gl.int32, layout))
-        mbarrier.expect(k_full.index(slot), 2 * WG * D * 2)
-        async_load(k_desc, [b, h, first_key, 0], k_full.index(slot), k_smem.index(slot))
-        mbarrier.wait(v_empty.index(slot), free)
-        mbarrier.expect(v_full.index(slot), 2 * WG * D * 2)
+        first = scheduler.first_of(tile)
+        if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
+            queries.load(q_desc, do_desc, stats_desc, b, h, head, scheduler.nth_of(first, 0), t, DO_STEP)
+        mbarrier.wait(keys.k_empty.index(slot), free)
+        keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
+        mbarrier.expect(keys.k_full.index(slot), 2 * WG * D * 2)
+        async_load(k_desc, [b, h, first_key, 0], keys.k_full.index(slot), keys.k.index(slot))
+        mbarrier.wait(keys.v_empty.index(slot), free)
+        mbarrier.expect(keys.v_full.index(slot), 2 * WG * D * 2)
         for g in gl.static_range(2):
-            async_load(v_desc, [b, h, first_key + g * WG, 0], v_full.index(slot), v_smem.index(2 * slot + g))
-        for n in range(1, query_tiles - first):
-            load_queries(q_desc, do_desc, stats_desc, tiles, barriers, b, h, head, nth_of(first, query_tiles, n, D),
-                         t + n, BLOCK_M, D, STAGES, DO_STEP)  # fmt: skip
-        t += query_tiles - first
+            async_load(
+                v_desc, [b, h, first_key + g * WG, 0], keys.v_full.index(slot), keys.v.index(2 * slot + g)
+            )
+        for n in range(1, scheduler.query_tiles - first):
+            queries.load(q_desc, do_desc, stats_desc, b, h, head, scheduler.nth_of(first, n), t + n, DO_STEP)
+        t += scheduler.query_tiles - first
         turn += 1
         item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     slot = turn % BUFFERS
-    mbarrier.wait(k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
-    drawn_smem.index(slot).store(gl.full([1], item, gl.int32, layout))
-    mbarrier.arrive(k_full.index(slot), count=1)
+    mbarrier.wait(keys.k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
+    keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
+    mbarrier.arrive(keys.k_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -116,162 +101,159 @@ def _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G: gl.cons
 
 
 @gluon.jit
-def _end(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, dk, dv, at, first, t, query_tiles, scale,
-         G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _end(dk_desc, dv_desc, keys, gradients, results_smem, scheduler, dk, dv, at, first, t, scale, G: gl.constexpr,
+         REST: gl.constexpr):  # fmt: skip
     """At D = 128: a group's half of dQ of the last tile, the t-th, then its dV and dK, which leave from the places of V
     and of dQ."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    dq = late_dq(tiles, barriers, t, G, D, REST)
-    store_parts(dv, v_smem.index(G).reshape([WG, D]))
+    D: gl.constexpr = keys.D
+    dq = late_dq(keys, gradients, t, G, REST)
+    store_parts(dv, keys.v.index(G).reshape([WG, D]))
     fence_async_shared()
-    async_store(dv_desc, at, v_smem.index(G))
+    async_store(dv_desc, at, keys.v.index(G))
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(k_empty.index(0), count=1)
-    if first < query_tiles:
-        put_dq(dq, tiles, dq_barriers, G, t)
-        mbarrier.wait(dq_barriers[1].index(G), t & 1)  # dQ has left
+    mbarrier.arrive(keys.k_empty.index(0), count=1)
+    if first < scheduler.query_tiles:
+        put_dq(dq, gradients, G, t)
+        mbarrier.wait(gradients.dq_empty.index(G), t & 1)  # dQ has left
     tma.store_wait(0)
-    mbarrier.arrive(v_empty.index(0), count=1)
+    mbarrier.arrive(keys.v_empty.index(0), count=1)
     store_parts([x * scale for x in dk], results_smem.index(G).reshape([WG, D]))
     fence_async_shared()
     async_store(dk_desc, at, results_smem.index(G))
 
 
 @gluon.jit
-def _group(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section, key_tiles,
-           query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr,
-           D: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+           G: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """dK and dV of 64 of the 128 keys of each tile."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    BUFFERS: gl.constexpr = drawn_smem.shape[0]
+    BUFFERS: gl.constexpr = keys.BUFFERS
+    D: gl.constexpr = keys.D
+    BLOCK_M: gl.constexpr = queries.BLOCK_M
+    IS_CAUSAL: gl.constexpr = scheduler.IS_CAUSAL
     SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128  # a tile of queries sees no key of this group
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     # queries that meet the diagonal, from the tile's first key on
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
     begun = 0  # tiles of queries of the turns before
-    item = drawn(work, turn, 4)
-    tile, head = place(gl.minimum(item, key_tiles * batch_heads - 1), key_tiles, batch_heads, section)
-    first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
-    k = k_smem.index(0).reshape([2 * WG, D]).slice(G * WG, WG)
+    item = keys.wait_for_item(turn, 4)
+    tile, head = scheduler.place(gl.minimum(item, scheduler.items() - 1))
+    first = scheduler.first_of(tile)
+    k = keys.k_of(0, G)
     start = first
     if SKIPS:
-        start = gl.minimum(first + 1, query_tiles)
-    more = (item < key_tiles * batch_heads) & (start < query_tiles)
-    s = scores(tiles, barriers, k, begun, BLOCK_M, D, STAGES, REST, more)
+        start = gl.minimum(first + 1, scheduler.query_tiles)
+    more = (item < scheduler.items()) & (start < scheduler.query_tiles)
+    s = queries.scores(k, begun, REST, more)
     s = warpgroup_mma_wait(0, deps=(s,))
     if D == 64:
-        p = weights(s, tiles, tile * 2 * WG, first, begun, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES)
-    while item < key_tiles * batch_heads:
+        p = queries.weights(s, tile * 2 * WG, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
+    while item < scheduler.items():
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
         masked = 0
         if IS_CAUSAL:
-            masked = gl.minimum(first + meeting // BLOCK_M, query_tiles)
+            masked = gl.minimum(first + meeting // BLOCK_M, scheduler.query_tiles)
         if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
-            masked = query_tiles
+            masked = scheduler.query_tiles
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
-        mbarrier.wait(v_full.index(slot), (turn // BUFFERS) & 1)
+        mbarrier.wait(keys.v_full.index(slot), (turn // BUFFERS) & 1)
         if D == 128:
             tma.store_wait(0)  # dK has left the place of dQ
         if D == 64:
             dk, dv = dk[0], dv[0]
             for MASKED in gl.static_range(1, -1, -1):  # first the tiles that meet the diagonal
-                for i in range(first if MASKED else masked, masked if MASKED else query_tiles):
+                for i in range(first if MASKED else masked, masked if MASKED else scheduler.query_tiles):
                     t = begun + i - first
-                    k = k_smem.index(slot + zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
-                    v = v_smem.index(2 * slot + G + zero(t)).reshape([WG, D])
-                    p, dk, dv = step(tiles, barriers, k, v, first_key, i, t, query_tiles, num_keys, c, p, dk, dv,
-                                     MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES)  # fmt: skip
+                    k = keys.k_of(slot + zero(t), G)
+                    v = keys.v.index(2 * slot + G + zero(t)).reshape([WG, D])
+                    p, dk, dv = step(queries, keys, gradients, k, v, first_key, i, t, scheduler.query_tiles, num_keys,
+                                     scale_log2, p, dk, dv, MASKED, IS_CAUSAL, G)  # fmt: skip
             dk, dv = (dk,), (dv,)
         else:
-            unmasked = query_tiles - masked
+            unmasked = scheduler.query_tiles - masked
             v = ()
             if REST or not IS_CAUSAL:
-                v = columns_in_registers(v_smem.index(G).reshape([WG, D]), s_layout, REST)
+                v = columns_in_registers(keys.v.index(G).reshape([WG, D]), s_layout, REST)
             for MASKED in gl.static_range(2):  # first the tiles that do not
-                for n in range(unmasked if MASKED else 0, query_tiles - start if MASKED else unmasked):
-                    i = query_tiles - 1 - n
-                    s, dk, dv = late_step(dq_barriers, tiles, barriers, first_key, i, begun + n, begun, i > start,
-                                          num_keys, c, s, v, dk, dv, MASKED, IS_CAUSAL, G, BLOCK_M, D, STAGES,
-                                          REST)  # fmt: skip
+                for n in range(
+                    unmasked if MASKED else 0, scheduler.query_tiles - start if MASKED else unmasked
+                ):
+                    i = scheduler.query_tiles - 1 - n
+                    s, dk, dv = late_step(queries, keys, gradients, first_key, i, begun + n, begun, i > start, num_keys,
+                                          scale_log2, s, v, dk, dv, MASKED, IS_CAUSAL, G, REST)  # fmt: skip
             if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
-                if first < query_tiles:
+                if first < scheduler.query_tiles:
                     no_key_seen(
-                        dq_barriers, tiles, barriers, begun + query_tiles - 1 - first, begun, STAGES, G, REST
+                        queries, keys, gradients, begun + scheduler.query_tiles - 1 - first, begun, G, REST
                     )
-        begun += query_tiles - first
+        begun += scheduler.query_tiles - first
         turn += 1
-        at = [head // heads, head % heads, first_key + G * WG, 0]
+        at = [head // scheduler.heads, head % scheduler.heads, first_key + G * WG, 0]
         if D == 64:
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            mbarrier.arrive(keys.k_empty.index(slot), count=1)
+            mbarrier.arrive(keys.v_empty.index(slot), count=1)
         else:
-            _end(dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, dk, dv, at, first, begun - 1,
-                 query_tiles, scale, G, D, REST)  # fmt: skip
-        item = drawn(work, turn, 4)
-        tile, head = place(gl.minimum(item, key_tiles * batch_heads - 1), key_tiles, batch_heads, section)
-        first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
+            _end(dk_desc, dv_desc, keys, gradients, results_smem, scheduler, dk, dv, at, first, begun - 1, scale, G,
+                 REST)  # fmt: skip
+        item = keys.wait_for_item(turn, 4)
+        tile, head = scheduler.place(gl.minimum(item, scheduler.items() - 1))
+        first = scheduler.first_of(tile)
         start = first
         if SKIPS:
-            start = gl.minimum(first + 1, query_tiles)
-        more = (item < key_tiles * batch_heads) & (start < query_tiles)
-        k = k_smem.index(turn % BUFFERS).reshape([2 * WG, D]).slice(G * WG, WG)
-        s = scores(tiles, barriers, k, begun, BLOCK_M, D, STAGES, REST, more)
+            start = gl.minimum(first + 1, scheduler.query_tiles)
+        more = (item < scheduler.items()) & (start < scheduler.query_tiles)
+        k = keys.k_of(turn % BUFFERS, G)
+        s = queries.scores(k, begun, REST, more)
         if D == 64:  # beside that matmul
             _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G)
         s = warpgroup_mma_wait(0, deps=(s,))
         if D == 64:
-            p = weights(
-                s, tiles, tile * 2 * WG, first, begun, num_keys, c, True, IS_CAUSAL, G, BLOCK_M, STAGES
-            )
+            p = queries.weights(s, tile * 2 * WG, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _dq_group(dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
-              IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, ZEROED: gl.constexpr):  # fmt: skip
+def _dq_group(dq_desc, keys, gradients, scheduler, ZEROED: gl.constexpr):
     """dQᵀ = Kᵀ dSᵀ of each tile of queries, while the other groups go on. Kᵀ stays in registers. ZEROED: this group
     also adds it to the sum; otherwise `dq_warp` does."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    unused, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    BUFFERS: gl.constexpr = drawn_smem.shape[0]
+    BUFFERS: gl.constexpr = keys.BUFFERS
+    D: gl.constexpr = keys.D
+    BLOCK_M: gl.constexpr = scheduler.BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     empty = gl.zeros([D, BLOCK_M], gl.float32, layout)
     turn = 0
     t = 0
-    item = drawn(work, turn, 4)
-    while item < key_tiles * batch_heads:
-        tile, head = place(item, key_tiles, batch_heads, section)
-        k = k_smem.index(turn % BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
-        mbarrier.arrive(k_empty.index(turn % BUFFERS), count=1)
-        for i in range(first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M), query_tiles):
+    item = keys.wait_for_item(turn, 4)
+    while item < scheduler.items():
+        tile, head = scheduler.place(item)
+        k = keys.k.index(turn % BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
+        mbarrier.arrive(keys.k_empty.index(turn % BUFFERS), count=1)
+        for i in range(scheduler.first_of(tile), scheduler.query_tiles):
             slot = t & 1
-            mbarrier.wait(ds_full.index(slot), (t // 2) & 1)
-            dq = warpgroup_mma(k, ds_smem.index(slot), empty, use_acc=False, is_async=True)
+            mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
+            dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            mbarrier.arrive(ds_empty.index(slot), count=1)
+            mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
             if ZEROED:
                 tma.store_wait(1)  # the addition before the last one has read its tile
-                add_tile(dq_desc, dq, dq_smem.index(slot), head, i)
+                add_tile(dq_desc, dq, gradients.dq.index(slot), head, i)
             else:
-                put_dq(dq, tiles, dq_barriers, slot, t // 2)
+                put_dq(dq, gradients, slot, t // 2)
             t += 1
         turn += 1
-        item = drawn(work, turn, 4)
+        item = keys.wait_for_item(turn, 4)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
 def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, heads,
-                         batch_heads, section, key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
-                         BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DO_STEP: gl.constexpr,
-                         REST: gl.constexpr, ZEROED: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                         batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
+                         IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                         DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
+                         num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of all heads, and dQ's sum, by any number of programs. counters_ptr: int32, of drawn tiles,
     and of reports (see `backward_dq`) for each head; 0 at the start. ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
@@ -319,42 +301,35 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
-    tiles = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem)
-    barriers = (k_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
-    dq_barriers = (dq_full, dq_empty)
-    work = (drawn_smem, k_full, k_empty, v_full, v_empty)
+    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
+    keys = KeyTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
+    gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
+    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D)
     if D == 64 and ZEROED:
         gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
-            (_dq_group, (dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
-                         IS_CAUSAL, BLOCK_M, D, ZEROED)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
-                         batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      0, REST)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      1, REST)),
+            (_dq_group, (dq_desc, keys, gradients, scheduler, ZEROED)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
         ], [4, 4, 1], [192, 104, 24])  # fmt: skip
     elif D == 64:
         gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
-            (_dq_group, (dq_desc, dq_barriers, tiles, barriers, work, batch_heads, section, key_tiles, query_tiles,
-                         IS_CAUSAL, BLOCK_M, D, ZEROED)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
-                         batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
-            (dq_warp, (dq_desc, counters_ptr + 1, tiles, dq_barriers, work, batch_heads, section, key_tiles,
-                       query_tiles, IS_CAUSAL, BLOCK_M, D, REST, ZEROED)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      0, REST)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      1, REST)),
+            (_dq_group, (dq_desc, keys, gradients, scheduler, ZEROED)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
+            (dq_warp, (dq_desc, counters_ptr + 1, keys, gradients, scheduler, REST, ZEROED)),
         ], [4, 4, 1, 1], [192, 104, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 0, BLOCK_M, D, STAGES, REST)),
-            (_group, (dk_desc, dv_desc, dq_barriers, tiles, barriers, work, results_smem, heads, batch_heads, section,
-                      key_tiles, query_tiles, num_keys, c, scale, IS_CAUSAL, 1, BLOCK_M, D, STAGES, REST)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, tiles, barriers, work, heads,
-                         batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D, STAGES, DO_STEP)),
-            (dq_warp, (dq_desc, counters_ptr + 1, tiles, dq_barriers, work, batch_heads, section, key_tiles,
-                       query_tiles, IS_CAUSAL, BLOCK_M, D, REST, ZEROED)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      0, REST)),
+            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      1, REST)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
+            (dq_warp, (dq_desc, counters_ptr + 1, keys, gradients, scheduler, REST, ZEROED)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip

@@ -7,27 +7,52 @@ stored, and the others wait until it is ahead of them. Those keys are drawn befo
 waits for one that has not begun.
 """
 
-# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
-
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from cs336_systems.attention.hopper.backward_parts import DQ_ROWS, add_rows, drawn, first_of, nth_of, store_dq
-from cs336_systems.attention.hopper.common import async_store, place
+from cs336_systems.attention.hopper.common import async_atomic_add, async_store
+
+# a tile of dQ, 64 x 64 numbers in fp32 in the order of `store_dq`, as TMA sees it: in shared memory and in its sum
+DQ_ROWS, DQ_COLUMNS = gl.constexpr(16), gl.constexpr(256)
 
 
 @gluon.jit
-def put_dq(dq, tiles, dq_barriers, slot, turn):
-    """Leaves a tile of dQ in one of two places of shared memory, where `turn` tiles were before."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    dq_full, dq_empty = dq_barriers
-    mbarrier.wait(dq_empty.index(slot), (turn & 1) ^ 1)
-    store_dq(dq, dq_smem.index(slot))
+def store_dq(dq, tile):
+    """A tile of 64 rows in the order in which threads hold it: 16 bytes each, side by side, so that a store has no
+    bank conflicts. `finish_kernel` puts dQ in order. 32 or 16 columns take the first of its rows."""
+    WIDTH: gl.constexpr = dq.shape[1]
+    # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
+    parts = dq.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    tile.slice(0, WIDTH // 4, 1).store(parts.reshape([1, WIDTH // 4, DQ_COLUMNS]))
+
+
+@gluon.jit
+def add_rows(dq_desc, tile, head, row, WIDTH: gl.constexpr):
+    """Adds a tile of WIDTH columns, in that order, to a head's sum, from `row` on."""
+    ROWS: gl.constexpr = dq_desc.block_type.shape[1]
+    for r in gl.static_range(0, WIDTH // 4, ROWS):
+        async_atomic_add(dq_desc, [head, row + r, 0], tile.slice(r, ROWS, 1))
+
+
+@gluon.jit
+def add_tile(dq_desc, dq, tile, head, index):
+    """Adds a tile of dQ, the head's index-th of 64 by 64 numbers, to what other programs have added, by way of `tile`
+    in shared memory."""
+    store_dq(dq, tile)
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    add_rows(dq_desc, tile, head, index * DQ_ROWS, dq.shape[1])
+
+
+@gluon.jit
+def put_dq(dq, gradients, slot, turn):
+    """Leaves a tile of dQ in one of two places of shared memory, where `turn` tiles were before."""
+    mbarrier.wait(gradients.dq_empty.index(slot), (turn & 1) ^ 1)
+    store_dq(dq, gradients.dq.index(slot))
+    fence_async_shared()
+    mbarrier.arrive(gradients.dq_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -68,44 +93,40 @@ def _send(dq_desc, tile, head, row, stores, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def dq_warp(dq_desc, reports_ptr, tiles, dq_barriers, work, batch_heads, section, key_tiles, query_tiles,
-            IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
-            ZEROED: gl.constexpr):  # fmt: skip
+def dq_warp(dq_desc, reports_ptr, keys, gradients, scheduler, REST: gl.constexpr, ZEROED: gl.constexpr):
     """Sends dQ of all tiles of this program's keys, at D = 128 in halves of its columns. reports_ptr: int32, a number
     for each head."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    dq_full, dq_empty = dq_barriers
-    drawn_smem, k_full, k_empty, v_full, v_empty = work
-    BUFFERS: gl.constexpr = drawn_smem.shape[0]
+    BUFFERS: gl.constexpr = keys.BUFFERS
+    D: gl.constexpr = keys.D
     turn = 0
     t = 0
-    item = drawn(work, turn, 1)
-    while item < key_tiles * batch_heads:
-        mbarrier.arrive(k_empty.index(turn % BUFFERS), count=1)  # this warp needs no K
-        tile, head = place(item, key_tiles, batch_heads, section)
-        first = first_of(tile, query_tiles, IS_CAUSAL, BLOCK_M)
+    item = keys.wait_for_item(turn, 1)
+    while item < scheduler.items():
+        mbarrier.arrive(keys.k_empty.index(turn % BUFFERS), count=1)  # this warp needs no K
+        tile, head = scheduler.place(item)
+        first = scheduler.first_of(tile)
         stores = (tile == 0) & (not ZEROED)
         reported = 0
-        for n in range(query_tiles - first):
-            i = nth_of(first, query_tiles, n, D)
-            before = nth_of(0, query_tiles, i, D)  # tiles that the head's first keys have before this one
+        for n in range(scheduler.query_tiles - first):
+            i = scheduler.nth_of(first, n)
+            before = scheduler.nth_of(0, i)  # tiles that the head's first keys have before this one
             if not ZEROED:
                 if stores:
                     _report(reports_ptr + head, n)
                 elif reported <= before:
                     reported = _wait_for_report(reports_ptr + head, before + 1)
             if D == 64:
-                mbarrier.wait(dq_full.index(t & 1), (t // 2) & 1)
-                _send(dq_desc, dq_smem.index(t & 1), head, i * DQ_ROWS, stores, 64)
-                mbarrier.arrive(dq_empty.index(t & 1), count=1)
+                mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
+                _send(dq_desc, gradients.dq.index(t & 1), head, i * DQ_ROWS, stores, 64)
+                mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
             else:
                 for half in gl.static_range(2):
-                    mbarrier.wait(dq_full.index(half), t & 1)
-                    _send(dq_desc, dq_smem.index(half), head, (2 * i + half) * DQ_ROWS, stores,
+                    mbarrier.wait(gradients.dq_full.index(half), t & 1)
+                    _send(dq_desc, gradients.dq.index(half), head, (2 * i + half) * DQ_ROWS, stores,
                           REST if REST and half else 64)  # fmt: skip
-                    mbarrier.arrive(dq_empty.index(half), count=1)
+                    mbarrier.arrive(gradients.dq_empty.index(half), count=1)
             t += 1
         if stores:
-            _report(reports_ptr + head, query_tiles)
+            _report(reports_ptr + head, scheduler.query_tiles)
         turn += 1
-        item = drawn(work, turn, 1)
+        item = keys.wait_for_item(turn, 1)

@@ -82,7 +82,7 @@ def finish_kernel(sum_ptr, dq_ptr,
     """dQ = scale times its fp32 sum, in q's dtype and layout.
 
     The sum (batch_heads, padded_queries / 64, D / 64, 4096) is of tiles of 64 x 64 in the order of
-    `backward_parts.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Of 64 rows' numbers
+    `backward_dq.store_dq`, of dQ or (TRANSPOSED, D = 64) of dQᵀ. Of 64 rows' numbers
     only the first 64 · WIDTH were written, and are read. Grid: (⌈num_queries / 64⌉ · batch_heads,).
     """
     gdc_wait()

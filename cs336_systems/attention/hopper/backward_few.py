@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.hopper.backward_parts import weights
+from cs336_systems.attention.hopper.backward_state import weights
 from cs336_systems.attention.hopper.common import (
     WG,
     accumulators,
@@ -49,7 +49,7 @@ def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 def _add_queries(dq_desc, dq, tile, head, first_part, queries):
     """Adds the first `queries` of 64 rows of dQ, or some more, to a head's sum, by way of `tile` in shared memory. A
     warp holds 16 rows: its numbers lie together in the tile, and only if some of them are needed are they added. In
-    global memory they come in the order of `backward_parts.store_dq`: parts of 8 columns, in each the four warps.
+    global memory they come in the order of `backward_dq.store_dq`: parts of 8 columns, in each the four warps.
     """
     WIDTH: gl.constexpr = dq.shape[1]
     # rows: warp, half, thread of 8; columns: part, thread of 4, one of two
@@ -66,7 +66,7 @@ def _add_queries(dq_desc, dq, tile, head, first_part, queries):
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "num_queries", "num_keys"])
 def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
-                       section, key_tiles, num_queries, num_keys, c, scale, IS_CAUSAL: gl.constexpr,
+                       section, key_tiles, num_queries, num_keys, scale_log2, scale, IS_CAUSAL: gl.constexpr,
                        TILES: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one head, and their part of dQ of num_queries ≤ TILES · 64.
@@ -109,7 +109,6 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
 
     k = k_smem.index(0).reshape([WG, D])
     v = v_smem.index(0).reshape([WG, D])
-    tiles = (rows_smem, k_smem, v_smem, rows_smem, ds_smem, dq_smem, stats_smem)
     dk = accumulators(D, REST)
     dv = accumulators(D, REST)
     empty = gl.zeros([WG, WG], gl.float32, s_layout)
@@ -121,11 +120,13 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         mbarrier.wait(full.index(2 * i + 1), 0)
         dp = mma_over_columns(v, do, empty, REST)
         s = warpgroup_mma_wait(PARTS, deps=(s,))
-        p16 = rounded(weights(s, tiles, first_key, i, i, num_keys, c, True, IS_CAUSAL, 0, WG, TILES), dtype)
+        minus_l = stats_smem.index(2 * i).reshape([WG]).load(gl.SliceLayout(0, s_layout))
+        p = weights(s, minus_l, first_key, i, num_keys, scale_log2, True, IS_CAUSAL, 0, WG)
+        p16 = rounded(p, dtype)
         dv = [mma_of_part(p16, do, x) for x in dv]
-        minus_d = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))
+        minus_delta = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma_wait(PARTS, deps=(dp,))
-        ds = rounded(widened(p16) * (dp + minus_d[None, :]), dtype)
+        ds = rounded(widened(p16) * (dp + minus_delta[None, :]), dtype)
         ds_smem.store(ds)
         fence_async_shared()
         dv = [warpgroup_mma_wait(0, deps=(x,)) for x in dv]

@@ -2,8 +2,6 @@
 D = 64 that is `step`; at D = 128, where three groups would lack registers, `late_step`.
 """
 
-# ruff: noqa: RUF059 (tuples of tiles and barriers are unpacked as they were packed, whole)
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -16,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.backward_dq import put_dq
-from cs336_systems.attention.hopper.backward_parts import scores, weights
 from cs336_systems.attention.hopper.common import (
     WG,
     mma_of_columns,
@@ -29,47 +26,49 @@ from cs336_systems.attention.hopper.common import (
 
 
 @gluon.jit
-def step(tiles, barriers, k, v, first_key, i, t, last, num_keys, c, p, dk, dv, MASKED: gl.constexpr,
-         IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-         STAGES: gl.constexpr):  # fmt: skip
+def step(queries, keys, gradients, k, v, first_key, i, t, last, num_keys, scale_log2, p, dk, dv, MASKED: gl.constexpr,
+         IS_CAUSAL: gl.constexpr, G: gl.constexpr):  # fmt: skip
     """Tile i of the queries, the t-th of this program; `last`: one past the last tile. p has been computed already, and
     that of the next tile is computed here: its exponentials overlap dK's matmul. dQ is left to a group of its own."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    BLOCK_M: gl.constexpr = queries.BLOCK_M
+    D: gl.constexpr = queries.D
+    STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    DTYPE: gl.constexpr = q_smem.dtype
+    DTYPE: gl.constexpr = queries.q.dtype
     slot = t % STAGES
     parity = (t // STAGES) & 1
-    q = q_smem.index(slot).reshape([BLOCK_M, D])
-    do = do_smem.index(slot).reshape([BLOCK_M, D])
+    q = queries.q.index(slot).reshape([BLOCK_M, D])
+    do = queries.do.index(slot).reshape([BLOCK_M, D])
 
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
-    mbarrier.wait(do_full.index(slot), parity)
+    mbarrier.wait(queries.do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
-    minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+    minus_delta = queries.minus_delta(slot, s_layout)
     following = gl.where(i + 1 < last, t + 1, t)  # at the end the scores are of this tile again, and unused
-    s = scores(tiles, barriers, k, following, BLOCK_M, D, STAGES, 0)
+    s = queries.scores(k, following, 0)
     dp = warpgroup_mma_wait(2, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
-    ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
+    ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
 
     ds_slot = t & 1
-    ds_tile = ds_smem.index(ds_slot)
-    mbarrier.wait(ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
+    ds_tile = gradients.ds.index(ds_slot)
+    mbarrier.wait(gradients.ds_empty.index(ds_slot), ((t // 2) & 1) ^ 1)
     ds_tile.slice(G * WG, WG).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    mbarrier.arrive(gradients.ds_full.index(ds_slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     dv, s = warpgroup_mma_wait(1, deps=(dv, s))
-    mbarrier.arrive(do_empty.index(slot), count=1)
-    p = weights(s, tiles, first_key, i + 1, following, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES)
-    mbarrier.wait(do_full.index(slot), parity)  # complete; keeps the next wait behind the exponentials
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)
+    p = queries.weights(s, first_key, i + 1, following, num_keys, scale_log2, MASKED, IS_CAUSAL, G)
+    mbarrier.wait(
+        queries.do_full.index(slot), parity
+    )  # complete; keeps the next wait behind the exponentials
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(q_empty.index(slot), count=1)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return p, dk, dv
 
 
@@ -81,24 +80,24 @@ def zero(t):
 
 
 @gluon.jit
-def late_dq(tiles, barriers, t, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr):
+def late_dq(keys, gradients, t, G: gl.constexpr, REST: gl.constexpr):
     """Issues a group's half of dQ of tile t: of its columns, over the keys of both groups."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    D: gl.constexpr = keys.D
     WIDTH: gl.constexpr = REST if REST and G else 64
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = (t + 3) % 3
     # before the first tile: a matmul whose result is unused
-    mbarrier.wait(ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
+    mbarrier.wait(gradients.ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
     empty = gl.zeros([WG, WIDTH], gl.float32, half_layout)
-    k_half = k_smem.index(zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, WIDTH, 1)
-    return warpgroup_mma(ds_smem.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True)
+    k_half = keys.k.index(zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, WIDTH, 1)
+    return warpgroup_mma(
+        gradients.ds.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
-def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_keys, c, s, v, dk, dv,
-              MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def late_step(queries, keys, gradients, first_key, i, t, begun, more, num_keys, scale_log2, s, v, dk, dv,
+              MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
     before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
@@ -110,78 +109,73 @@ def late_step(dq_barriers, tiles, barriers, first_key, i, t, begun, more, num_ke
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    BLOCK_M: gl.constexpr = queries.BLOCK_M
+    D: gl.constexpr = queries.D
+    STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     PARTS: gl.constexpr = 2 if REST else 1
-    DTYPE: gl.constexpr = q_smem.dtype
+    DTYPE: gl.constexpr = queries.q.dtype
     slot = t % STAGES
-    q = q_smem.index(slot).reshape([BLOCK_M, D])
-    do = do_smem.index(slot).reshape([BLOCK_M, D])
-    k = k_smem.index(zero(t)).reshape([2 * WG, D]).slice(G * WG, WG)
+    q = queries.q.index(slot).reshape([BLOCK_M, D])
+    do = queries.do.index(slot).reshape([BLOCK_M, D])
+    k = keys.k_of(zero(t), G)
     HALF_OF_V: gl.constexpr = not REST and not IS_CAUSAL
     gl.static_assert(STAGES == 2)
     if not REST:
-        whole = v_smem.index(G + zero(t)).reshape([WG, D])
+        whole = keys.v.index(G + zero(t)).reshape([WG, D])
 
-    mbarrier.wait(do_full.index(slot), (t // STAGES) & 1)
+    mbarrier.wait(queries.do_full.index(slot), (t // STAGES) & 1)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if REST:
         dp = mma_of_columns(v, do, dp)
     elif not HALF_OF_V:
         dp = mma_over_columns(whole, do, dp, REST)
-    p16 = rounded(
-        weights(s, tiles, first_key, i, t, num_keys, c, MASKED, IS_CAUSAL, G, BLOCK_M, STAGES), DTYPE
-    )
+    p16 = rounded(queries.weights(s, first_key, i, t, num_keys, scale_log2, MASKED, IS_CAUSAL, G), DTYPE)
     if HALF_OF_V:
         dp = mma_of_columns((v[0], whole.slice(64, 64, 1)), do, dp)
     dv = [mma_of_part(p16, do, x) for x in dv]
     if not HALF_OF_V:
-        dq = late_dq(tiles, barriers, t - 1, G, D, REST)
-    minus_d = stats_smem.index(2 * slot + 1).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+        dq = late_dq(keys, gradients, t - 1, G, REST)
+    minus_delta = queries.minus_delta(slot, s_layout)
     dp = warpgroup_mma_wait(PARTS if HALF_OF_V else PARTS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
-    ds = rounded(widened(p16) * (dp + minus_d[None, :]), DTYPE)
+    ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
     ds_slot = t % 3
-    ds_smem.index(ds_slot).slice(G * WG, WG).store(ds)
+    gradients.ds.index(ds_slot).slice(G * WG, WG).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(ds_slot), count=1)
+    mbarrier.arrive(gradients.ds_full.index(ds_slot), count=1)
     if HALF_OF_V:
-        dq = late_dq(tiles, barriers, t - 1, G, D, REST)
+        dq = late_dq(keys, gradients, t - 1, G, REST)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(PARTS, dv, dq)
-    mbarrier.arrive(do_empty.index(slot), count=1)
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)
     if t > begun:  # while dK's matmul runs
-        put_dq(dq, tiles, dq_barriers, G, t - 1)
+        put_dq(dq, gradients, G, t - 1)
     if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
-    s = scores(tiles, barriers, k, gl.where(more, t + 1, t), BLOCK_M, D, STAGES, REST)
+    s = queries.scores(k, gl.where(more, t + 1, t), REST)
     dk, s = wait_for_both(0, dk, s)
-    mbarrier.arrive(q_empty.index(slot), count=1)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return s, dk, dv
 
 
 @gluon.jit
-def no_key_seen(
-    dq_barriers, tiles, barriers, t, begun, STAGES: gl.constexpr, G: gl.constexpr, REST: gl.constexpr
-):
+def no_key_seen(queries, keys, gradients, t, begun, G: gl.constexpr, REST: gl.constexpr):
     """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
     zero. What is left is dQ of the tile before, if that was for the same keys."""
-    q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    BLOCK_M: gl.constexpr = q_smem.shape[3]
-    D: gl.constexpr = q_smem.shape[4]
+    BLOCK_M: gl.constexpr = queries.BLOCK_M
+    STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     if t > begun:
-        dq = warpgroup_mma_wait(0, deps=(late_dq(tiles, barriers, t - 1, G, D, REST),))
-        put_dq(dq, tiles, dq_barriers, G, t - 1)
-    ds_smem.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], q_smem.dtype, s_layout))
+        dq = warpgroup_mma_wait(0, deps=(late_dq(keys, gradients, t - 1, G, REST),))
+        put_dq(dq, gradients, G, t - 1)
+    gradients.ds.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], queries.q.dtype, s_layout))
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(t % 3), count=1)
+    mbarrier.arrive(gradients.ds_full.index(t % 3), count=1)
     # the next waits at these barriers are for their next phases
     slot = t % STAGES
     parity = (t // STAGES) & 1
-    mbarrier.wait(q_full.index(slot), parity)
-    mbarrier.wait(do_full.index(slot), parity)
-    mbarrier.arrive(q_empty.index(slot), count=1)
-    mbarrier.arrive(do_empty.index(slot), count=1)
+    mbarrier.wait(queries.q_full.index(slot), parity)
+    mbarrier.wait(queries.do_full.index(slot), parity)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS, DQ_ROWS
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.triton.tiles import CROSS
 
 GROUP = 64  # queries or keys of a warpgroup

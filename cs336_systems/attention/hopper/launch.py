@@ -8,9 +8,9 @@ import torch
 import triton
 
 from cs336_systems.attention.hopper.backward import backward_keys_kernel
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
-from cs336_systems.attention.hopper.backward_parts import DQ_COLUMNS
 from cs336_systems.attention.hopper.configs import (
     BACKWARD_STAGES,
     FEW_REGISTERS,
@@ -225,7 +225,7 @@ def first_backward(
     section = section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
         counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
-        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, c=scale * LOG2_E, scale=scale,
+        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, scale_log2=scale * LOG2_E, scale=scale,
         IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
         DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,163 @@
+"""What travels together in the backward kernels: tiles in shared memory and the barriers that say when they are full
+and when they are free again, and what a program works on."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, mma_over_columns, place
+
+
+@gluon.jit
+def weights(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+            G: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+    """Pᵀ of tile i of the queries, of which minus_l is −L · log2(e), and the G-th 64 keys from `first_key` on."""
+    of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    p = exp2(s * scale_log2 + minus_l[None, :])
+    if MASKED:
+        keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
+        seen = (keys < num_keys)[:, None]
+        if IS_CAUSAL:
+            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
+            seen = seen & (queries[None, :] >= keys[:, None])
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@aggregate
+class QueryRing:
+    """The ring of tiles of queries: Q with the statistics of its rows, −L · log2(e) and −delta, and dO, for which there
+    are barriers of its own. The t-th use has slot t % STAGES, and parity (t // STAGES) & 1."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    stats: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+    BLOCK_M: gl.constexpr
+    D: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def load(self, q_desc, do_desc, stats_desc, b, h, head, i, t, DO_STEP: gl.constexpr):
+        """The producer: tile i of the queries, the t-th of this program, when its place is free."""
+        slot = t % self.STAGES
+        parity = ((t // self.STAGES) & 1) ^ 1
+        mbarrier.wait(self.q_empty.index(slot), parity)
+        full = self.q_full.index(slot)
+        mbarrier.expect(full, self.BLOCK_M * self.D * 2 + 2 * self.BLOCK_M * 4)
+        async_load(q_desc, [b, h, i * self.BLOCK_M, 0], full, self.q.index(slot))
+        for which in gl.static_range(2):
+            at = [2 * head + which, i * self.BLOCK_M]
+            async_load(stats_desc, at, full, self.stats.index(2 * slot + which))
+        mbarrier.wait(self.do_empty.index(slot), parity)
+        full = self.do_full.index(slot)
+        mbarrier.expect(full, self.BLOCK_M * self.D * 2)
+        async_load(do_desc, [b, h, i * self.BLOCK_M * DO_STEP, 0], full, self.do.index(slot))
+
+    @gluon.jit
+    def scores(self, k, t, REST: gl.constexpr, awaited=True):
+        """Issues Sᵀ = K Qᵀ of the t-th tile; of whatever lies there if it is not awaited."""
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_M, 16])
+        slot = t % self.STAGES
+        mbarrier.wait(self.q_full.index(slot), (t // self.STAGES) & 1, pred=awaited)
+        empty = gl.zeros([WG, self.BLOCK_M], gl.float32, s_layout)
+        return mma_over_columns(k, self.q.index(slot).reshape([self.BLOCK_M, self.D]), empty, REST)
+
+    @gluon.jit
+    def weights(self, s, first_key, i, t, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                G: gl.constexpr):  # fmt: skip
+        """Pᵀ of tile i of the queries, the t-th of this program (see `weights`)."""
+        of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        minus_l = self.stats.index(2 * (t % self.STAGES)).reshape([self.BLOCK_M]).load(of_query)
+        return weights(s, minus_l, first_key, i, num_keys, scale_log2, MASKED, IS_CAUSAL, G, self.BLOCK_M)
+
+    @gluon.jit
+    def minus_delta(self, slot, s_layout: gl.constexpr):
+        return self.stats.index(2 * slot + 1).reshape([self.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+
+
+@aggregate
+class KeyTiles:
+    """K and V of the program's tiles of 128 keys, in BUFFERS places by turns, and the number of the tile that was
+    drawn, which arrives with K."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    drawn: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    D: gl.constexpr
+    BUFFERS: gl.constexpr
+
+    @gluon.jit
+    def wait_for_item(self, turn, WARPS: gl.constexpr):
+        """Waits for K of this program's turn-th tile of keys and returns the tile's number among those of all heads;
+        when none is left, a number past the last."""
+        slot = turn % self.BUFFERS
+        mbarrier.wait(self.k_full.index(slot), (turn // self.BUFFERS) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        return gl.sum(self.drawn.index(slot).load(layout), 0)
+
+    @gluon.jit
+    def k_of(self, slot, G: gl.constexpr):
+        """K of group G."""
+        return self.k.index(slot).reshape([2 * WG, self.D]).slice(G * WG, WG)
+
+
+@aggregate
+class GradientTiles:
+    """dSᵀ of both groups, which dQ is made of, and two tiles of dQ on their way to its sum (`backward_dq`)."""
+
+    ds: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+
+
+@aggregate
+class TileScheduler:
+    """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each."""
+
+    heads: gl.tensor
+    batch_heads: gl.tensor
+    section: gl.tensor
+    key_tiles: gl.tensor
+    query_tiles: gl.tensor
+    IS_CAUSAL: gl.constexpr
+    BLOCK_M: gl.constexpr
+    D: gl.constexpr
+
+    @gluon.jit
+    def items(self):
+        return self.key_tiles * self.batch_heads
+
+    @gluon.jit
+    def place(self, item):
+        """The (tile, head) of a number."""
+        return place(item, self.key_tiles, self.batch_heads, self.section)
+
+    @gluon.jit
+    def first_of(self, tile):
+        """The first tile of queries that sees a key of this tile; `query_tiles` if none does."""
+        first = 0
+        if self.IS_CAUSAL:
+            first = gl.minimum(tile * 2 * WG // self.BLOCK_M, self.query_tiles)
+        return first
+
+    @gluon.jit
+    def nth_of(self, first, n):
+        """The n-th tile of queries for a tile of keys: from the first one on, or, at D = 128, from the last one to it.
+        With first = 0 it is its own inverse."""
+        if self.D == 64:
+            return first + n
+        else:
+            return self.query_tiles - 1 - n
