@@ -34,8 +34,7 @@ def table(
         cases = chapters.cases_beyond(experiment, selection.resolve_preset(preset, name), **given)
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        if json_file not in (None, "-"):
-            terminal.check_writable("--json", Path(json_file))
+        terminal.check_json(json_file)
         if snapshot is not None:
             if name.startswith("cpu-"):
                 raise ValueError(f"--memory-snapshot {snapshot}: it records a CUDA device, and there is none")

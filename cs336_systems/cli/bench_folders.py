@@ -158,8 +158,7 @@ def _measure(
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
         place = make_folder("--out", out)
-        if json_file not in (None, "-"):
-            terminal.check_writable("--json", Path(json_file))
+        terminal.check_json(json_file)
     with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, options)
         frame.insert(0, "machine", machine_name())

@@ -58,6 +58,12 @@ def check_writable(option: str, file: Path) -> None:
         raise ValueError(f"{option} {file}: {error.strerror}") from error
 
 
+def check_json(file: str | None) -> None:
+    """`check_writable` of what `--json` names, if it is a file."""
+    if file not in (None, "-"):
+        check_writable("--json", Path(file))
+
+
 def wrote_json(file: str | None, text: str) -> bool:
     """What `--json FILE` does: writes the text there, or prints it for "-". Whether it has been printed."""
     if file not in (None, "-"):

@@ -99,15 +99,17 @@ class Intercepted:
 
 
 @functools.cache  # compiled blocks of one class are to be of one class still
-def _derived(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(
-        cls.__name__, (Intercepted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+def _derived(before: type, cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def derive(module: nn.Module, before: type) -> None:
+    """Has a module's methods be those of `before`, whose `super()` is the module's class; its name stays."""
+    # plainly set, a compiled module would pass it on to its original
+    object.__setattr__(module, "__class__", _derived(before, type(module)))
 
 
 def intercept(module: nn.Module, called: Callable[..., Any]) -> None:
     """Has a module's calls go through `called(call, inputs, kwargs)`."""
     module.__dict__["_called"] = called
-    object.__setattr__(
-        module, "__class__", _derived(type(module))
-    )  # a compiled module would set its original's
+    derive(module, Intercepted)

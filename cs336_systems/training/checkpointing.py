@@ -17,7 +17,6 @@ takes, and what its result holds. It keeps those that take longest for their byt
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from cs336_systems.parallel.units import derive
 from cs336_systems.training.config import RECOMPUTE
 
 CHEAP = 0.1  # of a block's forward pass that a selective block may compute again
@@ -98,7 +98,7 @@ class Plan:
         return create_selective_checkpoint_contexts(policy)
 
     def __str__(self) -> str:
-        """A line for each operation that takes or holds something, and the sums."""
+        """A line for each operation whose result is new memory, and the sums."""
         line = "{:<40} {:>22} {:>9} {:>8}  {}".format
         out = [line("operation", "result", "MiB", "ms", "")]
         for op in self.operations:
@@ -129,13 +129,6 @@ def choose(operations: Sequence[Operation], cheap: float = CHEAP) -> Plan:
             kept.add(op.key)
             left -= op.ms
     return Plan(tuple(operations), frozenset(kept))
-
-
-def selective(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
-    """x through all blocks, each a checkpoint that keeps what the plan of one of them says."""
-    for block in blocks:
-        x = checkpoint(block, x, *rest, use_reentrant=False, context_fn=plan.contexts)
-    return x
 
 
 class _Recorder(TorchDispatchMode):
@@ -177,7 +170,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
-    """The operations of one forward pass, each with its least time of three passes (the first may compile)."""
+    """The operations of one forward pass, in order, each with its least time of three passes (the first may compile).
+
+    inputs: what `forward` is called with, a tensor among them at least.
+    """
     passes = []
     for _ in range(3):
         with _Recorder(next(x.device for x in inputs if isinstance(x, Tensor))) as recorder:
@@ -191,22 +187,17 @@ def recompute(blocks: Iterable[nn.Module], how: str, cheap: float = CHEAP) -> No
     """Makes each block compute its activations again in backward, all ("blocks") or the cheap ones ("selective").
 
     Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
-    plan, which the first call with gradients makes: `plan_of(block)`. ValueError for an unknown `how`.
+    plan, which the first call with gradients makes. ValueError for an unknown `how`.
     """
     if how not in RECOMPUTE:
         raise ValueError(f"unknown recompute {how!r}; allowed: {', '.join(RECOMPUTE)}")
     plans: list[Plan] = []
     for block in blocks:
         if isinstance(block, _Again):
-            object.__setattr__(block, "__class__", type(block).__mro__[2])
+            object.__setattr__(block, "__class__", type(block).__bases__[1])
         if how != "none":
             block.__dict__["_again"] = (how == "selective", plans, cheap)
-            object.__setattr__(block, "__class__", _derived(type(block)))
-
-
-def plan_of(block: nn.Module) -> Plan | None:
-    """What a block keeps; None where it has no plan (yet)."""
-    return next(iter(block.__dict__.get("_again", (False, []))[1]), None)
+            derive(block, _Again)
 
 
 class _Again:
@@ -223,8 +214,3 @@ class _Again:
             with torch.no_grad():
                 plans.append(choose(operations(call, *inputs), cheap))
         return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)
-
-
-@functools.cache  # compiled blocks of one class are to be of one class still
-def _derived(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_Again, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -53,13 +53,11 @@ def _key(default: Any, about: str) -> Any:
 class Text:
     """What is learned."""
 
-    source: str = _key(
-        "stories", "stories, tinystories, random, or a path: text, .jsonl, a folder, .npy or .bin ids"
-    )
+    source: str = _key("stories", "stories, tinystories, random, or a path: text, .jsonl, folder, .npy, .bin")
     valid: str = _key("", "a path of the same kind to hold out; empty: some of the source")
     field: str = _key("text", "of a line of .jsonl, which holds the text")
     train_mb: float = _number(
-        8.0, 0, "megabytes of stories or random tokens to make; of other texts the most to take (0: all)"
+        8.0, 0, "MB of stories or random tokens to make; of other texts the most (0: all)"
     )
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
     seed: int = _number(0, 0, "of the stories, of random tokens, of which documents are held out")
@@ -101,9 +99,7 @@ class Model:
 class Optimizer:
     """torch's AdamW, fused, without weight decay on norms and embeddings."""
 
-    learning_rate: float = _number(
-        0, 0, "at its highest; 0: 6e-3 up to width 128, beyond that falling as it grows", most=10
-    )
+    learning_rate: float = _number(0, 0, "at its highest; 0: 6e-3 to width 128, less beyond it", most=10)
     beta1: float = _number(0.9, 0, "decay of the first moment", most=0.9999999)
     beta2: float = _number(0.95, 0, "decay of the second moment", most=0.9999999)
     eps: float = _number(1e-8, 0, "added to the root of the second moment", most=1)
@@ -148,16 +144,10 @@ class Run:
     """How it is computed."""
 
     device: str = _one_of("auto", ("auto", "cpu", "cuda"), "auto: a GPU where there is one")
-    dtype: str = _one_of(
-        "auto", DTYPES, "auto: bf16 autocast on GPUs that have it, fp16 on older ones, fp32 on a CPU"
-    )
-    compile: str = _one_of(
-        "off",
-        COMPILE,
-        "torch.compile of attention, of each block, of model and loss; of these with CUDA graphs",
-    )
+    dtype: str = _one_of("auto", DTYPES, "auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU")
+    compile: str = _one_of("off", COMPILE, "of attention, of each block, of all; of all with CUDA graphs")
     recompute: str = _one_of(
-        "none", RECOMPUTE, "activations that backward computes again: of blocks, or of these what is cheap"
+        "none", RECOMPUTE, "what backward computes again: blocks, or what of them is cheap"
     )
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _key(False, "the same bits in every run on a GPU")
@@ -170,9 +160,7 @@ class Parallel:
 
     nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
     wrapper: str = _one_of(
-        "in_place",
-        ALL_WRAPPERS,
-        "how gradients are averaged (`parallel.ddp`), torch's own DDP, none of a single rank, or weights sharded",
+        "in_place", ALL_WRAPPERS, "who averages gradients; none of one rank; fsdp shards weights"
     )
     bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
     timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
@@ -191,15 +179,11 @@ class Checkpoints:
     """What is saved, beside the last step, which always is."""
 
     every: int = _number(0, -_LARGEST, "steps; 0: by time alone; less: the last only")
-    minutes: float = _number(
-        10.0, 0, "the longest time between them, to a line of the log; 0: by steps alone"
-    )
+    minutes: float = _number(10.0, 0, "longest time between them, to a line of the log; 0: by steps alone")
     keep: int = _number(2, 1, "the newest so many")
     best: bool = _key(False, "keep the one of the lowest validation loss as well")
     resume: str = _key("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
-    resume_changed: bool = _key(
-        False, "go on though settings that change the run differ from the checkpoint's"
-    )
+    resume_changed: bool = _key(False, "go on though settings that change the run are others by now")
     init_from: str = _key("", "a checkpoint, .safetensors or .pt file whose weights are the first")
 
 

@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ class Trainer:
             part = micro * self.world + self.number
             ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
             last = micro == accumulate - 1
-            with nullcontext() if last else whole.keeping_gradients(self.wrapped):
+            with contextlib.nullcontext() if last else whole.keeping_gradients(self.wrapped):
                 with modes.autocast(self.dtype, self.device):
                     loss = self.wrapped(ids, targets)
                 self.scaler.scale(loss / accumulate).backward()

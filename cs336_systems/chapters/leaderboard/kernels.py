@@ -63,7 +63,7 @@ def grid(preset: str) -> list[Case]:
         (("flash_triton", "plain_triton", "sdpa_efficient"), 64, True, "fp32"),
         (("flash_triton", "plain_triton", "sdpa_efficient"), 128, True, "fp32"),
     ):
-        both = tuple(impl for impl in impls if impl != "fa3")  # whose package has only the forward pass
+        both = tuple(impl for impl in impls if impl not in peers.FORWARD_ONLY)
         for part, some in (("forward", impls), ("backward", both)):
             out += peers.with_pair(Case, some, part, *WORK[:2], head_dim, is_causal, dtype, "matrix")
         if (head_dim, is_causal, dtype) == (64, True, "bf16"):

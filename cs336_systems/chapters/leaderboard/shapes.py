@@ -107,7 +107,7 @@ def grid(preset: str) -> list[Case]:
         case
         for shape, part in itertools.product(shapes, PARTS)
         for case in peers.with_pair(Case, few, part, *shape, again=few[0])
-        if (case.impl, case.part) != ("fa3", "backward")  # whose package has only the forward pass
+        if case.part == "forward" or case.impl not in peers.FORWARD_ONLY
     ]
 
 

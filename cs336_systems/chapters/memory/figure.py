@@ -78,8 +78,11 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
         label_stages(ax, list(zip(kinds, [s.begin for s in timeline.stages], ends, strict=True)))
 
 
-def hover(timeline: Timeline, columns: int = 160) -> str:
-    """The stacked areas as SVG (HTML): a column of events says, under the mouse, its stage and what lives in GiB."""
+def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
+    """The stacked areas as SVG (HTML): a column of events says, under the mouse, its stage and what lives in GiB.
+
+    label: what screen readers say of it.
+    """
     width, height = 720, 240
     names = [name for name in CATEGORIES if any(timeline.bytes.get(name, ()))]
     events = np.array(timeline.events, float)
@@ -104,7 +107,6 @@ def hover(timeline: Timeline, columns: int = 160) -> str:
             f'<rect x="{x[at]:.1f}" width="{end - x[at]:.1f}" height="{height}" class="hover">'
             f"<title>{told}</title></rect>"
         )
-    label = f"Active memory by category over {timeline.num_events} events, highest {fmt(top / 1.05)} GiB."
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
         "<style>.hover{fill:transparent}.hover:hover{fill:#0003}</style>" + "".join(drawn) + "</svg>"

@@ -151,12 +151,12 @@ def first_step_gib(chapter: Chapter, context: int) -> Number:
     return Number(max(first) / GIB) if first else Number(0, NOT_MEASURED)
 
 
-def explore(chapter: Chapter) -> None:
-    """The second step at the longest context under the mouse, on web pages."""
+def explore(chapter: Chapter, label: str) -> None:
+    """The second step at the longest context under the mouse, on web pages; label: as `figure.hover`."""
     longest = largest_model(chapter.rows())["context_length"].max()
     _, found = recording(chapter, mode="train_step", dtype="fp32", context_length=longest)
     if found is not None:
-        figures.only_html(hover(cropped(found, "forward 2")))
+        figures.only_html(hover(cropped(found, "forward 2"), label))
 
 
 def timelines_figure(chapter: Chapter) -> Figure:

@@ -22,7 +22,7 @@ from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import escaped, pivot
 from cs336_systems.sizes import SIZES
 
@@ -188,12 +188,11 @@ def timeline_figure(chapter: Chapter) -> Figure:
     return steps_figure(steps)
 
 
-def perfetto(chapter: Chapter) -> None:
-    """On web pages: a link that saves the kept step of the smallest size in bf16 as a trace for Perfetto."""
+def trace_link(chapter: Chapter) -> str:
+    """A link (HTML) that saves the kept step of the smallest size in bf16 as a trace for Perfetto."""
     name, context, dtype = DRAWN[2]
     path = step_path(name, context, dtype, next(iter(chapter.machines), ""), chapter.root)
-    if path.is_file():
-        trace = json.dumps(Step.from_json(path).to_chrome(), separators=(",", ":")).encode()
-        link = figures.download(f"{path.stem}.trace.json.gz", gzip.compress(trace, mtime=0))
-        site = '<a href="https://ui.perfetto.dev">ui.perfetto.dev</a>'
-        figures.only_html(f"<p>The step in bf16 as a trace: save {link} and open it on {site}.</p>")
+    if not path.is_file():
+        return f"<em>{NOT_MEASURED}</em>"
+    trace = json.dumps(Step.from_json(path).to_chrome(), separators=(",", ":")).encode()
+    return figures.download(f"{path.stem}.trace.json.gz", gzip.compress(trace, mtime=0))

@@ -193,6 +193,7 @@ FOR_GPUS = (
     "fa3",
 )
 TOKENS_FIRST = ("fa4", "fa3")
+FORWARD_ONLY = ("fa3",)  # whose package has no backward pass
 
 
 def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
