@@ -32,7 +32,6 @@ from cs336_systems.training import (  # noqa: E402
     modes,
     optimizer,
     outputs,
-    whole,
 )
 from cs336_systems.training.batches import Batches  # noqa: E402
 from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
@@ -265,7 +264,7 @@ def on_two_ranks(out, changes, start=""):
     if start:
         trainer.resume(Path(start))
     loss = trainer.run()["valid_loss"]
-    weights = [whole.weights(trainer.wrapped, trainer.model)]
+    weights = [trainer.whole.weights()]
     torch.distributed.broadcast_object_list(weights)  # a sharded model's are rank 0's
     return loss, weights[0] if changes.get("parallel__wrapper") == "fsdp" else trainer.model.state_dict()
 

@@ -72,15 +72,19 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         attention = modes.attention_of(config.model.attention, self.device)
         self.model = build(sizes, attention, device=self.device)
+        self._whose = f"model.size={config.model.size!r}"  # weights
         if config.checkpoints.init_from:
-            self._take_weights(self.model, checkpoints.weights_of(Path(config.checkpoints.init_from)))
+            weights = checkpoints.weights_of(Path(config.checkpoints.init_from))
+            checkpoints.into(self.model, weights, self._whose)
         self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
         self.held_out = Batches(data.valid, sizes.context_length, 1, 0, "valid")
         with_loss = modes.WithLoss(self.model)
         # before weights are sharded, which groups them by their shapes
         self.optimizer = optimizer.make(self.model, config.optimizer)
         self.wrapped, self.finish = modes.wrap(with_loss, config.run, config.parallel, self.world, self.dtype)
-        self.scaler = whole.scaler(self.wrapped, self.device.split(":")[0], self.dtype == "fp16")
+        self.whole = whole.of(self.wrapped, self.model)
+        device = self.device.split(":")[0]
+        self.scaler = self.whole.scaler(device, enabled=self.dtype == "fp16", init_scale=2.0**16)
         self.step, self.best, self.skipped = 0, math.inf, 0
         kind, length = config.schedule.length
         limit_s = 60 * length if kind == "minutes" else math.inf
@@ -90,10 +94,6 @@ class Trainer:
         self._count = 0
         self._asked_to_stop = False
         self._saved_s = time.monotonic()  # when it was saved last, or began
-
-    # -------------------------------------------------------------------------------------------------- setting up
-    def _take_weights(self, wrapped: Callable[..., Any], weights: dict[str, torch.Tensor]) -> None:
-        whole.take_weights(wrapped, self.model, weights, f"model.size={self.config.model.size!r}")
 
     # ------------------------------------------------------------------------------------------------------- a step
     def total_steps(self) -> int | None:
@@ -130,18 +130,18 @@ class Trainer:
             part = micro * self.world + self.number
             ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
             last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else whole.keeping_gradients(self.wrapped):
+            with contextlib.nullcontext() if last else self.whole.keeping_gradients():
                 with modes.autocast(self.dtype, self.device):
                     loss = self.wrapped(ids, targets)
                 self.scaler.scale(loss / accumulate).backward()
             self.loss += loss.detach() / accumulate
-            if last or whole.reduces_each(self.wrapped):
+            if last or self.whole.reduces_each:
                 self.finish()
         self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)
         largest = config.optimizer.clip or math.inf
-        norm = whole.clip(self.wrapped, self.model, largest)
+        norm = self.whole.clip(largest)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -188,10 +188,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
-        weights, moments = (
-            whole.weights(self.wrapped, self.model),
-            whole.moments(self.wrapped, self.optimizer),
-        )
+        weights, moments = self.whole.weights(), self.whole.moments(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -225,8 +222,9 @@ class Trainer:
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
-        self._take_weights(self.wrapped, weights)
-        whole.take_moments(self.wrapped, self.optimizer, moments)
+        self.whole.take_weights(weights, self._whose)
+        optimizer.keep_settings(self.optimizer, moments)
+        self.whole.take_moments(self.optimizer, moments)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:

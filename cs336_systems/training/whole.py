@@ -1,6 +1,6 @@
-"""Weights and moments of a run as a checkpoint has them, whole, and its gradients' norm; whatever shards the model.
+"""A run's weights and moments as its checkpoints have them, whole, and its gradients' norm; whatever shards the model.
 
-wrapped: what a step calls, a `FullyShardedDataParallel` or any other; model: the model inside of it.
+whole = of(wrapped, model)     # Whole, or Sharded where a FullyShardedDataParallel wraps the model
 """
 
 from __future__ import annotations
@@ -14,70 +14,77 @@ from torch import nn
 
 from cs336_systems.parallel import sharded_state
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
-from cs336_systems.training import checkpoints, optimizer
+from cs336_systems.training import checkpoints
 
 _INSIDE = "model."  # a wrapper's module is `modes.WithLoss`
 
 
-def weights(wrapped: Callable[..., Any], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state by name, on rank 0; a sharded model's ranks all call it, and others than rank 0 get {}."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        state = sharded_state.full_state_dict(wrapped)
-        return {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}
-    return model.state_dict()
+class Whole:
+    """Every rank has all of the model. wrapped: what a step calls; model: the model inside of it."""
 
+    reduces_each = False
+    """Whether each microbatch's gradients are reduced at once."""
+    scaler: type[torch.amp.GradScaler] = torch.amp.GradScaler
 
-def take_weights(
-    wrapped: Callable[..., Any], model: nn.Module, state: Mapping[str, torch.Tensor], whose: str
-) -> None:
-    """Has the model take weights, or of them this rank's shards; ValueError in a line where they do not fit it."""
-    if not isinstance(wrapped, FullyShardedDataParallel):
-        checkpoints.into(model, state, whose)
-        return
-    try:
-        sharded_state.load_full_state_dict(
-            wrapped, {_INSIDE + name: tensor for name, tensor in state.items()}
-        )
-    except ValueError as error:
-        raise ValueError(f"the weights do not fit {whose}: {error}") from None
+    def __init__(self, wrapped: Callable[..., Any], model: nn.Module) -> None:
+        self.wrapped, self.model = wrapped, model
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's state by name, on rank 0; all ranks call it."""
+        return self.model.state_dict()
 
-def moments(wrapped: Callable[..., Any], made: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state as a plain one has it, on rank 0; all ranks call it."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        return sharded_state.full_optimizer_state_dict(wrapped, made)
-    return made.state_dict()
+    def take_weights(self, state: Mapping[str, torch.Tensor], whose: str) -> None:
+        """Has the model take weights, or of them this rank's shards; ValueError in a line where they do not fit."""
+        checkpoints.into(self.model, state, whose)
 
+    def moments(self, made: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state as a plain one has it, on rank 0; all ranks call it."""
+        return made.state_dict()
 
-def take_moments(wrapped: Callable[..., Any], made: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Has an optimizer go on from such a state, with its own settings, which may be others by now."""
-    optimizer.keep_settings(made, state)
-    if isinstance(wrapped, FullyShardedDataParallel):
-        sharded_state.load_full_optimizer_state_dict(wrapped, made, state)
-    else:
+    def take_moments(self, made: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Has the optimizer go on from such a state."""
         made.load_state_dict(state)
 
+    def keeping_gradients(self) -> AbstractContextManager[Any]:
+        """What a microbatch but the last runs in."""
+        return self.wrapped.no_sync() if hasattr(self.wrapped, "no_sync") else nullcontext()
 
-def reduces_each(wrapped: Callable[..., Any]) -> bool:
-    """Whether each microbatch's gradients are reduced at once: of sharded weights no rank shall keep whole ones."""
-    return isinstance(wrapped, FullyShardedDataParallel)
+    def clip(self, largest: float) -> torch.Tensor:
+        """Scales the gradients down to this norm; the norm before."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
 
-def keeping_gradients(wrapped: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """What a microbatch but the last runs in."""
-    if reduces_each(wrapped) or not hasattr(wrapped, "no_sync"):
+class Sharded(Whole):
+    """A rank has shards of the weights, and never keeps whole gradients. Scaled shards' ranks skip a step together."""
+
+    reduces_each = True
+    scaler = ShardedGradScaler
+    wrapped: FullyShardedDataParallel
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        state = sharded_state.full_state_dict(self.wrapped)
+        return {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}
+
+    def take_weights(self, state: Mapping[str, torch.Tensor], whose: str) -> None:
+        inside = {_INSIDE + name: tensor for name, tensor in state.items()}
+        try:
+            sharded_state.load_full_state_dict(self.wrapped, inside)
+        except ValueError as error:
+            raise ValueError(f"the weights do not fit {whose}: {error}") from None
+
+    def moments(self, made: torch.optim.Optimizer) -> dict[str, Any]:
+        return sharded_state.full_optimizer_state_dict(self.wrapped, made)
+
+    def take_moments(self, made: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        sharded_state.load_full_optimizer_state_dict(self.wrapped, made, state)
+
+    def keeping_gradients(self) -> AbstractContextManager[Any]:
         return nullcontext()
-    return wrapped.no_sync()
+
+    def clip(self, largest: float) -> torch.Tensor:
+        return self.wrapped.clip_grad_norm_(largest)
 
 
-def clip(wrapped: Callable[..., Any], model: nn.Module, largest: float) -> torch.Tensor:
-    """Scales the gradients down to this norm; the norm before."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        return wrapped.clip_grad_norm_(largest)
-    return nn.utils.clip_grad_norm_(model.parameters(), largest)
-
-
-def scaler(wrapped: Callable[..., Any], device: str, enabled: bool) -> torch.amp.GradScaler:
-    """The gradient scaler of a run; where shards are scaled, ranks skip a step together."""
-    cls = ShardedGradScaler if isinstance(wrapped, FullyShardedDataParallel) else torch.amp.GradScaler
-    return cls(device, enabled=enabled, init_scale=2.0**16)
+def of(wrapped: Callable[..., Any], model: nn.Module) -> Whole:
+    """What a run's wrapper needs."""
+    return (Sharded if isinstance(wrapped, FullyShardedDataParallel) else Whole)(wrapped, model)
