@@ -7,7 +7,9 @@ import copy
 import functools
 import itertools
 import math
+import os
 import random
+import signal
 from datetime import timedelta
 
 import adapters
@@ -19,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from waiting import wait_until
 
+from cs336_systems.launch.start import LaunchError, launch
 from cs336_systems.parallel import schedule, shards
 from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
@@ -1116,3 +1119,23 @@ def test_a_loss_may_depend_on_the_shards_themselves(alone):
     model.finish_gradient_synchronization()
     for p, grad in zip(model.parameters(), without, strict=True):
         torch.testing.assert_close(p.grad, grad + 2 * p)
+
+
+def fall_between_gathers(rank, how):
+    """Rank 1 ends in the first block, while rank 0 waits for what the others have of the next ones."""
+    torch.manual_seed(0)
+    model = sharded(Model(), "block")
+    if rank.rank == 1:
+        end = {"raise": fail, "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL)}[how]
+        model.module.layers[0].down.register_forward_pre_hook(end)
+    model(torch.randint(11, (2, 3))).sum().backward()
+
+
+@pytest.mark.parametrize(("how", "said"), [("raise", "ZeroDivisionError: in"), ("kill", "signal SIGKILL")])
+def test_a_rank_that_falls_in_the_middle_ends_the_run(how, said):
+    with distributed.forking(), pytest.raises(LaunchError) as caught:
+        # the other rank would wait for an hour, longer than any test may take
+        launch(f"{__name__}:fall_between_gathers", 2, {"how": how}, device="cpu", collective_timeout_s=3600)
+    words = str(caught.value)
+    assert words.startswith(f"rank 1 of 2: {said}"), words
+    assert ("fsdp.py" in words) == (how == "raise"), words  # its traceback
