@@ -30,6 +30,7 @@ Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -121,9 +122,11 @@ class FullyShardedDataParallel(DuringBackward):
         self._buckets = assign(replicated, float("inf"))
         self._whole = False
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
-        for flat in self._trained_flats:
-            for weight in flat.weights:
-                arrived = functools.partial(self._gradient_arrived, flat, weight)
+        # by number: what such a hook holds is never collected with the tensor that it hangs on
+        this = weakref.ref(self)
+        for i, flat in enumerate(self._trained_flats):
+            for j, weight in enumerate(flat.weights):
+                arrived = functools.partial(_call_gradient_arrived, this, i, j)
                 weight.full.register_post_accumulate_grad_hook(arrived)
         for unit in called:
             intercept(unit.module, functools.partial(self._call, unit))
@@ -363,6 +366,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 # ----------------------------------------------------------------------------------------------- helpers
+def _call_gradient_arrived(
+    wrapper: weakref.ref[FullyShardedDataParallel], flat: int, weight: int, gradient: Tensor
+) -> None:
+    if (alive := wrapper()) is not None:
+        reached = alive._trained_flats[flat]
+        alive._gradient_arrived(reached, reached.weights[weight], gradient)
+
+
 def _check_dtypes(compute_dtype: Any, reduce_dtype: Any) -> None:
     for name, dtype, allowed in (
         ("compute_dtype", compute_dtype, ", or None"), ("reduce_dtype", reduce_dtype, ""),

@@ -16,6 +16,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -59,10 +60,7 @@ class Wires:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.reductions = group
-        self.gathers = group
-        if group.size() == dist.get_world_size():
-            timeout = group._get_backend(device).options._timeout
-            self.gathers = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
+        self.gathers = _group_of_gathers(group, device) if group.size() == dist.get_world_size() else group
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def gathering(self) -> AbstractContextManager[object]:
@@ -76,6 +74,23 @@ class Wires:
         """Memory of gathers may be unmapped, or written again, when what has been queued to read it has."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+
+_groups_of_gathers: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""Of all models of a group, since a group of NCCL keeps memory of the GPU and is not given back."""
+
+
+def _group_of_gathers(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A second group of the same ranks. NCCL's kernels in it come before those that compute: when a gather can start it
+    has little time, and nothing that it waits for."""
+    if group not in _groups_of_gathers:
+        backend, timeout = dist.get_backend(group), group._get_backend(device).options._timeout
+        options = None
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout
+        _groups_of_gathers[group] = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
+    return _groups_of_gathers[group]
 
 
 # --------------------------------------------------------------------------------------------------- weights

@@ -1,0 +1,96 @@
+"""Fully sharded training in closed form: what a rank holds, what it sends, and what that should cost.
+
+Symbols: N ranks; Ψ parameters, of which Ψ_w are weights of linear layers and embeddings, and the rest gains of norms,
+(2L + 1)·D of them. A number of a master weight, gradient or moment has four bytes. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from cs336_systems.accounting.memory import memory_moments
+from cs336_systems.accounting.model import check_choice, num_parameters
+from cs336_systems.accounting.operations import check_sizes
+from cs336_systems.accounting.zero import adamw_state_bytes, shards, tensor_sizes
+from cs336_systems.sizes import ModelConfig
+
+KINDS = ("ddp", "sharded", "fsdp")
+"""Everything on every rank; the optimizer's state sharded; weights, gradients and state sharded."""
+_FP32 = 4
+
+
+def sharded_parameters(config: ModelConfig) -> int:
+    """Ψ_w: what `parallel.fsdp` shards."""
+    return num_parameters(config) - (2 * config.num_layers + 1) * config.d_model
+
+
+def held_bytes(config: ModelConfig, kind: str, num_ranks: int) -> dict[str, int]:
+    """Bytes of parameters, gradients and AdamW's state on the rank that holds most, after a step: component → bytes.
+
+    ddp: 4·Ψ, 4·Ψ, 8·Ψ; sharded: the state of the parameters that the rank owns; fsdp: of Ψ_w an N-th of all three (if
+    N divides them: else the padding comes to it, some bytes a unit). The state has four bytes more for each tensor, a
+    counter. ValueError for an unknown kind, or N that is not positive.
+    """
+    check_choice("kind", kind, KINDS)
+    check_sizes(num_ranks=num_ranks)
+    sizes = tensor_sizes(config)
+    if kind == "fsdp":
+        weights = sharded_parameters(config)
+        own = -(-weights // num_ranks) + num_parameters(config) - weights
+        state = 2 * _FP32 * own + _FP32 * len(sizes)
+    else:
+        own = num_parameters(config)
+        state = max(adamw_state_bytes(s) for s in (shards(config, num_ranks) if kind == "sharded" else [sizes]))
+    return {"parameters": _FP32 * own, "gradients": _FP32 * own, "optimizer_state": state}
+
+
+def step_peak_bytes(
+    config: ModelConfig, batch: int, sequence: int, kind: str, num_ranks: int, dtype: str = "fp32",
+    attention: str = "reference", device: str = "cuda",
+) -> dict[str, int]:  # fmt: skip
+    """Component → bytes at the peak of a step that is not the first, with B × S tokens a rank and a fused optimizer.
+
+    The moments are those of training on one device (`accounting.memory_moments`), each with this kind's share of
+    weights, gradients and state. dtype "bf16" is autocast for ddp and sharded; fsdp computes with weights that have
+    come in bf16, so that nothing is cast and no copies are kept, and saves the same activations. What is gathered, and
+    gradients on their way (`unit_bytes`), are not counted, nor buckets. Errors as `held_bytes` and `memory_moments`.
+    """
+    held = held_bytes(config, kind, num_ranks)
+    whole = _FP32 * num_parameters(config)
+    found = []
+    for items in memory_moments(
+        config, batch, sequence, "train_step", dtype, attention, device, "fused"
+    ).values():
+        copies = 0 if kind == "fsdp" else items["autocast_copies"]
+        found.append({
+            "parameters": held["parameters"],
+            "gradients": held["gradients"] * items["gradients"] // whole,
+            "optimizer_state": held["optimizer_state"],
+            "activations": items["saved_activations"] + items["temporaries"] + copies,
+        })  # fmt: skip
+    return max(found, key=lambda items: sum(items.values()))
+
+
+def unit_bytes(config: ModelConfig, compute_bytes: int) -> int:
+    """What a unit of a block's weights takes while it is gathered, with so many bytes a number."""
+    return compute_bytes * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
+
+
+def sent_bytes(config: ModelConfig, kind: str, num_ranks: int, compute_bytes: int = 4) -> dict[str, float]:
+    """Bytes that a rank sends in a step, and as many that it receives: phase (forward, backward, optimizer) → bytes.
+
+    A ring's all-gather or reduce-scatter of b bytes sends (N - 1)/N · b, an all-reduce twice that. Gradients are in
+    fp32, 4·Ψ; fsdp gathers weights of `compute_bytes` each, in forward and, but for the embedding's, in backward.
+
+        ddp      backward 2 · 4·Ψ
+        sharded  backward 2 · 4·Ψ            optimizer 4·Ψ     (broadcasts)
+        fsdp     forward c·Ψ_w               backward c·(Ψ_w - V·D) + 4·Ψ_w + 2 · 4·(Ψ - Ψ_w)
+    """
+    check_choice("kind", kind, KINDS)
+    check_sizes(num_ranks=num_ranks, compute_bytes=compute_bytes)
+    total, weights = num_parameters(config), sharded_parameters(config)
+    passes = (num_ranks - 1) / num_ranks
+    if kind == "fsdp":
+        again = weights - config.vocab_size * config.d_model
+        backward = compute_bytes * again + _FP32 * weights + 2 * _FP32 * (total - weights)
+        return {"forward": passes * compute_bytes * weights, "backward": passes * backward, "optimizer": 0.0}
+    after = passes * _FP32 * total if kind == "sharded" else 0.0
+    return {"forward": 0.0, "backward": passes * 2 * _FP32 * total, "optimizer": after}

@@ -1,0 +1,180 @@
+"""Chapter `fsdp`: a training step whose weights, gradients and optimizer state are sharded: its time, its memory, and
+what overlaps what.
+
+    papermill book/fsdp.ipynb out.ipynb -p wrapper fsdp,fsdp2 -p context_length 2048
+
+Two sequences per rank. The cases of a group take turns in one process group; each turn builds its model anew, from the
+same weights, makes steps and gives everything back, so that a step's memory is its own. A step is zero_grad, forward
+and loss, backward, what is left of averaging, and fused AdamW. Size `xl` is 2025's, in fp32 with TF32 matmuls and plain
+attention; `2.7B` is what 2026 calls xl. There weights travel and compute in bf16 and gradients are summed in fp32;
+the wrappers that do not shard weights compute under bf16 autocast, and all have the same fused attention.
+
+Cases of kind `trace` are recorded with torch's profiler on each rank: which communication was exposed, and when. One
+step of each is kept, condensed, in `results/<machine>/fsdp/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems import accounting
+from cs336_systems.chapters.shared import depends
+from cs336_systems.launch.start import launch
+from cs336_systems.measure.clocks.turns import columns
+from cs336_systems.sizes import size
+from cs336_systems.store import machine
+from cs336_systems.store import rows as store
+from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.table import Table
+
+WRAPPERS = ("ddp", "sharded", "fsdp", "fsdp_layers", "fsdp2", "fsdp2_two")
+PHASES = ("forward", "backward", "synchronization", "optimizer")
+HELD = ("parameters", "gradients", "optimizer_state")
+METRICS = (
+    *(column for phase in (*PHASES, "step") for column in columns(phase)), "tokens_per_s",
+    # after the steps of a turn, equal for all wrappers but for rounding
+    "loss",
+    # of the rank that holds most: by the tensors themselves, between backward and the next step
+    *(f"{name}_bytes" for name in HELD),
+    # by the allocator: when all is wrapped; before and after the optimizer's step; at the peak; and what it had reserved
+    "initialized_bytes", "before_bytes", "after_bytes", "peak_bytes", "reserved_bytes",
+    # of the rank with most exposed communication: traced steps, their mean; of the all-gathers in forward, how many
+    # there are and during how many of them compute waited
+    "traced_ms", "communication_ms", "exposed_ms", "forward_exposed_ms", "backward_exposed_ms", "rest_exposed_ms",
+    "rank_exposed_ms", "forward_gathers", "forward_late", "source", "tool_version",
+    "backend", "sm_mhz", "power_w",
+)  # fmt: skip
+DEPENDS = (
+    *depends.STEP, *depends.PARALLEL, *depends.RANK_CLOCK, *depends.TRITON, "attention/auto.py", "chapters/fsdp/ranks.py",
+    "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/overlap.py", "measure/trace/profiler.py",
+    "parallel/fsdp.py", "parallel/schedule.py", "parallel/shards.py", "parallel/units.py",
+)  # fmt: skip
+GROUP = ("size", "context_length", "dtype", "world_size", "batch", "kind")
+TURN = "turn of "  # what rank 0 says at the beginning of each
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train on `world_size` ranks, timed or traced. `repeat` 1 measures the same thing again.
+
+    wrapper: "ddp": buckets that overlap backward, in place; "sharded": the same with `parallel.zero.ShardedOptimizer`;
+    "fsdp": `FullyShardedDataParallel`, a block a unit; "fsdp_layers": a layer a unit; "fsdp2": torch's `fully_shard` of
+    each block, which prefetches the next one explicitly; "fsdp2_two": the next two. dtype: "fp32", "tf32", or "bf16".
+    batch: sequences of each rank. kind: "time" or "trace".
+    """
+
+    size: str
+    context_length: int
+    wrapper: str
+    dtype: str = "tf32"
+    world_size: int = 2
+    batch: int = 2
+    kind: str = "time"
+    repeat: int = 0
+
+    @property
+    def name(self) -> str:
+        """What distinguishes the cases of a group."""
+        return f"{self.wrapper}{' again' if self.repeat else ''}"
+
+
+def grid(preset: str) -> list[Case]:
+    """2025's xl in TF32 and 2026's in bf16, on two GPUs; or a tiny model on two ranks of a CPU."""
+    if preset == "smoke":
+        places, traced = [("tiny", 64, "fp32")], [("tiny", 64, "fp32")]
+    else:
+        places = [("xl", 128, "tf32"), ("xl", 512, "tf32"), ("2.7B", 512, "bf16"), ("2.7B", 2048, "bf16")]
+        traced = places[2:]
+    cases = [Case(name, context, w, dtype) for name, context, dtype in places for w in WRAPPERS]
+    cases += [Case(name, context, "fsdp", dtype, repeat=1) for name, context, dtype in places]
+    return cases + [
+        Case(name, context, w, dtype, kind="trace") for name, context, dtype in traced for w in ("fsdp", "fsdp2")
+    ]
+
+
+def estimate_s(group: Sequence[Case]) -> float:
+    """Seconds that a group takes, roughly: processes, and for each turn a model and seven steps."""
+    first = group[0]
+    if first.size == "tiny":
+        return 8.0
+    if 0 < len(machine.gpu_names()) < first.world_size:
+        return 0.0
+    flops = accounting.model_flops(size(first.size), first.batch, first.context_length, "train_step")
+    step = max(0.12, flops / (300e12 if first.dtype == "bf16" else 150e12))
+    return 15.0 + len(group) * (2 * (1.0 + 7 * step) if first.kind == "time" else 8.0)
+
+
+def trace_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
+    """The condensed step of a traced case, all ranks."""
+    folder = store.csv_path("fsdp", machine_name, root).with_suffix("")
+    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}.json"
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """The metrics of each case.
+
+    Where a launch fails, the wrapper whose turn it was is left out of the next one; where nobody's was, all fail.
+    """
+    found: dict[Case, dict[str, Any]] = {}
+    left = list(cases)
+    while left:
+        failed: dict[str, Any] = {}
+        turns: list[str] = []
+        with failure_is_a_row(failed):
+            _refuse(left[0])
+            found |= dict(zip(left, _launched(left, turns), strict=True))
+            break
+        culprits = [case for case in left if not turns or case.wrapper == turns[-1].split()[0]]
+        found |= {case: dict(failed) for case in culprits}
+        left = [case for case in left if case not in culprits]
+    yield from (found[case] for case in cases)
+
+
+def _refuse(case: Case) -> None:
+    """Raises `Skip` where this machine cannot run the group, and says what it needs; ValueError for a wrapper."""
+    if case.wrapper not in WRAPPERS:
+        raise ValueError(f"unknown wrapper {case.wrapper!r}; allowed: {', '.join(WRAPPERS)}")
+    gpus = len(machine.gpu_names())
+    if gpus and case.world_size > gpus:
+        raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    if not gpus and (case.size != "tiny" or case.dtype == "tf32"):
+        raise Skip(f"needs {case.world_size} GPUs")
+
+
+def _launched(cases: Sequence[Case], turns: list[str]) -> list[dict[str, Any]]:
+    """The metrics of the cases from one launch; `turns` is given the names of those whose turns begin."""
+
+    def log(line: str) -> None:
+        if line.startswith(TURN):
+            turns.append(line.removeprefix(TURN))
+        else:
+            print(f"    {line}", flush=True)
+
+    traced = cases[0].kind == "trace"
+    by_rank = launch(
+        f"cs336_systems.chapters.fsdp.ranks:{'trace' if traced else 'time'}_on_a_rank", cases[0].world_size,
+        {"cases": [dataclasses.asdict(case) for case in cases]},
+        timeout_s=120 + 5 * estimate_s(cases), collective_timeout_s=90, log=log,
+    )  # fmt: skip
+    return _kept(cases, by_rank) if traced else by_rank[0]
+
+
+def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each case the row, that of the rank with most exposed communication; its timeline is written, too."""
+    from cs336_systems.measure.trace import overlap
+
+    rows = []
+    for case, *said in zip(cases, *by_rank, strict=True):
+        timelines = [overlap.from_dict(one.pop("timeline")) for one in said]
+        overlap.to_json(timelines, trace_path(case, machine.machine_name()))
+        most = max(said, key=lambda row: row["exposed_ms"])
+        rows.append(most | {"rank_exposed_ms": " ".join(f"{row['exposed_ms']:.5g}" for row in said)})
+    return rows
+
+
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
