@@ -32,7 +32,7 @@ LAPTOPS = [
 REFERENCE = json.loads((ROOT / "results" / "reference.json").read_text())
 WAITING = ("leaderboard", "training", "speedrun")  # have sentences whose rows are yet to be measured
 UNPAIRED = (  # tables in which not every group has a repetition, or one has several
-    "allreduce", "benchmarking", "ddp", "hardware", "leaderboard", "memory", "mixed_precision", "profiling",
+    "allreduce", "benchmarking", "ddp", "fsdp", "hardware", "leaderboard", "memory", "mixed_precision", "profiling",
     "training_run", "zero",
 )  # fmt: skip
 DERIVED = {  # answers that rest on no rows

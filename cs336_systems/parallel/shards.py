@@ -76,7 +76,9 @@ class Wires:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
 
-_groups_of_gathers: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_groups_of_gathers: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 """Of all models of a group, since a group of NCCL keeps memory of the GPU and is not given back."""
 
 

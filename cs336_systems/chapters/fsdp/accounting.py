@@ -38,7 +38,9 @@ def held_bytes(config: ModelConfig, kind: str, num_ranks: int) -> dict[str, int]
         state = 2 * _FP32 * own + _FP32 * len(sizes)
     else:
         own = num_parameters(config)
-        state = max(adamw_state_bytes(s) for s in (shards(config, num_ranks) if kind == "sharded" else [sizes]))
+        state = max(
+            adamw_state_bytes(s) for s in (shards(config, num_ranks) if kind == "sharded" else [sizes])
+        )
     return {"parameters": _FP32 * own, "gradients": _FP32 * own, "optimizer_state": state}
 
 

@@ -22,16 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import accounting
+from cs336_systems.accounting.model import check_choice
 from cs336_systems.chapters.shared import depends
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks.turns import columns
-from cs336_systems.sizes import size
+from cs336_systems.sizes import SIZES, size
 from cs336_systems.store import machine
 from cs336_systems.store import rows as store
 from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.store.table import Table
 
 WRAPPERS = ("ddp", "sharded", "fsdp", "fsdp_layers", "fsdp2", "fsdp2_two")
+CHOICES = {
+    "size": tuple(SIZES), "wrapper": WRAPPERS, "dtype": ("fp32", "tf32", "bf16"), "kind": ("time", "trace"),
+}  # fmt: skip
 PHASES = ("forward", "backward", "synchronization", "optimizer")
 HELD = ("parameters", "gradients", "optimizer_state")
 METRICS = (
@@ -40,18 +44,18 @@ METRICS = (
     "loss",
     # of the rank that holds most: by the tensors themselves, between backward and the next step
     *(f"{name}_bytes" for name in HELD),
-    # by the allocator: when all is wrapped; before and after the optimizer's step; at the peak; and what it had reserved
+    # by the allocator: when all is wrapped, before and after the optimizer's step, at the peak; what it had reserved
     "initialized_bytes", "before_bytes", "after_bytes", "peak_bytes", "reserved_bytes",
-    # of the rank with most exposed communication: traced steps, their mean; of the all-gathers in forward, how many
-    # there are and during how many of them compute waited
+    # of the rank with most exposed communication, means of traced steps; `least`: of the one with least. Of the gathers
+    # in forward, how many there are, and during how many compute waited
     "traced_ms", "communication_ms", "exposed_ms", "forward_exposed_ms", "backward_exposed_ms", "rest_exposed_ms",
-    "rank_exposed_ms", "forward_gathers", "forward_late", "source", "tool_version",
+    "least_exposed_ms", "forward_gathers", "forward_late", "source", "tool_version",
     "backend", "sm_mhz", "power_w",
 )  # fmt: skip
 DEPENDS = (
-    *depends.STEP, *depends.PARALLEL, *depends.RANK_CLOCK, *depends.TRITON, "attention/auto.py", "chapters/fsdp/ranks.py",
+    *depends.STEP, *depends.PARALLEL, *depends.RANK_CLOCK, *depends.TRITON,
     "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/overlap.py", "measure/trace/profiler.py",
-    "parallel/fsdp.py", "parallel/schedule.py", "parallel/shards.py", "parallel/units.py",
+    "chapters/fsdp/ranks.py", "parallel/fsdp.py", "parallel/schedule.py", "parallel/shards.py", "parallel/units.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "dtype", "world_size", "batch", "kind")
 TURN = "turn of "  # what rank 0 says at the beginning of each
@@ -85,14 +89,17 @@ class Case:
 def grid(preset: str) -> list[Case]:
     """2025's xl in TF32 and 2026's in bf16, on two GPUs; or a tiny model on two ranks of a CPU."""
     if preset == "smoke":
-        places, traced = [("tiny", 64, "fp32")], [("tiny", 64, "fp32")]
+        places = traced = [("tiny", 64, "fp32")]
     else:
         places = [("xl", 128, "tf32"), ("xl", 512, "tf32"), ("2.7B", 512, "bf16"), ("2.7B", 2048, "bf16")]
         traced = places[2:]
-    cases = [Case(name, context, w, dtype) for name, context, dtype in places for w in WRAPPERS]
+    wrappers = WRAPPERS[: -1 if preset == "smoke" else None]
+    cases = [Case(name, context, w, dtype) for name, context, dtype in places for w in wrappers]
     cases += [Case(name, context, "fsdp", dtype, repeat=1) for name, context, dtype in places]
     return cases + [
-        Case(name, context, w, dtype, kind="trace") for name, context, dtype in traced for w in ("fsdp", "fsdp2")
+        Case(name, context, w, dtype, kind="trace")
+        for name, context, dtype in traced
+        for w in ("fsdp", "fsdp2")
     ]
 
 
@@ -119,7 +126,11 @@ def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """The metrics of each case.
 
     Where a launch fails, the wrapper whose turn it was is left out of the next one; where nobody's was, all fail.
+    ValueError for an unknown size, wrapper, dtype or kind.
     """
+    for case in cases:
+        for what, allowed in CHOICES.items():
+            check_choice(what, getattr(case, what), allowed)
     found: dict[Case, dict[str, Any]] = {}
     left = list(cases)
     while left:
@@ -136,9 +147,7 @@ def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
 
 def _refuse(case: Case) -> None:
-    """Raises `Skip` where this machine cannot run the group, and says what it needs; ValueError for a wrapper."""
-    if case.wrapper not in WRAPPERS:
-        raise ValueError(f"unknown wrapper {case.wrapper!r}; allowed: {', '.join(WRAPPERS)}")
+    """Raises `Skip` where this machine cannot run the group, and says what it needs."""
     gpus = len(machine.gpu_names())
     if gpus and case.world_size > gpus:
         raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
@@ -150,8 +159,8 @@ def _launched(cases: Sequence[Case], turns: list[str]) -> list[dict[str, Any]]:
     """The metrics of the cases from one launch; `turns` is given the names of those whose turns begin."""
 
     def log(line: str) -> None:
-        if line.startswith(TURN):
-            turns.append(line.removeprefix(TURN))
+        if TURN in line:  # after which rank says so
+            turns.append(line.partition(TURN)[2])
         else:
             print(f"    {line}", flush=True)
 
@@ -172,9 +181,11 @@ def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[di
     for case, *said in zip(cases, *by_rank, strict=True):
         timelines = [overlap.from_dict(one.pop("timeline")) for one in said]
         overlap.to_json(timelines, trace_path(case, machine.machine_name()))
-        most = max(said, key=lambda row: row["exposed_ms"])
-        rows.append(most | {"rank_exposed_ms": " ".join(f"{row['exposed_ms']:.5g}" for row in said)})
+        least, *_, most = sorted(said, key=lambda row: row["exposed_ms"])
+        rows.append(most | {"least_exposed_ms": least["exposed_ms"]})
     return rows
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
+)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-STEPS, ROUNDS = 8, 2  # measured steps of a case, in so many turns
-TRACED_STEPS = 3
+STEPS, STEPS_ON_CPU, ROUNDS = 8, 2, 2  # measured steps of a case, in so many turns
+TRACED_STEPS = 2
 BUCKET_MB = 100.0  # of "ddp": the fastest of chapter `ddp`, in place
 _LATE_NS = 20_000  # by so much at least, compute has waited for a gather
 _AHEAD = {"fsdp2": 1, "fsdp2_two": 2}  # blocks that torch's prefetches
@@ -167,7 +167,10 @@ def _turn(case: Case, rank: Rank, noted: dict[str, Any]) -> Iterator[Phases]:
         torch.cuda.reset_peak_memory_stats()
     yield step.phases
     if rank.device != "cpu":
-        seen |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        seen |= {
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
     everyones = ranks.gathered({"loss": step.loss.item(), **seen}, rank)
     for name, value in seen.items():
         if value is not None:
@@ -191,7 +194,8 @@ def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, An
     group = [Case(**case) for case in cases]
     found: dict[Case, dict[str, Any]] = {case: {"backend": rank.backend} for case in group}
     turns = {case: functools.partial(_turn, case, rank, found[case]) for case in group}
-    clock = RankSteps(rank, warmup=1, steps=STEPS, num_rounds=ROUNDS)
+    steps = STEPS_ON_CPU if rank.device == "cpu" else STEPS
+    clock = RankSteps(rank, warmup=1, steps=steps, num_rounds=ROUNDS)
     for case, samples in take_turns(turns, clock).items():
         step_ms, tokens = samples.p50("step"), case.world_size * case.batch * case.context_length
         for phase in (*PHASES, "step"):
@@ -199,7 +203,10 @@ def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, An
         found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
         if rank.rank == 0:
             peak = found[case].get("peak_bytes", 0) / 2**30
-            print(f"{case.size}, context {case.context_length}, {case.name}: {step_ms:.4g} ms, {peak:.1f} GiB", flush=True)
+            print(
+                f"{case.size}, context {case.context_length}, {case.name}: {step_ms:.4g} ms, {peak:.1f} GiB",
+                flush=True,
+            )
     return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 
@@ -218,7 +225,11 @@ def trace_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, A
         rows = [exposed(trace, step) for step in steps]
         row = {name: fmean(one[name] for one in rows) for name in rows[0]}
         timelines = overlap.overlap(trace, "step", PHASES)
-        row |= {"source": trace.source, "tool_version": torch.__version__.split("+")[0], "backend": rank.backend}
+        row |= {
+            "source": trace.source,
+            "tool_version": torch.__version__.split("+")[0],
+            "backend": rank.backend,
+        }
         found.append(noted | row | {"timeline": dataclasses.asdict(timelines[-1])})
     return found
 
@@ -257,7 +268,11 @@ def _lanes(trace: Trace, index: int, word: str = "") -> tuple[Spans, Spans]:
     whole = trace.ranges[index]
     kernels = [trace.kernels[i] for i in trace.owned(index)]
     sends = [class_of(k.name) == COMMUNICATION or k.name.startswith("c10d::") for k in kernels]
-    sent = [(k.start_ns, k.end_ns) for k, sending in zip(kernels, sends, strict=True) if sending and word in k.name]
+    sent = [
+        (k.start_ns, k.end_ns)
+        for k, sending in zip(kernels, sends, strict=True)
+        if sending and word in k.name
+    ]
     if trace.source == "torch-cpu":  # Gloo's threads do it; operators only ask for it
         sent = [
             (r.start_ns, r.end_ns) for r in trace.ranges
@@ -274,5 +289,7 @@ def _union_ns(spans: Spans) -> int:
 
 def _alone_ns(sent: Spans, computed: Spans, begin: int, end: int) -> int:
     """The time from begin to end in which something is sent and nothing computed: |S ∪ C| - |C|."""
-    cut = [[(max(a, begin), min(b, end)) for a, b in lane if a < end and b > begin] for lane in (sent, computed)]
+    cut = [
+        [(max(a, begin), min(b, end)) for a, b in lane if a < end and b > begin] for lane in (sent, computed)
+    ]
     return _union_ns(cut[0] + cut[1]) - _union_ns(cut[1])

@@ -1,0 +1,160 @@
+"""Chapter fsdp: its grid, what its steps hold and expose on two ranks against the closed forms, what fails alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from cs336_systems.accounting.memory import memory_moments
+from cs336_systems.chapters.fsdp import accounting as closed
+from cs336_systems.chapters.fsdp import measure as fsdp
+from cs336_systems.chapters.fsdp import ranks as on_ranks
+from cs336_systems.chapters.fsdp.measure import Case
+from cs336_systems.launch.start import LaunchError
+from cs336_systems.measure.trace import overlap
+from cs336_systems.measure.trace.events import Kernel, Range, Trace
+from cs336_systems.sizes import size
+from cs336_systems.store import machine, measuring, rows
+
+torch = pytest.importorskip("torch")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+pytestmark = pytest.mark.usefixtures("forked")
+TINY = Case("tiny", 64, "fsdp", dtype="fp32")
+
+
+def laptop(case):
+    """A made-up result of a case on a CPU, for tests/test_chapters.py."""
+    step = {f"{phase}_ms_p50": 10.0 for phase in (*fsdp.PHASES, "step")}
+    return step | {"tokens_per_s": 100.0, "loss": 9.0, "backend": "gloo"}
+
+
+# ------------------------------------------------------------------------------------------------ grid
+def test_full_grid_has_both_years_sizes_and_fits_the_time():
+    cases = fsdp.grid("full")
+    for place in (("xl", 128), ("xl", 512), ("2.7B", 512), ("2.7B", 2048)):
+        assert {c.wrapper for c in cases if (c.size, c.context_length) == place} == set(fsdp.WRAPPERS)
+    groups = rows.groups(fsdp.TABLE, cases)
+    assert all(fsdp.estimate_s(group) < 75 for group in groups)
+    assert sum(map(fsdp.estimate_s, groups)) < 330
+
+
+# ------------------------------------------------------------------------------------------------ measured
+@pytest.mark.slow
+def test_smoke_agrees_with_the_closed_forms(results_root):
+    measuring.measure(fsdp.TABLE, fsdp.grid("smoke"), root=results_root)
+    found = rows.read(fsdp.TABLE, machine.machine_name(), results_root).to_dict("records")
+    assert len(found) == len(fsdp.grid("smoke")) and {row["status"] for row in found} == {"ok"}
+    timed = [row for row in found if row["kind"] == "time"]
+    for row in timed:
+        kind = row["wrapper"] if row["wrapper"] in closed.KINDS else "fsdp"
+        for part, num_bytes in closed.held_bytes(size("tiny"), kind, 2).items():
+            # torch shards the gains of norms, too
+            assert row[f"{part}_bytes"] == pytest.approx(num_bytes, rel=0 if kind == row["wrapper"] else 1e-3)
+        assert row["loss"] == pytest.approx(timed[0]["loss"], rel=1e-5), row["wrapper"]
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 64 / row["step_ms_p50"] * 1e3, rel=1e-4)
+    for row in (row for row in found if row["kind"] == "trace"):
+        assert 0 < row["exposed_ms"] <= row["communication_ms"] < row["traced_ms"]
+        parts = [row[f"{part}_exposed_ms"] for part in ("forward", "backward", "rest")]
+        assert sum(parts) == pytest.approx(row["exposed_ms"], rel=1e-3)
+        assert 0 <= row["forward_late"] <= row["forward_gathers"]
+        case = dataclasses.replace(TINY, wrapper=row["wrapper"], kind="trace")
+        assert len(overlap.from_json(fsdp.trace_path(case, machine.machine_name(), results_root))) == 2
+    ours = next(row for row in found if row["kind"] == "trace" and row["wrapper"] == "fsdp")
+    assert ours["forward_gathers"] == 4  # the embedding, two blocks, the head
+
+
+def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():
+    ranges = [Range("step", 0, 100, 1, 1), Range("forward", 0, 10, 1, 1), Range("backward", 10, 20, 1, 1)]
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL(x)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)"
+    million = 1_000_000
+    spans = [
+        ("gemm", 20, 40, 1), (gather, 10, 20, 2), (gather, 30, 40, 3), (gather, 36, 50, 4), ("gemm", 50, 60, 11),
+        (scatter, 55, 70, 12), ("gemm", 80, 90, 30), (scatter, 85, 95, 31),
+    ]  # fmt: skip
+    kernels = [Kernel(name, a * million, b * million, 0, 7, launched, 1, 1) for name, a, b, launched in spans]
+    found = on_ranks.exposed(Trace("torch", tuple(kernels), tuple(ranges)), 0)
+    assert found == {
+        "traced_ms": 95.0, "communication_ms": 10 + 20 + 15 + 10, "exposed_ms": 10 + 10 + 10 + 5,
+        "forward_exposed_ms": 10.0, "backward_exposed_ms": 10.0, "rest_exposed_ms": 15.0,
+        "forward_gathers": 3, "forward_late": 2,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what fails
+def test_a_wrapper_that_fails_is_left_out_of_the_next_launch(monkeypatch, capsys):
+    """As where one rank runs out of memory: its turn, and no other's."""
+    monkeypatch.setattr(fsdp, "_refuse", lambda case: None)
+    said = {"fsdp": "CUDA out of memory", "fsdp2": "signal SIGABRT"}
+    asked = []
+
+    def launch(function, world_size, arguments, *, log, **limits):
+        wrappers = [case["wrapper"] for case in arguments["cases"]]
+        asked.append(wrappers)
+        for wrapper in wrappers:
+            log(f"[rank 0] {fsdp.TURN}{wrapper}")
+            if wrapper in said:
+                raise LaunchError(f"rank 1 of 2: {said[wrapper]}", 1)
+        return [[{"step_ms_p50": 1.0}] * len(wrappers)] * 2
+
+    monkeypatch.setattr(fsdp, "launch", launch)
+    group = [dataclasses.replace(TINY, wrapper=w) for w in ("ddp", "fsdp", "fsdp2")]
+    group.append(dataclasses.replace(TINY, repeat=1))
+    found = [row.get("status") for row in fsdp.run_group(group)]
+    assert found == [None, "oom", "error: LaunchError: rank 1 of 2: signal SIGABRT", "oom"]
+    assert asked == [["ddp", "fsdp", "fsdp2", "fsdp"], ["ddp", "fsdp2"], ["ddp"]]
+
+    asked.clear()
+    monkeypatch.setattr(
+        fsdp, "launch", lambda *a, **k: asked.append(1) or (_ for _ in ()).throw(OSError("no"))
+    )
+    assert [row["status"] for row in fsdp.run_group(group)] == ["error: OSError: no"] * 4 and asked == [1]
+
+
+@without_gpu
+def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
+    assert [r["status"] for r in fsdp.run_group([Case("xl", 128, "fsdp")])] == ["skipped: needs 2 GPUs"]
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
+    assert [r["status"] for r in fsdp.run_group([TINY])] == ["skipped: needs 2 GPUs; there is 1"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus(results_root):
+    group = [Case("tiny", 64, w, dtype=dtype) for dtype in ("bf16", "tf32") for w in fsdp.WRAPPERS]
+    for narrow in (group[:6], group[6:]):
+        found = list(fsdp.run_group(narrow))
+        assert not [row for row in found if "status" in row]
+        for row in found:
+            assert row["backend"] == "nccl" and 0 < row["after_bytes"] <= row["peak_bytes"]
+            assert row["loss"] == pytest.approx(found[0]["loss"], rel=1e-2)
+    traced = [dataclasses.replace(case, kind="trace") for case in group[2:5:2]]
+    for row in fsdp.run_group(traced):
+        assert "status" not in row and row["source"] == "torch" and row["forward_gathers"] > 0
+
+
+# ------------------------------------------------------------------------------------------------ closed forms
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_what_is_held_is_an_nth_of_what_is_sharded(ranks):
+    config = size("xl")
+    plain, sharded, whole = (closed.held_bytes(config, kind, ranks) for kind in ("ddp", "sharded", "fsdp"))
+    norms = 4 * 97 * 1600
+    assert whole["parameters"] == math.ceil((plain["parameters"] - norms) / 4 / ranks) * 4 + norms
+    assert plain["parameters"] == sharded["parameters"] == plain["gradients"] and sharded["gradients"] > 4e9
+    assert sum(whole.values()) <= sum(sharded.values()) <= sum(plain.values())
+    if ranks == 1:
+        assert plain == sharded == whole
+    sent = [sum(closed.sent_bytes(config, kind, ranks).values()) for kind in ("ddp", "fsdp")]
+    assert ranks == 1 or sent[1] / sent[0] == pytest.approx(1.5, rel=0.01)
+
+
+def test_the_peak_of_one_rank_is_that_of_training_on_one_device():
+    config = dataclasses.replace(size("tiny"), context_length=256)
+    for sequence in (16, 256):
+        alone = memory_moments(config, 2, sequence, "train_step", optimizer="fused")
+        peak = closed.step_peak_bytes(config, 2, sequence, "fsdp", 1)
+        counters = 4 * 21
+        assert sum(peak.values()) == max(sum(items.values()) for items in alone.values()) + counters
+    with pytest.raises(ValueError, match="kind"):
+        closed.step_peak_bytes(config, 2, 16, "zero3", 1)
