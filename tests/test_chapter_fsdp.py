@@ -78,7 +78,7 @@ def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():
     assert found == {
         "traced_ms": 95.0, "communication_ms": 10 + 20 + 15 + 10, "exposed_ms": 10 + 10 + 10 + 5,
         "forward_exposed_ms": 10.0, "backward_exposed_ms": 10.0, "rest_exposed_ms": 15.0,
-        "forward_gathers": 3, "forward_late": 2,
+        "forward_gathers": 3, "forward_gather_ms": 30.0, "forward_late": 2,
     }  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import math
 import os
 import random
 import signal
+import weakref
 from datetime import timedelta
 
 import adapters
@@ -1060,6 +1062,22 @@ def test_a_model_is_sharded_once(alone):
     for wrap in (FullyShardedDataParallel, NaiveDDP):
         with pytest.raises(ValueError, match="wrapped already"):
             wrap(nn.Sequential(module))
+
+
+@pytest.mark.parametrize("units", ["layer", "block"])
+def test_nothing_outlives_the_model(units, alone):
+    """Neither weights nor, for each model, a group."""
+    groups = []
+    for seed in range(2):
+        model = sharded(build("plain", seed), units)
+        step_of(model, torch.optim.AdamW(model.parameters()), torch.tensor([[1, 2, 3]]))
+        tensors = [t for flat in model.flats for t in (flat._flat, flat._shard, flat.weights[0].full)]
+        living = [weakref.ref(thing) for thing in (model, model.module, *tensors)]
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        del model, tensors
+        gc.collect()
+        assert not [type(thing()).__name__ for thing in living if thing() is not None]
+    assert groups[0] == groups[1]
 
 
 def test_a_model_that_has_changed_is_refused(alone):

@@ -47,13 +47,13 @@ METRICS = (
     # by the allocator: when all is wrapped, before and after the optimizer's step, at the peak; what it had reserved
     "initialized_bytes", "before_bytes", "after_bytes", "peak_bytes", "reserved_bytes",
     # of the rank with most exposed communication, means of traced steps; `least`: of the one with least. Of the gathers
-    # in forward, how many there are, and during how many compute waited
+    # in forward, how many there are, how long they take, and during how many compute waited
     "traced_ms", "communication_ms", "exposed_ms", "forward_exposed_ms", "backward_exposed_ms", "rest_exposed_ms",
-    "least_exposed_ms", "forward_gathers", "forward_late", "source", "tool_version",
+    "least_exposed_ms", "forward_gathers", "forward_gather_ms", "forward_late", "source", "tool_version",
     "backend", "sm_mhz", "power_w",
 )  # fmt: skip
 DEPENDS = (
-    *depends.STEP, *depends.PARALLEL, *depends.RANK_CLOCK, *depends.TRITON,
+    *depends.MODEL, *depends.PLAIN, *depends.TRITON, *depends.PARALLEL, *depends.RANK_CLOCK,
     "measure/trace/events.py", "measure/trace/kernels.py", "measure/trace/overlap.py", "measure/trace/profiler.py",
     "chapters/fsdp/ranks.py", "parallel/fsdp.py", "parallel/schedule.py", "parallel/shards.py", "parallel/units.py",
 )  # fmt: skip

@@ -256,6 +256,7 @@ def exposed(trace: Trace, step: int) -> dict[str, float]:
         "exposed_ms": sum(alone),
         **{f"{name}_exposed_ms": ms for name, ms in zip(("forward", "backward", "rest"), alone, strict=True)},
         "forward_gathers": len(gathers),
+        "forward_gather_ms": _union_ns(gathers) / 1e6,
         "forward_late": sum(late),
     }
 
