@@ -42,7 +42,8 @@ OF_TORCH = (
     "step.py",
     "equations.py",
     "parallel_step.py",
-)  # in `chapters/shared`: what a case's processes import, and nothing else
+    "strategies.py",
+)  # in `chapters`: what a case's processes import, and nothing else
 
 
 def sources():

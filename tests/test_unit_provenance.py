@@ -106,8 +106,8 @@ BESIDE = {
     # where a training run has its text from, and what it writes; which of its sizes are tried
     "training/checkpoints.py", "training/documents.py", "training/log.py", "training/outputs.py",
     "training/defaults.py", "training/resuming.py", "training/text.py", "chapters/speedrun/plan.py",
-    # what no table has in its grid: sharded weights, blocks that are computed again
-    "parallel/fsdp.py", "parallel/sharded_state.py", "training/checkpointing.py",
+    # what no table has in its grid: sharded weights
+    "parallel/fsdp.py", "parallel/sharded_state.py", "parallel/shards.py", "parallel/units.py",
 }  # fmt: skip
 AROUND = ("store", "launch", "report")
 

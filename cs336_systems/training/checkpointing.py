@@ -131,6 +131,13 @@ def choose(operations: Sequence[Operation], cheap: float = CHEAP) -> Plan:
     return Plan(tuple(operations), frozenset(kept))
 
 
+def selective(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """As `blockwise` of size 1, each checkpoint keeping what the plan of one block says."""
+    for block in blocks:
+        x = checkpoint(block, x, *rest, use_reentrant=False, context_fn=plan.contexts)
+    return x
+
+
 class _Recorder(TorchDispatchMode):
     """Notes each operation below autograd, and when it began and ended on the device."""
 
@@ -174,9 +181,14 @@ def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
 
     inputs: what `forward` is called with, a tensor among them at least.
     """
-    passes = []
+    device, passes = next(x.device for x in inputs if isinstance(x, Tensor)), []
+    # Autocast would keep the first pass's copies of the weights, which have no graph, for all that comes after.
+    casts = {
+        "enabled": torch.is_autocast_enabled(device.type),
+        "dtype": torch.get_autocast_dtype(device.type),
+    }
     for _ in range(3):
-        with _Recorder(next(x.device for x in inputs if isinstance(x, Tensor))) as recorder:
+        with torch.autocast(device.type, cache_enabled=False, **casts), _Recorder(device) as recorder:
             forward(*inputs)
         passes.append(recorder.operations())
     return [min(calls, key=lambda op: op.ms) for calls in zip(*passes, strict=True)]

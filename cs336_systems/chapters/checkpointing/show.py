@@ -1,0 +1,131 @@
+"""What chapter `checkpointing` shows: numeric frames and figures from its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems import accounting
+from cs336_systems.chapters.checkpointing import measure as experiment
+from cs336_systems.chapters.checkpointing.measure import XL, Case
+from cs336_systems.chapters.memory.show import tensors
+from cs336_systems.measure.clocks.turns import each
+from cs336_systems.report import figures, tables
+from cs336_systems.sizes import size
+
+GIB, MIB = 2**30, 2**20
+NAMES = {
+    "none": "none", "halves": "half a block", "blocks": "{} blocks", "nested": "nested halves",
+    "chained": "chained", "selective": "selective",
+}  # fmt: skip
+
+
+def told(kept: Any) -> list[tuple[str, int, int]]:
+    """Column `kept` as (operation, how many tensors, bytes of each)."""
+    parts = [part.rpartition(":") for part in (kept.split() if isinstance(kept, str) else ())]
+    return [(name, *map(int, numbers.split("x"))) for name, _, numbers in parts]
+
+
+def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`, and of
+    all memory there, `peak`; and MiB of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its
+    backward pass, `gradients_mib`, their sum."""
+    found = []
+    for row in rows.to_dict("records"):
+        case = Case(**{f: v if isinstance(v := row[f], str) else int(v) for f in Case.__dataclass_fields__})
+        kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
+        device = "cpu" if row["machine"].startswith("cpu-") else "cuda"
+        changes = each(row["backward_bytes_each"])
+        name = NAMES[case.strategy].format(case.block_size).replace("1 blocks", "each block")
+        measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
+        found.append({
+            "name": name, "predicted": experiment.predicted_bytes(case, device, kept) / GIB,
+            "measured": measured / GIB, "peak": float(row["peak_bytes"]) / GIB,
+            "kept_mib": kept / MIB if kept else np.nan, "change_mib": change / MIB,
+            "gradients_mib": (kept + change) / MIB,
+        })  # fmt: skip
+    columns = ["name", "predicted", "measured", "peak", "kept_mib", "change_mib", "gradients_mib"]
+    return pd.concat([rows, pd.DataFrame(found, index=rows.index, columns=columns)], axis=1)
+
+
+def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
+    """Whole models, by how attention is computed (all, if empty): activations at the peak by the closed form and
+    measured, the peak with weights and gradients, a step's time, and forward passes."""
+    rows = rows[((rows["num_layers"] == 0) | (rows["size"] == "tiny")) & (rows["repeat"] == 0)]
+    rows = with_predictions(rows[rows["attention"] == attention] if attention else rows)
+    rows = tables.in_order(rows, ["machine", "strategy", "block_size"], experiment.STRATEGIES)
+    table = pd.DataFrame({
+        "machine": rows["machine"], "checkpoints": rows["name"],
+        "predicted, GiB": rows["predicted"], "measured, GiB": rows["measured"], "peak, GiB": rows["peak"],
+        "step, ms": rows["step_ms_p50"], "forward passes": rows["forwards"],
+    })  # fmt: skip
+    words = {line: tables.word(status) for line, status in rows["status"].items()}
+    table.attrs["words"] = dict.fromkeys(("measured, GiB", "peak, GiB", "step, ms", "forward passes"), words)
+    return table
+
+
+def depth_figure(rows: pd.DataFrame) -> Figure:
+    """Over the number of blocks: activations at the peak, measured (markers) and by the closed form (lines); forward
+    passes of a block."""
+    rows = with_predictions(rows[(rows["size"] == "small") & (rows["repeat"] == 0)])
+    drawn, axes = figures.panels(columns=2, height=2.6)
+    one = (rows["strategy"] == "blocks") & (rows["block_size"] == 1)
+    kinds = {
+        "none": rows["strategy"] == "none", "√N blocks": (rows["strategy"] == "blocks") & ~one, "each block": one,
+        "nested halves": rows["strategy"] == "nested", "chained": rows["strategy"] == "chained",
+    }  # fmt: skip
+    for ax, column, title in zip(
+        axes[0], ("measured", "forwards"), ("activations at the peak, GiB", "forward passes of a block"), strict=True
+    ):  # fmt: skip
+        ax.set_title(title)
+        if rows[column].isna().all():
+            figures.nothing(ax)
+            continue
+        for place, (name, chosen) in enumerate(kinds.items()):
+            some = rows[chosen].sort_values("num_layers")
+            _, color, marker = figures.look(name, place)
+            line = "predicted" if column == "measured" else column
+            ax.plot(some["num_layers"], some[line].astype(float), color=color, lw=1, zorder=2)
+            values = some[column].astype(float)
+            ax.plot(some["num_layers"], values, marker, ls="", color=color, label=name, zorder=3)
+        ax.set(xscale="log", yscale="log", xlabel="blocks")
+        depths = sorted(set(rows["num_layers"]))
+        ax.set_xticks(depths, [str(n) for n in depths])
+        ax.minorticks_off()
+    figures.legend_below(drawn, *axes[0])
+    return drawn
+
+
+def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.DataFrame:
+    """What a block of the handout's model saves, by the operation that saves it, the largest first; of the first
+    machine that has the row. `share` is of all that the block saves."""
+    found = rows[(rows["num_layers"] > 0) & (rows["size"] == XL) & (rows["context_length"] == context_length)]
+    found = found[(found["strategy"] == "none") & (found["repeat"] == 0) & found["kept"].notna()]
+    parts = told(found["kept"].iloc[0]) if len(found) else []
+    names = tensors(size(XL), int(found["batch"].iloc[0]), context_length) if parts else {}
+    all_bytes = sum(count * num_bytes for _, count, num_bytes in parts)
+    return pd.DataFrame(
+        [
+            {
+                "operation": f"`{name}`", "tensors": count, "shape": names.get(num_bytes), "MiB each": num_bytes / MIB,
+                "MiB": count * num_bytes / MIB, "share": count * num_bytes / all_bytes,
+            }
+            for name, count, num_bytes in parts[:most]
+        ],
+        columns=["operation", "tensors", "shape", "MiB each", "MiB", "share"],
+    )  # fmt: skip
+
+
+def block_bytes(context_length: int = 2048, batch: int = 4) -> dict[str, float]:
+    """GiB of the handout's model in fp32: `saved` by a block, its `input`, the `gradients` of its weights."""
+    config = size(XL)
+    counts = accounting.parameter_counts(config)
+    weights = (counts["attention"] + counts["ffn"]) / config.num_layers + 2 * config.d_model
+    found = {
+        "saved": sum(accounting.saved_layer_bytes(config, batch, context_length).values()),
+        "input": accounting.residual_bytes(config, batch, context_length), "gradients": 4 * weights,
+    }  # fmt: skip
+    return {name: num_bytes / GIB for name, num_bytes in found.items()}
