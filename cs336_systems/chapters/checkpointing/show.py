@@ -48,7 +48,7 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
             "gradients_mib": (kept + change) / MIB,
         })  # fmt: skip
     columns = ["name", "predicted", "measured", "peak", "kept_mib", "change_mib", "gradients_mib"]
-    return pd.concat([rows, pd.DataFrame(found, index=rows.index, columns=columns)], axis=1)
+    return rows.assign(**{name: [line[name] for line in found] for name in columns})
 
 
 def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
