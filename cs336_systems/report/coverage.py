@@ -16,8 +16,9 @@ YEARS = ("2025", "2026")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of the handouts: its points in spring 2025 and in spring 2026 (None: not asked; 0: without points),
-    the notebook that answers it, and in our words what it asks, by the letters of its parts ("" where it has none)."""
+    """One problem of the handouts, or some parts of one: its points in spring 2025 and in spring 2026 (None: not asked;
+    0: without points of their own), the notebook that answers it, and in our words what it asks, by the letters of its
+    parts ("" where it has none)."""
 
     id: str
     points: tuple[int | None, int | None]
@@ -56,6 +57,13 @@ PROBLEMS = (
         "c": "Does mixed precision change the peaks?",
         "d": "How large is one tensor of the residual stream in fp32?",
         "e": "Which are the largest allocations of forward, and which code makes them?",
+    }),
+    Problem("memory_profiling", (None, 0), "checkpointing", {
+        "f": "What does one block save for backward, by operation, and how large are the gradients that it makes?",
+    }),
+    Problem("gradient_checkpointing", (None, 4), "checkpointing", {
+        "a": "Which nesting of checkpoints takes the least memory, and how do memory and compute grow with N blocks?",
+        "b": "Which block size is best for xl without nesting, and what are the peaks of it and of its neighbors?",
     }),
     Problem("pytorch_attention", (2, 2), "attention", {
         "": "Plain attention over head dimensions and lengths: times, memory before backward, and where it runs out.",
