@@ -1,7 +1,7 @@
 """Activation checkpointing: what a block saves for backward is computed again there instead (Chen et al., 1604.06174).
 
     x = blockwise(model.layers, x, cos, sin, size=4)      # keeps the input of every fourth block
-    x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, computes log2(N) times as much
+    x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, runs a block 1 + log2(N) / 2 times
     recompute(model.layers, "selective")                  # each block keeps what is dear to compute again
 
 On torch's non-reentrant checkpoint. With N equal blocks that save R bytes each between inputs of c bytes:
@@ -9,7 +9,7 @@ On torch's non-reentrant checkpoint. With N equal blocks that save R bytes each 
     strategy                  activations at the peak           blocks computed again
     none                      N·R                               0
     blockwise, size k         (N/k)·c + k·R                     N
-    nested                    about (log2(N) + 1)·c + R         about N·log2(N)
+    nested                    log2(N)·c + R                     N·log2(N) / 2 + 1
 
 A selective block keeps the results of some operations. A plan measures each operation of a block once: how long it
 takes, and what its result holds. It keeps those that take longest for their bytes, until what is left is cheap.
