@@ -202,3 +202,14 @@ def test_the_figure_shows_each_strategy_once_with_its_numbers():
     assert names == ["none", "√N blocks", "each block", "nested halves", "chained"]
     assert all(list(line.get_ydata()) == [4, 8] for line in drawn.axes[0].lines[1::2])
     assert page.depth_figure(pd.DataFrame(frame(*given)[:0])).axes[0].texts[0].get_text() == "not measured"
+
+
+# ------------------------------------------------------------------------------------------------ the real thing
+@pytest.mark.gpu
+def test_peaks_on_a_gpu():
+    fields = {"size": "small", "num_layers": 8, "context_length": 512}
+    cases = [Case(s, 2 * (s == "blocks"), **fields) for s in experiment.STRATEGIES if s != "selective"]
+    for case, found in zip(cases, experiment.run_group(cases), strict=True):
+        predicted = experiment.predicted_bytes(case, "cuda")
+        assert found["activations_bytes"] == pytest.approx(predicted, rel=0.05), case
+        assert found["peak_bytes"] > found["activations_bytes"] + 8 * accounting.num_parameters(case.config)
