@@ -37,7 +37,7 @@ UNPAIRED = (  # tables in which not every group has a repetition, or one has sev
 )  # fmt: skip
 DERIVED = {  # answers that rest on no rows
     "benchmarking_script (a)", "memory_profiling (d)", "flash_forward (a)", "flash_forward (c)", "flash_backward",
-    "naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking (b)",
+    "naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking (b)", "fsdp",
     "gradient_checkpointing (a)",
 }  # fmt: skip
 

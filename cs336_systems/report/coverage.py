@@ -127,6 +127,13 @@ PROBLEMS = (
         "b": "What does sharding cost in time?",
         "c": "How does it differ from ZeRO's first stage?",
     }),
+    Problem("fsdp", (None, 15), "fsdp", {
+        "": "A wrapper that shards weights, gathers each layer's in time, and reduce-scatters its gradients.",
+    }),
+    Problem("fsdp_accounting", (None, 5), "fsdp", {
+        "a": "What does FSDP save at the peak against sharding the optimizer alone?",
+        "b": "For xl on two GPUs, does the all-gather finish in time in forward?",
+    }),
     Problem("alternate_ring_all_reduce", (None, 1), "parallelism", {
         "": "How long does an all-reduce take whose ring passes on whole tensors?",
     }),
