@@ -69,11 +69,15 @@ def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():
     ranges = [Range("step", 0, 100, 1, 1), Range("forward", 0, 10, 1, 1), Range("backward", 10, 20, 1, 1)]
     gather, scatter = "ncclDevKernel_AllGather_RING_LL(x)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)"
     million = 1_000_000
-    spans = [
-        ("gemm", 20, 40, 1), (gather, 10, 20, 2), (gather, 30, 40, 3), (gather, 36, 50, 4), ("gemm", 50, 60, 11),
-        (scatter, 55, 70, 12), ("gemm", 80, 90, 30), (scatter, 85, 95, 31),
+    spans = [  # start, end, launched, stream; a cast of a message is no compute
+        ("gemm", 20, 40, 1, 7), (gather, 10, 20, 2, 8), (gather, 30, 40, 3, 8), (gather, 36, 50, 4, 8),
+        ("copy_kernel", 40, 50, 4, 9), ("gemm", 50, 60, 11, 7), (scatter, 55, 70, 12, 10), ("gemm", 80, 90, 30, 7),
+        (scatter, 85, 95, 31, 10),
     ]  # fmt: skip
-    kernels = [Kernel(name, a * million, b * million, 0, 7, launched, 1, 1) for name, a, b, launched in spans]
+    kernels = [
+        Kernel(name, a * million, b * million, 0, stream, launched, 1, 1)
+        for name, a, b, launched, stream in spans
+    ]
     found = on_ranks.exposed(Trace("torch", tuple(kernels), tuple(ranges)), 0)
     assert found == {
         "traced_ms": 95.0, "communication_ms": 10 + 20 + 15 + 10, "exposed_ms": 10 + 10 + 10 + 5,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Phases, take_turns
+from cs336_systems.measure.device import give_back
 from cs336_systems.measure.trace import overlap, profiler
-from cs336_systems.measure.trace.events import Trace, union_ns
+from cs336_systems.measure.trace.events import Kernel, Range, Trace, union_ns
 from cs336_systems.measure.trace.kernels import COMMUNICATION, class_of
 from cs336_systems.sizes import size
 
@@ -41,7 +42,7 @@ class Step:
 
         from cs336_systems.model import build
 
-        self.rank, self.loss = rank, None
+        self.loss = None
         config = dataclasses.replace(size(case.size), context_length=case.context_length)
         torch.set_float32_matmul_precision("highest" if case.dtype == "fp32" else "high")
         torch.manual_seed(0)
@@ -116,17 +117,13 @@ def _wrapped(model: nn.Module, wrapper: str, narrow: torch.dtype | None) -> nn.M
 
     # a block's inputs are left alone, as ours leaves them: the rotary tables stay in fp32
     policy = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-    for block in model.layers:
-        fully_shard(block, mp_policy=policy)
-    model = fully_shard(model, mp_policy=policy)
-    # each of these gathers, when it is its turn, the next ones
-    order, ahead = [model, *model.layers], _AHEAD[wrapper]
-    backward = [model, *reversed(model.layers)]
-    for i in range(len(order)):
-        if following := order[i + 1 : i + 1 + ahead]:
-            order[i].set_modules_to_forward_prefetch(following)
-        if following := backward[i + 1 : i + 1 + ahead]:
-            backward[i].set_modules_to_backward_prefetch(following)
+    blocks, ahead = list(model.layers), _AHEAD[wrapper]
+    for module in (*blocks, model):
+        fully_shard(module, mp_policy=policy)
+    for i, unit in enumerate(order := [model, *blocks]):  # each has the next ones gathered when it is called
+        unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
+    for i, unit in enumerate(order := [model, *reversed(blocks)]):
+        unit.set_modules_to_backward_prefetch(order[i + 1 : i + 1 + ahead])
     return model
 
 
@@ -145,13 +142,11 @@ def _turn(case: Case, rank: Rank, noted: dict[str, Any]) -> Iterator[Phases]:
     """One turn of a case: built, warmed up, timed, given back; what it holds goes into `noted`."""
     import torch
 
-    gc.collect()
-    if rank.device != "cpu":
-        torch.cuda.empty_cache()
+    give_back(rank.device)
     ranks.meet(rank)  # so that nobody is in another case's turn
     print(f"{TURN}{case.name}", flush=True)
     step = Step(case, rank)
-    gc.collect()
+    give_back(rank.device)
     seen = {"initialized_bytes": _allocated(rank)}
     for last in (False, True):  # the first makes the optimizer's state
         forward, backward, finish, update = step.phases.values()
@@ -190,7 +185,7 @@ def _allocated(rank: Rank) -> int | None:
 
 # ------------------------------------------------------------------------------------------------ times
 def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics of the cases, which take turns: the same on all ranks. A line is printed for each."""
+    """The metrics of the cases, which take turns: the same on all ranks."""
     group = [Case(**case) for case in cases]
     found: dict[Case, dict[str, Any]] = {case: {"backend": rank.backend} for case in group}
     turns = {case: functools.partial(_turn, case, rank, found[case]) for case in group}
@@ -201,12 +196,7 @@ def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, An
         for phase in (*PHASES, "step"):
             found[case] |= samples.row(phase)
         found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
-        if rank.rank == 0:
-            peak = found[case].get("peak_bytes", 0) / 2**30
-            print(
-                f"{case.size}, context {case.context_length}, {case.name}: {step_ms:.4g} ms, {peak:.1f} GiB",
-                flush=True,
-            )
+        print(f"context {case.context_length}, {case.name}: {step_ms:.4g} ms", flush=True)
     return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 
@@ -225,12 +215,9 @@ def trace_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, A
         rows = [exposed(trace, step) for step in steps]
         row = {name: fmean(one[name] for one in rows) for name in rows[0]}
         timelines = overlap.overlap(trace, "step", PHASES)
-        row |= {
-            "source": trace.source,
-            "tool_version": torch.__version__.split("+")[0],
-            "backend": rank.backend,
-        }
-        found.append(noted | row | {"timeline": dataclasses.asdict(timelines[-1])})
+        tool = {"source": trace.source, "tool_version": torch.__version__.split("+")[0]}
+        timeline = dataclasses.asdict(timelines[-1])
+        found.append(noted | row | tool | {"backend": rank.backend, "timeline": timeline})
     return found
 
 
@@ -265,23 +252,26 @@ Spans = list[tuple[int, int]]
 
 
 def _lanes(trace: Trace, index: int, word: str = "") -> tuple[Spans, Spans]:
-    """Start and end of what communicates within a range, of names with this word, and of what computes."""
+    """Start and end of what communicates within a range, of names with this word, and of what computes: on a GPU in the
+    stream in which most does, since the others only prepare messages."""
     whole = trace.ranges[index]
     kernels = [trace.kernels[i] for i in trace.owned(index)]
-    sends = [class_of(k.name) == COMMUNICATION or k.name.startswith("c10d::") for k in kernels]
-    sent = [
-        (k.start_ns, k.end_ns)
-        for k, sending in zip(kernels, sends, strict=True)
-        if sending and word in k.name
-    ]
-    if trace.source == "torch-cpu":  # Gloo's threads do it; operators only ask for it
-        sent = [
-            (r.start_ns, r.end_ns) for r in trace.ranges
-            if r.name.startswith("gloo:") and whole.start_ns <= r.start_ns < whole.end_ns
-            and word.lower() in r.name.replace("_", "")
-        ]  # fmt: skip
-    computed = [(k.start_ns, k.end_ns) for k, sending in zip(kernels, sends, strict=True) if not sending]
-    return sorted(sent), sorted(computed)
+    rest = [k for k in kernels if not _sends(k)]
+    if trace.source == "torch-cpu":  # Gloo's threads communicate; operators only ask for it
+        within = [r for r in trace.ranges if whole.start_ns <= r.start_ns < whole.end_ns]
+        named = [r for r in within if r.name.startswith("gloo:") and word.lower() in r.name.replace("_", "")]
+        return _spans(named), _spans(rest)
+    [(main, _)] = Counter(k.stream for k in rest).most_common(1) or [(None, 0)]
+    sent = (k for k in kernels if _sends(k) and word in k.name)
+    return _spans(sent), _spans(k for k in rest if k.stream == main)
+
+
+def _sends(kernel: Kernel) -> bool:
+    return class_of(kernel.name) == COMMUNICATION or kernel.name.startswith("c10d::")
+
+
+def _spans(found: Iterable[Kernel | Range]) -> Spans:
+    return sorted((one.start_ns, one.end_ns) for one in found)
 
 
 def _union_ns(spans: Spans) -> int:
