@@ -48,9 +48,9 @@ def test_full_has_every_variant_and_fits_the_time():
     for variant in zero.VARIANTS:
         for context in (128, 512, 1024):
             assert Case(variant, context, zero.TIMED) in cases
-    assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl"}
+    assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl", "2.7B"}
     two = [c for c in cases if c.world_size <= 2]
-    assert sum(map(zero.estimate_s, rows.groups(zero.TABLE, two))) < 330
+    assert sum(map(zero.estimate_s, rows.groups(zero.TABLE, two))) < 360
 
 
 # --------------------------------------------------------------------------------------------- measured

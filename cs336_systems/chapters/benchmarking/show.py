@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
-from cs336_systems.chapters.benchmarking.measure import PRIMARY
+from cs336_systems.chapters.benchmarking.measure import LATER, PRIMARY
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared.steps import WARM
 from cs336_systems.measure.clocks.turns import each
@@ -43,10 +43,11 @@ def primary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def steps(rows: pd.DataFrame, mode: str = "train_step", **where: object) -> pd.DataFrame:
-    """The rows of a mode in fp32, each case once: after a full warm-up, or where these fields have these values."""
+    """The rows of a mode in fp32, each case once: after a full warm-up, or where these fields have these values. Spring
+    2026's largest size is left out."""
     for field, value in ({"mode": mode, "dtype": "fp32", "warmup": WARM, "repeat": 0} | where).items():
         rows = rows[rows[field].isin(value if isinstance(value, list) else [value])]
-    return rows
+    return rows[rows["size"] != LATER]
 
 
 # ------------------------------------------------------------------------------------------------ predictions

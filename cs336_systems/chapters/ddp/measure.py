@@ -53,6 +53,7 @@ METRICS = (
 )  # fmt: skip
 ALONE = "alone"
 CONTEXTS = (128, 512, 1024)  # the shorter ones are launch-bound on a fast GPU
+XL_2026 = "2.7B"  # what spring 2026 calls xl
 BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
 STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
 TINY_STEPS = 4  # on a CPU there are no numbers to be precise about
@@ -109,6 +110,9 @@ def grid(preset: str) -> list[Case]:
     cases += [Case("xl", 128, w, mb, world_size=1) for w, mb in alone]
     many = [(ALONE, 0.0), *few]
     cases += [Case("xl", c, w, mb, world_size=n) for n in (4, 8) for c in CONTEXTS for w, mb in many]
+    more = [("bucketed", 100.0), ("in_place", 100.0), ("torch", 0.0)]
+    cases += [Case(XL_2026, 512, w, mb) for w, mb in (*main, *more)]
+    cases.append(Case(XL_2026, 512, "bucketed", 100.0, repeat=1))
     traced = (("naive", 0.0), ("flat", 0.0), ("overlapped", 0.0), ("bucketed", 100.0), ("torch", 0.0))
     return [*cases, *(Case("xl", CONTEXTS[-1], w, mb, kind="trace") for w, mb in traced)]
 

@@ -151,10 +151,15 @@ def first_step_gib(chapter: Chapter, context: int) -> Number:
     return Number(max(first) / GIB) if first else Number(0, NOT_MEASURED)
 
 
+def _drawn(chapter: Chapter) -> list[int]:
+    """The contexts whose timelines are kept; one at least."""
+    rows = largest_model(chapter.rows()).to_dict("records")
+    return sorted({row["context_length"] for row in rows if memory.drawn(case_of(row))}) or [0]
+
+
 def explore(chapter: Chapter, label: str) -> None:
     """The second step at the longest context under the mouse, on web pages; label: as `figure.hover`."""
-    longest = largest_model(chapter.rows())["context_length"].max()
-    _, found = recording(chapter, mode="train_step", dtype="fp32", context_length=longest)
+    _, found = recording(chapter, mode="train_step", dtype="fp32", context_length=_drawn(chapter)[-1])
     if found is not None:
         figures.only_html(hover(cropped(found, "forward 2"), label))
 
@@ -162,7 +167,7 @@ def explore(chapter: Chapter, label: str) -> None:
 def timelines_figure(chapter: Chapter) -> Figure:
     """Active memory in fp32: the forward pass without a graph at the longest context, beyond the weights; the second of
     two steps at the shortest and at the longest."""
-    contexts = sorted(set(largest_model(chapter.rows())["context_length"])) or [0]
+    contexts = _drawn(chapter)
     short, long = contexts[0], contexts[-1]
     figure, axes = figures.panels(columns=2, rows=2, height=1.85, height_ratios=(1, 1.8))
     axes[0, 1].remove()

@@ -32,7 +32,7 @@ DEPENDS = (
     *depends.RANK_CLOCK, "chapters/training/trials.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "batch", "dtype", "compile", "world_size", "steps")
-ROUNDS = 2  # turns of each cell
+ROUNDS = 3  # turns of each cell
 ALONE = "none"
 
 
@@ -67,7 +67,7 @@ class Case:
     dtype: str = "bf16"
     compile: str = "off"
     world_size: int = 1
-    steps: int = 12
+    steps: int = 24
     repeat: int = 0
 
     @property

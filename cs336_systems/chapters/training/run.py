@@ -69,13 +69,13 @@ class Case:
     makes the same run again."""
 
     size: str = "small"
-    context_length: int = 512
-    sequences: int = 64
+    context_length: int = 2048
+    sequences: int = 16
     dtype: str = "bf16"
     compile: str = "whole"
     cap_gib: int = 0
-    minutes: float = 4.0
-    train_mb: float = 300.0
+    minutes: float = 8.0
+    train_mb: float = 1260.0
     repeat: int = 0
 
 

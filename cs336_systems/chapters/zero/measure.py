@@ -70,6 +70,7 @@ GROUP = ("size", "world_size", "batch", "bucket_mb", "launch")
 
 CONTEXTS = (128, 512)
 TIMED_CONTEXTS = (*CONTEXTS, 1024)  # the shorter ones are launch-bound on a fast GPU
+XL_2026 = "2.7B"  # what spring 2026 calls xl
 WORLD_SIZES = (2, 4, 8)
 ON_CPU = "tiny"
 TURNS = 4  # of each variant
@@ -111,6 +112,8 @@ def grid(preset: str) -> list[Case]:
         *_memory(("plain", "sharded", "torch", "torch_zero"), CONTEXTS),
         *_times(tuple(VARIANTS), TIMED_CONTEXTS),
     ]
+    cases += _memory(("plain", "sharded"), CONTEXTS[-1:], size=XL_2026)
+    cases += _times(("alone", "plain", "sharded", "overlapped"), CONTEXTS[-1:], size=XL_2026)
     for world_size in WORLD_SIZES[1:]:
         cases += _memory(("plain", "sharded"), CONTEXTS[-1:], world_size=world_size)
         some = ("alone", "plain", "sharded", "overlapped", "torch_zero")
