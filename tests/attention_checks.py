@@ -45,11 +45,12 @@ def captured(call):
 
 
 def run(impl, q, k, v, grad_o, is_causal):
-    """[O, dQ, dK, dV] of an implementation, with the gradients' memory poisoned beforehand."""
+    """[O, dQ, dK, dV] of an implementation, with the gradients' memory poisoned beforehand; of grouped queries where k
+    has fewer heads."""
     if q.is_cuda:
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, grad_o)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
-    o = attention(q, k, v, is_causal, impl)
+    o = attention(q, k, v, is_causal, impl, enable_gqa=q.shape[:-2] != k.shape[:-2])
     return [o, *torch.autograd.grad(o, (q, k, v), grad_o)]
 
 

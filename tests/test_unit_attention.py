@@ -48,6 +48,71 @@ def test_bf16_in_the_interpreter_is_refused():
         attention(q, k, v, True, "flash_triton")
 
 
+GROUPED = [name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "of_keys"), [(4, 2), (6, 2), (4, 1), (3, 3)])
+@pytest.mark.parametrize("impl", [*OURS, *(x for x in GROUPED if x not in ("flash_triton", "flash_torch"))])
+def test_grouped_queries(impl, heads, of_keys, dtype, is_causal):
+    """Each head of keys for a group of heads of queries: odd lengths, and in layouts of all kinds."""
+    if impl == "flash_compiled_backward" and (heads != 4 or not is_causal):
+        pytest.skip("compiling takes a minute")
+    check(
+        impl,
+        fresh(2, heads, 37, 24, dtype=dtype),
+        *(fresh(2, of_keys, 51, 24, dtype=dtype) for _ in "kv"),
+        is_causal,
+    )
+    if is_causal and "compiled" not in impl:
+        q = fresh(2, 64, heads, 16, dtype=dtype).transpose(1, 2)
+        k = fresh(1, of_keys, 32, 32, dtype=dtype)[..., ::2].expand(2, of_keys, 32, 16)
+        v = fresh(2, 16, 32, dtype=dtype)[:, None].transpose(2, 3).expand(2, of_keys, 32, 16)
+        for axes in ((1, 1, 1, 1), (2, heads, 1, 1), (2, heads, 64, 1), (1, heads, 64, 16)):
+            check(impl, q, k, v, True, fresh(*axes, dtype=dtype, requires_grad=False).expand(q.shape))
+
+
+@pytest.mark.parametrize("impl", [*OURS, "reference", "sdpa"])
+def test_which_head_of_keys_a_head_of_queries_sees(impl):
+    """As in torch's own attention; the axis of heads is the one before the last two, of three or five too."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    for leading in ((), (2,), (2, 3)):
+        q, k, v = (fresh(*leading, n, 20, 16, requires_grad=False) for n in (6, 2, 2))
+        expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(attention(q, k, v, impl=impl, enable_gqa=True), expected)
+
+
+@pytest.mark.parametrize("impl", [*OURS, "reference", "sdpa"])
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "enable_gqa", "message"),
+    [
+        ((2, 4, 8, 16), (2, 2, 8, 16), False, r"q has shape \(2, 4, 8, 16\).*must be equal \(with enable_gqa=True"),
+        ((2, 4, 8, 16), (2, 3, 8, 16), False, r"k has \(2, 3, 8, 16\); their leading axes must be equal$"),
+        ((2, 4, 8, 16), (2, 3, 8, 16), True, r"k has \(2, 3, 8, 16\).*must be a multiple of those of k"),
+        ((2, 2, 8, 16), (2, 4, 8, 16), True, r"must be a multiple"),
+        ((2, 4, 8, 16), (1, 2, 8, 16), True, r"must be a multiple of those of k, and the axes before be equal"),
+        ((4, 8, 16), (2, 4, 8, 16), True, r"must be a multiple"),
+        ((2, 4, 8, 16), (2, 0, 8, 16), True, r"must be a multiple"),
+        ((2, 4, 8, 16), (2, 2, 8, 24), True, r"q has head dimension 16 but k has 24"),
+        ((2, 4, 8, 16), (2, 2, 8, 16), 1, r"enable_gqa is 1; allowed: True, False"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit_are_named(impl, q_shape, k_shape, enable_gqa, message):
+    q, k = torch.zeros(q_shape), torch.zeros(k_shape)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, k, impl=impl, enable_gqa=enable_gqa)
+
+
+def test_implementations_without_grouped_queries_name_those_with_them():
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    with pytest.raises(
+        ValueError, match="flash_cuda has no grouped queries.*these have: flash_triton, flash_torch, "
+    ):
+        attention(q, k, k, impl="flash_cuda", enable_gqa=True)
+
+
 @pytest.mark.parametrize("impl", OURS)
 def test_strided_and_expanded_inputs(impl):
     q = fresh(2, 40, 3, 32).transpose(1, 2)  # as a model has it: (batch, n, heads, d)
@@ -152,10 +217,11 @@ def test_functions_are_not_transformed(impl):
 
 # ------------------------------------------------------------------------------------------------ operators
 @triton_on_cpu
-def test_operators_pass_opcheck():
+@pytest.mark.parametrize("heads", [2, 6])
+def test_operators_pass_opcheck(heads):
     import cs336_systems.attention.flash_triton  # noqa: F401
 
-    q = fresh(1, 2, 33, 16, requires_grad=False)
+    q = fresh(1, heads, 33, 16, requires_grad=False)
     k, v = (fresh(1, 21, 2, 16, requires_grad=False).transpose(1, 2) for _ in range(2))
     tests = ("test_schema", "test_faketensor")
     o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, True)
@@ -171,6 +237,9 @@ def test_flops_are_counted():
     with FlopCounterMode(display=False) as counter:
         attention(q, k, v, False, "flash_triton").sum().backward()
     assert counter.get_total_flops() == 7 * 2 * 2 * 32 * 48 * 16  # seven products of 2·n_q·n_k·d, two heads
+    with FlopCounterMode(display=False) as counter:  # those of queries count
+        attention(q, k[:1], v[:1], False, "flash_triton", enable_gqa=True).sum().backward()
+    assert counter.get_total_flops() == 7 * 2 * 2 * 32 * 48 * 16
 
 
 @triton_on_cpu
@@ -184,14 +253,15 @@ def test_autocast():
 
 
 @triton_on_cpu
-def test_torch_compile_takes_it_whole(monkeypatch):
+@pytest.mark.parametrize("of_keys", [2, 1])
+def test_torch_compile_takes_it_whole(of_keys, monkeypatch):
     # on a GPU whether triton can run is a question that is not traced, and the first call may be a compiled one
     untraced = torch._dynamo.disable(lambda: dict.fromkeys(IMPLEMENTATIONS))
     monkeypatch.setattr(registry, "availability", untraced)
     monkeypatch.setattr(registry, "_usable", {})
-    q, k, v = (fresh(2, 32, 16) for _ in range(3))
+    q, k, v = (fresh(heads, 32, 16) for heads in (2, of_keys, of_keys))
     grad_o = torch.randn_like(q)
-    twice = lambda *x: attention(*x, True, "flash_triton") * 2
+    twice = lambda *x: attention(*x, True, "flash_triton", enable_gqa=of_keys < 2) * 2
     o = torch.compile(twice, fullgraph=True, backend="aot_eager")(q, k, v)
     expected = run("flash_triton", q, k, v, 2 * grad_o, True)
     torch.testing.assert_close(o, 2 * expected[0])
@@ -273,6 +343,8 @@ def test_what_auto_means_on_a_gpu(capability, missing, dtype, d, expected, compi
         q = torch.empty(1, 8, d, dtype=getattr(torch, dtype), device="cuda:0")
         if not compiled:
             assert auto.chosen(q) == expected
+            able = "flash_triton" if "flash_triton" not in missing and d <= 256 else "reference"
+            assert auto.chosen(q, grouped=True) == able
             return
         places = {name: float(place) for place, name in enumerate(registry.IMPLEMENTATIONS)}
         graphs = []

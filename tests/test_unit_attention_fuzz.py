@@ -9,6 +9,7 @@ import torch
 from attention_checks import FLOOR, check, fresh
 
 from cs336_systems.attention import availability
+from cs336_systems.attention.inputs import repeated_heads
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -56,7 +57,7 @@ GRADIENTS = LAYOUTS | {
 def sizes_of_sums(q, k, v, grad_o, is_causal):
     """The norms that O, dQ, dK and dV would have if the terms of their sums had random signs. With two or three queries
     or keys they may cancel almost wholly, and what rounding leaves is to be held against what was summed."""
-    q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
+    q, k, v, grad_o = (x.detach().double() for x in (*repeated_heads(q, k, v, q.ndim == 4), grad_o))
     scale = q.shape[-1] ** -0.5
     scores = q @ k.transpose(-2, -1) * scale
     if is_causal:
@@ -74,22 +75,25 @@ def one_case(draw, impl="flash_triton", dtypes=DTYPES):
     dtype, precision = draw.choice(dtypes), draw.choice(["highest", "high"] if ON_GPU else ["highest"])
     batch, heads, d = draw.randint(1, MOST["batch"]), draw.randint(1, MOST["heads"]), draw.choice(HEAD_DIMS)
     d = min(d, 128) if only_16 else d
+    group = 1 if only_16 else draw.choice([1, 1, 2, 3, 4])  # heads of queries for one of keys
     (num_queries, num_keys), is_causal = lengths(draw), draw.random() < 0.6
     of = [draw.choice(list(LAYOUTS)) for _ in range(3)] + [draw.choice(list(GRADIENTS))]
     if min(num_queries, num_keys) >= 512 and dtype != torch.float32 and not only_16:
         # those for Hopper are choosy
         d, of[:3] = draw.choice([40, 64, 80, 96, 128]), [draw.choice(FOR_TMA) for _ in range(3)]
     scale = draw.choice([0.1, 1.0])
-    case = f"{batch}x{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} causal={is_causal} {of} scale={scale}"
+    case = f"{batch}x{group}·{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} causal={is_causal} {of} scale={scale}"
 
     def new(*shape):
         return fresh(*shape, dtype=dtype, device=DEVICE, requires_grad=False, scale=scale)
 
     q, k, v = (
-        LAYOUTS[name](new, batch, heads, n, d).requires_grad_()
-        for name, n in zip(of, (num_queries, num_keys, num_keys), strict=False)
+        LAYOUTS[name](new, batch, h, n, d).requires_grad_()
+        for name, h, n in zip(
+            of, (group * heads, heads, heads), (num_queries, num_keys, num_keys), strict=False
+        )
     )
-    grad_o = GRADIENTS[of[3]](new, batch, heads, num_queries, d)
+    grad_o = GRADIENTS[of[3]](new, batch, group * heads, num_queries, d)
     # twice what single shapes are held to: among many some are unlucky, and a wrong mask or stride is far from it
     floor = 2**-8 if dtype == torch.float32 and precision == "high" else 2 * FLOOR[dtype]
     least = sizes_of_sums(q, k, v, grad_o, is_causal)

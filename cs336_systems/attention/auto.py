@@ -17,22 +17,24 @@ def before_ampere(device_index: int) -> bool:
     return _before_ampere[device_index]
 
 
-def chosen(q: torch.Tensor) -> str:
-    """The implementation for queries like q (..., n, d): on a GPU `flash_triton` where it can run, else `flash_cuda`
+def chosen(q: torch.Tensor, grouped: bool = False) -> str:
+    """The implementation for queries like q (..., n, d), grouped or not: on a GPU `flash_triton` where it can run, else `flash_cuda`
     where that can and takes them; the other way round before Ampere, whose tensor cores Triton leaves idle. Otherwise,
     and on a CPU, `reference`."""
     if not q.is_cuda:
         return "reference"
     order = ("flash_triton", "flash_cuda")
     for name in reversed(order) if before_ampere(q.get_device()) else order:
-        if usable(name) and _serves(name, q):
+        if usable(name) and _serves(name, q, grouped):
             return name
     return "reference"
 
 
-def _serves(name: str, q: torch.Tensor) -> bool:
+def _serves(name: str, q: torch.Tensor, grouped: bool) -> bool:
     if name == "flash_triton":
         return 16 <= q.shape[-1] <= 256
+    if grouped:
+        return False
     from cs336_systems.attention import flash_cuda
 
     return flash_cuda.serves(q)

@@ -144,17 +144,17 @@ _register_flops()
 # ------------------------------------------------------------------------------------------------ autograd
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 by the Triton kernels, or those for Hopper where they serve, as
-    `FlashAttentionTriton.apply(Q, K, V, is_causal)`.
+    `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa)`.
 
     Q: (..., n_q, d); K, V: (..., n_k, d); the same dtype (fp32, fp16 or bf16) and device, any strides; 16 ≤ d ≤ 256.
-    Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.
+    enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.
     Errors: ValueError that names the mismatch.
     """
 
     @staticmethod
-    def forward(ctx, Q, K, V, is_causal=False):
+    def forward(ctx, Q, K, V, is_causal=False, enable_gqa=False):
         Q, K, V = autocast_inputs(Q, K, V)
-        check_inputs(Q, K, V)
+        check_inputs(Q, K, V, enable_gqa=enable_gqa)
         direct = Q.is_cuda and _plain(Q, K, V)
         forward = _launch_forward_on_gpu if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
@@ -173,17 +173,17 @@ class FlashAttentionTriton(torch.autograd.Function):
         direct = q.is_cuda and _plain(q, k, v, grad_o)
         backward = _launch_backward_on_gpu if direct else torch.ops.cs336.flash_backward
         if q.ndim == 4:
-            return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None
+            return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None, None
         four = [to_four_axes(x) for x in (q, k, v, o)]
         grads = backward(*four, logsumexp.view(four[0].shape[:3]), to_four_axes(grad_o), ctx.is_causal)
-        return *(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), None
+        return *(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
 _apply_in_c = super(torch.autograd.Function, FlashAttentionTriton).apply
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, enable_gqa: bool = False
 ) -> torch.Tensor:
     """`FlashAttentionTriton.apply` (shapes and errors there) for less of the host's time: past the layer in which torch
     finds out at each call that the class has no `setup_context`."""
@@ -192,5 +192,5 @@ def flash_attention(
         or torch._C._are_functorch_transforms_active()
         or not (_has_storage(q) and _has_storage(k) and _has_storage(v))  # one that has left its transform
     ):
-        return FlashAttentionTriton.apply(q, k, v, is_causal)
-    return _apply_in_c(q, k, v, is_causal)
+        return FlashAttentionTriton.apply(q, k, v, is_causal, enable_gqa)
+    return _apply_in_c(q, k, v, is_causal, enable_gqa)

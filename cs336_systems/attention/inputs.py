@@ -10,9 +10,11 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 def check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES,
-    head_dims: tuple[int, int] = (MIN_HEAD_DIM, MAX_HEAD_DIM),
+    head_dims: tuple[int, int] = (MIN_HEAD_DIM, MAX_HEAD_DIM), enable_gqa: bool = False,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless q (..., n_q, d), k and v (..., n_k, d) fit together, naming what differs."""
+    """Raises ValueError unless q (..., n_q, d), k and v (..., n_k, d) fit together, naming what differs.
+
+    enable_gqa: the axis before the last two is of heads, and k and v may have fewer, of which q's are a multiple."""
     shape, dtype, device = q.shape, q.dtype, q.device
     if (
         shape == k.shape == v.shape
@@ -28,10 +30,7 @@ def check_inputs(
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., n_queries, d), at least two axes")
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} but v has {tuple(v.shape)}; they must be equal")
-    if k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} but k has {tuple(k.shape)}; their leading axes must be equal"
-        )
+    _check_leading_axes(q, k, enable_gqa)
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head dimension {q.shape[-1]} but k has {k.shape[-1]}; they must be equal")
     if not q.dtype == k.dtype == v.dtype:
@@ -44,6 +43,33 @@ def check_inputs(
         raise ValueError(f"the head dimension is {q.shape[-1]}; allowed: {head_dims[0]} to {head_dims[1]}")
     if q.numel() == 0 or k.numel() == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}; every axis must be at least 1")
+
+
+def _check_leading_axes(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> None:
+    if k.ndim == q.ndim and q.shape[:-2] == k.shape[:-2]:
+        return
+    shapes = f"q has shape {tuple(q.shape)} but k has {tuple(k.shape)}"
+    alike = k.ndim == q.ndim > 2 and q.shape[:-3] == k.shape[:-3]
+    multiple = alike and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
+    if not enable_gqa:
+        hint = " (with enable_gqa=True heads of queries share keys)" if multiple else ""
+        raise ValueError(f"{shapes}; their leading axes must be equal{hint}")
+    if not multiple:
+        raise ValueError(
+            f"{shapes}; with enable_gqa=True the heads of q, on the axis before the last two, must be a multiple of "
+            "those of k, and the axes before be equal"
+        )
+
+
+def repeated_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, and k and v with a head for each of q's: what grouped queries mean. Errors as for `check_inputs`."""
+    if not enable_gqa or k.shape != v.shape:  # these are refused later
+        return q, k, v
+    _check_leading_axes(q, k, True)
+    group = q.shape[-3] // k.shape[-3]
+    return q, k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from cs336_systems.attention.inputs import check_inputs
+from cs336_systems.attention.inputs import check_inputs, repeated_heads
 
 
 def _range(name: str, device: torch.device) -> AbstractContextManager[object]:
@@ -53,9 +53,14 @@ def exact_attention(
 ) -> list[torch.Tensor]:  # fmt: skip
     """[O, dQ, dK, dV] in fp64, by chunks of queries of at most `max_scores` scores: the reference for errors.
 
-    q: (..., n_queries, d); k, v: (..., n_keys, d); grad_o: as q. Memory linear in the sequence, for any length.
+    q: (..., n_queries, d); k, v: (..., n_keys, d), of as many heads or fewer (grouped queries); grad_o: as q. Memory
+    linear in the sequence, for any length.
     """
     q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
+    if q.shape[:-2] != k.shape[:-2]:
+        heads = k.shape[-3]
+        o, dq, *of_each = exact_attention(*repeated_heads(q, k, v, True), grad_o, is_causal, max_scores)
+        return [o, dq, *(x.unflatten(-3, (heads, -1)).sum(-3) for x in of_each)]
     scale = 1 / math.sqrt(q.shape[-1])
     o, dq = torch.empty_like(q), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)

@@ -12,61 +12,64 @@ from cs336_systems.attention.available import cuda_reason, torch_reason, triton_
 if TYPE_CHECKING:
     import torch
 
-    Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Implementation:
     """An implementation of attention.
 
-    what: in a few words. call: (q, k, v, is_causal) → o; imports what it needs. reason: why this machine cannot run it;
-    None where it can.
+    what: in a few words. call: (q, k, v, is_causal, enable_gqa) → o; imports what it needs. reason: why this machine
+    cannot run it; None where it can. grouped_queries: whether it takes more heads of queries than of keys.
     """
 
     what: str
     call: Call
     reason: Callable[[], str | None] = torch_reason
+    grouped_queries: bool = True
 
 
-def _flash_triton(q, k, v, is_causal):
+def _flash_triton(q, k, v, is_causal, enable_gqa=False):
     from cs336_systems.attention.flash_triton import flash_attention
 
-    return flash_attention(q, k, v, is_causal)
+    return flash_attention(q, k, v, is_causal, enable_gqa)
 
 
-def _flash_cuda(q, k, v, is_causal):
+def _flash_cuda(q, k, v, is_causal, enable_gqa=False):
     from cs336_systems.attention.flash_cuda import FlashAttentionCuda
 
     return FlashAttentionCuda.apply(q, k, v, is_causal)
 
 
-def _flash_torch(q, k, v, is_causal):
+def _flash_torch(q, k, v, is_causal, enable_gqa=False):
     from cs336_systems.attention.flash_torch import FlashAttentionTorch
+    from cs336_systems.attention.inputs import repeated_heads
 
-    return FlashAttentionTorch.apply(q, k, v, is_causal)
+    return FlashAttentionTorch.apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
 
 
-def _flash_compiled_backward(q, k, v, is_causal):
+def _flash_compiled_backward(q, k, v, is_causal, enable_gqa=False):
     from cs336_systems.attention.flash_torch import FlashAttentionCompiledBackward
+    from cs336_systems.attention.inputs import repeated_heads
 
-    return FlashAttentionCompiledBackward.apply(q, k, v, is_causal)
+    return FlashAttentionCompiledBackward.apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
 
 
-def _reference(q, k, v, is_causal):
-    from cs336_systems.attention.inputs import autocast_inputs
+def _reference(q, k, v, is_causal, enable_gqa=False):
+    from cs336_systems.attention.inputs import autocast_inputs, repeated_heads
     from cs336_systems.attention.reference import reference_attention
 
-    return reference_attention(*autocast_inputs(q, k, v), is_causal)
+    return reference_attention(*autocast_inputs(*repeated_heads(q, k, v, enable_gqa)), is_causal)
 
 
-def _sdpa(q, k, v, is_causal):
+def _sdpa(q, k, v, is_causal, enable_gqa=False):
     from torch.nn.functional import scaled_dot_product_attention
 
     from cs336_systems.attention.inputs import autocast_inputs, check_inputs
 
     q, k, v = autocast_inputs(q, k, v)
-    check_inputs(q, k, v, head_dims=(1, 2**31))
-    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    check_inputs(q, k, v, head_dims=(1, 2**31), enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
 IMPLEMENTATIONS = {
@@ -76,7 +79,7 @@ IMPLEMENTATIONS = {
     ),
     "flash_cuda": Implementation(
         "FlashAttention-2 in CUDA C++, for 16-bit tensors: forward and backward kernels",
-        _flash_cuda, cuda_reason,
+        _flash_cuda, cuda_reason, grouped_queries=False,
     ),
     "flash_torch": Implementation(
         "FlashAttention-2 tiled in PyTorch, forward and backward", _flash_torch

@@ -56,7 +56,7 @@ class Compiled:
 
 def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
-    expanded: int = 0, plain: bool = True,
+    expanded: int = 0, plain: bool = True, heads_per_kv: int = 1,
 ) -> Compiled:  # fmt: skip
     """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
 
@@ -67,7 +67,7 @@ def compile_kernel(
     function = KERNELS[kernel]
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, EXPANDED=expanded,
+        IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, HEADS_PER_KV=heads_per_kv, EXPANDED=expanded,
         PRECISION=INPUT_PRECISION[PRECISIONS[dtype]], SPLITS=1,
     )  # fmt: skip
     names = function.arg_names

@@ -20,6 +20,8 @@ Names: `x_ptr` is where a tensor begins, `x_base` where the matrix of one (batch
 to a power of two; the rest is masked). EVEN_M, EVEN_N: lengths are multiples of these, so that rows need no mask.
 EXPANDED says which strides of dO are 0, as autograd passes the gradient of a sum: 0 none; 1 that of columns: a row is
 one number; 2 that of rows as well: a head is one number. Such numbers are loaded as they are and spread on chip.
+HEADS_PER_KV: heads of queries that share one of keys (grouped queries), those of a group next to each other; 1 if each
+has its own.
 
 Backward makes two passes, each writing its outputs once and in a fixed order, so gradients are deterministic: the first
 gives a program a tile of queries (delta and dQ), the second a tile of keys (dK and dV). P is computed twice for that.
@@ -133,7 +135,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
                    batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                   PRECISION: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+                   HEADS_PER_KV: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """O and L of one tile of queries of one head (algorithm 1). Grid: (query tiles · batch · heads, SPLITS).
 
     With SPLITS > 1 (not causal) the programs along the second axis split the keys, as Flash-Decoding does (Dao et al.,
@@ -146,8 +148,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr,
     first_query = tile * BLOCK_M
     q = _load_tile(_head(q_ptr, index, heads, stride_q_batch, stride_q_head), stride_q_row, stride_q_col,
                    first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
-    k_base = _head(k_ptr, index, heads, stride_k_batch, stride_k_head)
-    v_base = _head(v_ptr, index, heads, stride_v_batch, stride_v_head)
+    k_base = _head(k_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_k_batch, stride_k_head)
+    v_base = _head(v_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_v_batch, stride_v_head)
     scale_log2 = scale * LOG2_E
 
     max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -258,7 +260,8 @@ def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr
                             batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
                             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                             IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                            EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                            HEADS_PER_KV: tl.constexpr, EXPANDED: tl.constexpr,
+                            PRECISION: tl.constexpr):  # fmt: skip
     """delta and dQ of one tile of queries of one head. Grid: (query tiles · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
     # heaviest first, as in forward
@@ -278,8 +281,8 @@ def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr
     q = _load_tile(_head(q_ptr, index, heads, stride_q_batch, stride_q_head), stride_q_row, stride_q_col,
                    first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
     l_log2 = tl.load(l_ptr + rows, mask=queries < num_queries, other=0.0) * LOG2_E
-    k_base = _head(k_ptr, index, heads, stride_k_batch, stride_k_head)
-    v_base = _head(v_ptr, index, heads, stride_v_batch, stride_v_head)
+    k_base = _head(k_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_k_batch, stride_k_head)
+    v_base = _head(v_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_v_batch, stride_v_head)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if IS_CAUSAL:
         unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
@@ -352,34 +355,36 @@ def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, 
                          batch_heads, heads, num_queries, num_keys, scale, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                          IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                         EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dK and dV of one tile of keys of one head. Grid: (key tiles · batch · heads,); the first keys, which the most
-    queries see, come first."""
+                         HEADS_PER_KV: tl.constexpr, EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dK and dV of one tile of keys of one of the `batch_heads` heads of keys, summed over the heads of queries that
+    share it. Grid: (key tiles · batch_heads,); the first keys, which the most queries see, come first."""
     index = tl.program_id(0) % batch_heads
     first_key = (tl.program_id(0) // batch_heads) * BLOCK_N
     k = _load_tile(_head(k_ptr, index, heads, stride_k_batch, stride_k_head), stride_k_row, stride_k_col,
                    first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
     v = _load_tile(_head(v_ptr, index, heads, stride_v_batch, stride_v_head), stride_v_row, stride_v_col,
                    first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
-    q_base = _head(q_ptr, index, heads, stride_q_batch, stride_q_head)
-    do_base = _head(do_ptr, index, heads, stride_do_batch, stride_do_head)
-    l_base = l_ptr + tl.cast(index, tl.int64) * num_queries
-    delta_base = delta_ptr + tl.cast(index, tl.int64) * num_queries
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # with a causal mask queries [0, start) see none of these keys, [start, masked_end) some of them, the others all
-    masked_end = 0
-    if IS_CAUSAL:
-        start = (first_key // BLOCK_M) * BLOCK_M
-        masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+    for i in range(HEADS_PER_KV):
+        q_head = index * HEADS_PER_KV + i
+        q_base = _head(q_ptr, q_head, heads * HEADS_PER_KV, stride_q_batch, stride_q_head)
+        do_base = _head(do_ptr, q_head, heads * HEADS_PER_KV, stride_do_batch, stride_do_head)
+        l_base = l_ptr + tl.cast(q_head, tl.int64) * num_queries
+        delta_base = delta_ptr + tl.cast(q_head, tl.int64) * num_queries
+        # with a causal mask queries [0, start) see none of these keys, [start, masked_end) some of them, the others all
+        masked_end = 0
+        if IS_CAUSAL:
+            start = (first_key // BLOCK_M) * BLOCK_M
+            masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+            dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
+                                stride_do_row, stride_do_col, first_key, start, masked_end, num_queries,
+                                scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
+                                PRECISION)  # fmt: skip
         dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
-                            stride_do_row, stride_do_col, first_key, start, masked_end, num_queries,
-                            scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
+                            stride_do_row, stride_do_col, first_key, masked_end, num_queries, num_queries,
+                            scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, EVEN_M, EXPANDED,
                             PRECISION)  # fmt: skip
-    dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
-                        stride_do_row, stride_do_col, first_key, masked_end, num_queries, num_queries,
-                        scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, EVEN_M, EXPANDED,
-                        PRECISION)  # fmt: skip
     _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
                 first_key, num_keys, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
     _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,

@@ -72,7 +72,8 @@ def _arguments(
 ) -> dict[str, Any]:
     """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants."""
     q, k = tensors["q"], tensors["k"]
-    batch, heads, num_queries, head_dim = q.shape
+    batch, q_heads, num_queries, head_dim = q.shape
+    heads = (k if kernel == "backward_keys" else q).shape[1]  # a program is for one of these
     arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
     for name, x in tensors.items():
         if x.ndim == 4:  # L and delta are contiguous and have no strides among the arguments
@@ -81,6 +82,7 @@ def _arguments(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], scale=head_dim**-0.5,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=num_queries % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
+        HEADS_PER_KV=q_heads // k.shape[1],
     )  # fmt: skip
     if "do" in tensors:
         do = tensors["do"]

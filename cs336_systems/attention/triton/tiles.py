@@ -251,7 +251,7 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
     """The configuration of a kernel for tensors q, k (batch, heads, n, d) on their device."""
     if q.device.type != "cuda":
         return _INTERPRETER
-    batch, heads, num_queries, head_dim = q.shape
+    batch, _, num_queries, head_dim = q.shape
     capability = capability_of(q.device.index)
     if kernel == "forward" and k.shape[2] >= max(CROSS * num_queries, SPLIT_KEYS):
         found = FEW_QUERIES.get((generation(capability), precision, HEAD_DIMS[_column(head_dim)]), {})
@@ -259,6 +259,6 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
         if rows and (num_queries <= rows or splits_for(q, k) > 1):
             return found[rows]
     chosen = tiles(kernel, capability, head_dim, precision)
-    length = k.shape[2] if kernel == "backward_keys" else num_queries
+    heads, length = (k if kernel == "backward_keys" else q).shape[1:3]
     programs = batch * heads * -(-length // rows_of(kernel, chosen))
     return tiles(kernel, capability, head_dim, precision, programs / multiprocessors_of(q.device.index))
