@@ -6,6 +6,7 @@ from attention_checks import check, check_batched_gradients, compiler, fresh, ru
 
 from cs336_systems.attention import IMPLEMENTATIONS, attention, availability, registry
 from cs336_systems.attention.available import torch_reason
+from cs336_systems.attention.inputs import repeated_heads
 
 INTERPRETED = availability()["flash_triton"] is None and not torch.cuda.is_available()
 triton_on_cpu = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def test_heads_that_do_not_fit_are_named(impl, q_shape, k_shape, enable_gqa, mes
 def test_implementations_without_grouped_queries_name_those_with_them():
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     with pytest.raises(
-        ValueError, match="flash_cuda has no grouped queries.*these have: flash_triton, flash_torch, "
+        ValueError, match=r"flash_cuda has no grouped queries.*these have: flash_triton, flash_torch, "
     ):
         attention(q, k, k, impl="flash_cuda", enable_gqa=True)
 
@@ -142,16 +143,19 @@ def test_large_scores(impl):
 
 @triton_on_cpu
 @pytest.mark.parametrize(
-    ("shape", "splits"), [((5, 100, 16), 2), ((33, 129, 24), 4), ((1, 64, 16), 4), ((17, 97, 40), 2)], ids=str
+    ("heads", "shape", "splits"),
+    [(3, (5, 100, 16), 2), (6, (33, 129, 24), 4), (12, (1, 64, 16), 4), (3, (17, 97, 40), 2)],
+    ids=str,
 )
-def test_split_keys(shape, splits):
+def test_split_keys(heads, shape, splits):
     """O and L of the splits, combined, are those over all keys; O lies as q does."""
     from cs336_systems.attention.triton.launch import launch_forward
 
     num_queries, num_keys, d = shape
-    q = fresh(2, num_queries, 3, d).detach().transpose(1, 2)
+    q = fresh(2, num_queries, heads, d).detach().transpose(1, 2)
     k, v = (fresh(2, 3, num_keys, d, scale=3).detach() for _ in range(2))
     o, logsumexp = launch_forward(q, k, v, False, splits=splits)
+    _, k, v = repeated_heads(q, k, v, True)
     scores = q.double() @ k.double().mT * d**-0.5
     torch.testing.assert_close(o.double(), scores.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)

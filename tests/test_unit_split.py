@@ -44,7 +44,7 @@ def nothing_decided_before(monkeypatch):
     "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_pieces_add_up_and_the_padding_is_zero(device):
-    q = fresh(2, 70, 3, 24, requires_grad=False, scale=1e3, device=device).transpose(1, 2)
+    q = fresh(2, 70, 6, 24, requires_grad=False, scale=1e3, device=device).transpose(1, 2)
     k = fresh(2, 3, 130, 24, requires_grad=False, device=device)
     v = fresh(2, 3, 24, 130, requires_grad=False, scale=1e-3, device=device).transpose(2, 3)
     q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
@@ -54,7 +54,7 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
     launch._split(q, k, v, pieces)
     for x, part in zip((q, k, v), pieces.split(own.rows), strict=True):
         n = x.shape[2]
-        three = part.double().view(3, 2, 3, -1, 32)
+        three = part.double().view(3, *x.shape[:2], -1, 32)
         assert not three[..., n:, :].any() and not three[..., 24:].any()
         exact = x.double()
         found = three.sum(0)[..., :n, :24]
@@ -132,7 +132,11 @@ def both_passes(q, k, v, do, is_causal, tiles=SMALL):
     return [o, *launch.launch_backward(q, k, v, o, logsumexp, do, is_causal, backward)], logsumexp
 
 
-SHAPES = [(70, 70, 16), (33, 65, 24), (65, 33, 40)]  # queries, keys, head dimension
+SHAPES = [
+    (2, 70, 70, 16),
+    (4, 33, 65, 24),
+    (6, 65, 33, 40),
+]  # heads of queries, for two of keys; lengths; dimension
 MULTIPROCESSORS = {"whole": 1, "columns": 132, "one number": 1}  # by gradient; with 132 the programs are few
 
 
@@ -143,13 +147,13 @@ MULTIPROCESSORS = {"whole": 1, "columns": 132, "one number": 1}  # by gradient; 
 )
 def test_interpreted(shape, kind, is_causal, monkeypatch):
     """Each two of shape, gradient and mask meet."""
-    num_queries, num_keys, d = shape
+    heads, num_queries, num_keys, d = shape
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: MULTIPROCESSORS[kind])
-    q = fresh(1, num_queries, 2, d, requires_grad=False).transpose(1, 2)
+    q = fresh(1, num_queries, heads, d, requires_grad=False).transpose(1, 2)
     k = fresh(1, 2, num_keys, d, requires_grad=False)
     v = fresh(1, 2, d, num_keys, requires_grad=False).transpose(2, 3)
-    do = {"whole": q.shape, "columns": (1, 2, num_queries, 1), "one number": (1, 1, 1, 1)}[kind]
-    do = fresh(*do, requires_grad=False).expand(1, 2, num_queries, d)
+    do = {"whole": q.shape, "columns": (1, heads, num_queries, 1), "one number": (1, 1, 1, 1)}[kind]
+    do = fresh(*do, requires_grad=False).expand(1, heads, num_queries, d)
     found, _ = both_passes(q, k, v, do, is_causal)
     exact = exact_attention(q, k, v, do, is_causal)
     size = max(x.norm().item() for x in exact)
@@ -200,9 +204,10 @@ def always(monkeypatch):
 @pytest.mark.parametrize("few", [False, True], ids=["many programs", "few programs"])
 def test_lengths_and_head_dimensions(d, lengths, is_causal, few, always, monkeypatch):
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 10**6 if few else 1)
-    q, k, v = (gpu(2, 2, n, d) for n in (lengths[0], lengths[1], lengths[1]))
-    assert flash_triton.kernels_for(q, k, v) == {"forward": "split", "backward": "split"}
-    check("flash_triton", q, k, v, is_causal)
+    for heads in (2, 6):
+        q, k, v = gpu(2, heads, lengths[0], d), gpu(2, 2, lengths[1], d), gpu(2, 2, lengths[1], d)
+        assert flash_triton.kernels_for(q, k, v) == {"forward": "split", "backward": "split"}
+        check("flash_triton", q, k, v, is_causal)
 
 
 @pytest.mark.gpu

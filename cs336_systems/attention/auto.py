@@ -18,9 +18,9 @@ def before_ampere(device_index: int) -> bool:
 
 
 def chosen(q: torch.Tensor, grouped: bool = False) -> str:
-    """The implementation for queries like q (..., n, d), grouped or not: on a GPU `flash_triton` where it can run, else `flash_cuda`
-    where that can and takes them; the other way round before Ampere, whose tensor cores Triton leaves idle. Otherwise,
-    and on a CPU, `reference`."""
+    """The implementation for queries like q (..., n, d), grouped or not: on a GPU `flash_triton` where it can run, else
+    `flash_cuda` where that can and takes them; the other way round before Ampere, whose tensor cores Triton leaves
+    idle. Otherwise, and on a CPU, `reference`."""
     if not q.is_cuda:
         return "reference"
     order = ("flash_triton", "flash_cuda")

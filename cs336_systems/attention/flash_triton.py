@@ -147,7 +147,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa)`.
 
     Q: (..., n_q, d); K, V: (..., n_k, d); the same dtype (fp32, fp16 or bf16) and device, any strides; 16 ≤ d ≤ 256.
-    enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.
+    enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. Returns O
+    (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.
     Errors: ValueError that names the mismatch.
     """
 

@@ -105,7 +105,7 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, config: Forward | int, *, is_causal: bool = True,
-    zeroed: bool = True, persistent: bool = True,
+    zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
@@ -137,7 +137,7 @@ def compile_hopper_kernel(
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             PERSISTENT=persistent and config.can_persist(columns),
-            HALVE=is_causal and config.halves,
+            HALVE=is_causal and config.halves, HEADS_PER_KV=heads_per_kv,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:
@@ -156,7 +156,7 @@ def compile_hopper_kernel(
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed)
+            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv)
     return compile_gluon(function, signature, constants, options)
 
 
@@ -219,7 +219,7 @@ def compile_split_kernel(
     """
     from cs336_systems.attention.hopper import split
 
-    constants = dict(D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_N=even)
+    constants = dict(D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_N=even, HEADS_PER_KV=1)
     if isinstance(tiles, Tiles):
         function, options = split.forward_kernel, tiles
         constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)

@@ -62,10 +62,11 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries
         free = ((turn // BUFFERS) & 1) ^ 1
         tile, head = scheduler.place(item)
         b, h = head // scheduler.heads, head % scheduler.heads
+        q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
         first_key = tile * 2 * WG
         first = scheduler.first_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
-            queries.load(q_desc, do_desc, stats_desc, b, h, head, scheduler.nth_of(first, 0), t, DO_STEP)
+            queries.load(q_desc, do_desc, stats_desc, b, q_h, q_head, scheduler.nth_of(first, 0), t, DO_STEP)
         mbarrier.wait(keys.k_empty.index(slot), free)
         keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(keys.k_full.index(slot), 2 * WG * D * 2)
@@ -76,9 +77,22 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries
             async_load(
                 v_desc, [b, h, first_key + g * WG, 0], keys.v_full.index(slot), keys.v.index(2 * slot + g)
             )
-        for n in range(1, scheduler.query_tiles - first):
-            queries.load(q_desc, do_desc, stats_desc, b, h, head, scheduler.nth_of(first, n), t + n, DO_STEP)
-        t += scheduler.query_tiles - first
+        loaded = 1
+        for i in range(scheduler.HEADS_PER_KV):
+            for n in range(loaded, scheduler.query_tiles - first):
+                queries.load(
+                    q_desc,
+                    do_desc,
+                    stats_desc,
+                    b,
+                    q_h + i,
+                    q_head + i,
+                    scheduler.nth_of(first, n),
+                    t + n,
+                    DO_STEP,
+                )
+            loaded = 0
+            t += scheduler.query_tiles - first
         turn += 1
         item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     slot = turn % BUFFERS
@@ -123,6 +137,40 @@ def _end(dk_desc, dv_desc, keys, gradients, results_smem, scheduler, dk, dv, at,
 
 
 @gluon.jit
+def _head_of_queries(queries, keys, gradients, scheduler, slot, first_key, first, masked, begun, num_keys, scale_log2,
+                     p, dk, dv, G: gl.constexpr):  # fmt: skip
+    """At D = 64: what the tiles of one head of queries, the program's from the `begun`-th on, add to dK and dV."""
+    dk, dv = dk[0], dv[0]
+    for MASKED in gl.static_range(1, -1, -1):  # first the tiles that meet the diagonal
+        for i in range(first if MASKED else masked, masked if MASKED else scheduler.query_tiles):
+            t = begun + i - first
+            k = keys.k_of(slot + zero(t), G)
+            v = keys.v.index(2 * slot + G + zero(t)).reshape([WG, keys.D])
+            p, dk, dv = step(queries, keys, gradients, k, v, first_key, i, t, scheduler.query_tiles, num_keys,
+                             scale_log2, p, dk, dv, MASKED, scheduler.IS_CAUSAL, G)  # fmt: skip
+    return p, (dk,), (dv,)
+
+
+@gluon.jit
+def _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start, unmasked, begun, begun_here,
+                          num_keys, scale_log2, s, v, dk, dv, SKIPS: gl.constexpr, G: gl.constexpr,
+                          REST: gl.constexpr):  # fmt: skip
+    """The same at D = 128, from the last tile to the first. The tile of keys began with the `begun_here`-th tile of
+    queries."""
+    for MASKED in gl.static_range(2):  # first the tiles that do not meet the diagonal
+        for n in range(unmasked if MASKED else 0, scheduler.query_tiles - start if MASKED else unmasked):
+            i = scheduler.query_tiles - 1 - n
+            s, dk, dv = late_step(queries, keys, gradients, first_key, i, begun + n, begun_here, i > start, num_keys,
+                                  scale_log2, s, v, dk, dv, MASKED, scheduler.IS_CAUSAL, G, REST)  # fmt: skip
+    if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
+        if first < scheduler.query_tiles:
+            no_key_seen(
+                queries, keys, gradients, begun + scheduler.query_tiles - 1 - first, begun_here, G, REST
+            )
+    return s, dk, dv
+
+
+@gluon.jit
 def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
            G: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """dK and dV of 64 of the 128 keys of each tile."""
@@ -161,34 +209,28 @@ def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, 
         mbarrier.wait(keys.v_full.index(slot), (turn // BUFFERS) & 1)
         if D == 128:
             tma.store_wait(0)  # dK has left the place of dQ
-        if D == 64:
-            dk, dv = dk[0], dv[0]
-            for MASKED in gl.static_range(1, -1, -1):  # first the tiles that meet the diagonal
-                for i in range(first if MASKED else masked, masked if MASKED else scheduler.query_tiles):
-                    t = begun + i - first
-                    k = keys.k_of(slot + zero(t), G)
-                    v = keys.v.index(2 * slot + G + zero(t)).reshape([WG, D])
-                    p, dk, dv = step(queries, keys, gradients, k, v, first_key, i, t, scheduler.query_tiles, num_keys,
-                                     scale_log2, p, dk, dv, MASKED, IS_CAUSAL, G)  # fmt: skip
-            dk, dv = (dk,), (dv,)
-        else:
-            unmasked = scheduler.query_tiles - masked
-            v = ()
-            if REST or not IS_CAUSAL:
-                v = columns_in_registers(keys.v.index(G).reshape([WG, D]), s_layout, REST)
-            for MASKED in gl.static_range(2):  # first the tiles that do not
-                for n in range(
-                    unmasked if MASKED else 0, scheduler.query_tiles - start if MASKED else unmasked
-                ):
-                    i = scheduler.query_tiles - 1 - n
-                    s, dk, dv = late_step(queries, keys, gradients, first_key, i, begun + n, begun, i > start, num_keys,
-                                          scale_log2, s, v, dk, dv, MASKED, IS_CAUSAL, G, REST)  # fmt: skip
-            if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
-                if first < scheduler.query_tiles:
-                    no_key_seen(
-                        queries, keys, gradients, begun + scheduler.query_tiles - 1 - first, begun, G, REST
-                    )
-        begun += scheduler.query_tiles - first
+        unmasked = scheduler.query_tiles - masked
+        v = ()
+        if D == 128 and (REST or not IS_CAUSAL):
+            v = columns_in_registers(keys.v.index(G).reshape([WG, D]), s_layout, REST)
+        begun_here = begun
+        for of_group in range(scheduler.HEADS_PER_KV):
+            if D == 64:
+                p, dk, dv = _head_of_queries(queries, keys, gradients, scheduler, slot, first_key, first, masked, begun,
+                                             num_keys, scale_log2, p, dk, dv, G)  # fmt: skip
+            else:
+                s, dk, dv = _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start, unmasked,
+                                                  begun, begun_here, num_keys, scale_log2, s, v, dk, dv, SKIPS, G,
+                                                  REST)  # fmt: skip
+            begun += scheduler.query_tiles - first
+            if (
+                scheduler.HEADS_PER_KV > 1
+            ):  # for the next head; after the last one nothing is awaited, nor used
+                more = (of_group + 1 < scheduler.HEADS_PER_KV) & (start < scheduler.query_tiles)
+                s = queries.scores(keys.k_of(slot + zero(begun), G), begun, REST, more)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                if D == 64:
+                    p = queries.weights(s, first_key, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
         turn += 1
         at = [head // scheduler.heads, head % scheduler.heads, first_key + G * WG, 0]
         if D == 64:
@@ -231,18 +273,20 @@ def _dq_group(dq_desc, keys, gradients, scheduler, ZEROED: gl.constexpr):
         tile, head = scheduler.place(item)
         k = keys.k.index(turn % BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
         mbarrier.arrive(keys.k_empty.index(turn % BUFFERS), count=1)
-        for i in range(scheduler.first_of(tile), scheduler.query_tiles):
-            slot = t & 1
-            mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
-            dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
-            if ZEROED:
-                tma.store_wait(1)  # the addition before the last one has read its tile
-                add_tile(dq_desc, dq, gradients.dq.index(slot), head, i)
-            else:
-                put_dq(dq, gradients, slot, t // 2)
-            t += 1
+        for of_group in range(scheduler.HEADS_PER_KV):
+            for i in range(scheduler.first_of(tile), scheduler.query_tiles):
+                slot = t & 1
+                mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
+                dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=(dq,))
+                mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
+                if ZEROED:
+                    tma.store_wait(1)  # the addition before the last one has read its tile
+                    q_head = head * scheduler.HEADS_PER_KV + of_group
+                    add_tile(dq_desc, dq, gradients.dq.index(slot), q_head, i)
+                else:
+                    put_dq(dq, gradients, slot, t // 2)
+                t += 1
         turn += 1
         item = keys.wait_for_item(turn, 4)
     tma.store_wait(0)
@@ -253,9 +297,9 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                          batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                          DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
-                         num_warps: gl.constexpr):  # fmt: skip
-    """dK and dV of all heads, and dQ's sum, by any number of programs. counters_ptr: int32, of drawn tiles,
-    and of reports (see `backward_dq`) for each head; 0 at the start. ZEROED: so is dQ's sum."""
+                         HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of all `batch_heads` heads of keys, and dQ's sum, by any number of programs. counters_ptr: int32, of
+    drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start. ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
     DS_TILES: gl.constexpr = 3 if D == 128 else 2
     BUFFERS: gl.constexpr = 1 if D == 128 else 2  # of K and V
@@ -304,7 +348,8 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
     keys = KeyTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
-    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D)
+    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D,
+                              HEADS_PER_KV)  # fmt: skip
     if D == 64 and ZEROED:
         gl.warp_specialize([
             (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,

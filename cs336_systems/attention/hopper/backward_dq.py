@@ -95,7 +95,7 @@ def _send(dq_desc, tile, head, row, stores, WIDTH: gl.constexpr):
 @gluon.jit
 def dq_warp(dq_desc, reports_ptr, keys, gradients, scheduler, REST: gl.constexpr, ZEROED: gl.constexpr):
     """Sends dQ of all tiles of this program's keys, at D = 128 in halves of its columns. reports_ptr: int32, a number
-    for each head."""
+    for each head of queries."""
     BUFFERS: gl.constexpr = keys.BUFFERS
     D: gl.constexpr = keys.D
     turn = 0
@@ -106,27 +106,29 @@ def dq_warp(dq_desc, reports_ptr, keys, gradients, scheduler, REST: gl.constexpr
         tile, head = scheduler.place(item)
         first = scheduler.first_of(tile)
         stores = (tile == 0) & (not ZEROED)
-        reported = 0
-        for n in range(scheduler.query_tiles - first):
-            i = scheduler.nth_of(first, n)
-            before = scheduler.nth_of(0, i)  # tiles that the head's first keys have before this one
-            if not ZEROED:
-                if stores:
-                    _report(reports_ptr + head, n)
-                elif reported <= before:
-                    reported = _wait_for_report(reports_ptr + head, before + 1)
-            if D == 64:
-                mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
-                _send(dq_desc, gradients.dq.index(t & 1), head, i * DQ_ROWS, stores, 64)
-                mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
-            else:
-                for half in gl.static_range(2):
-                    mbarrier.wait(gradients.dq_full.index(half), t & 1)
-                    _send(dq_desc, gradients.dq.index(half), head, (2 * i + half) * DQ_ROWS, stores,
-                          REST if REST and half else 64)  # fmt: skip
-                    mbarrier.arrive(gradients.dq_empty.index(half), count=1)
-            t += 1
-        if stores:
-            _report(reports_ptr + head, scheduler.query_tiles)
+        for of_group in range(scheduler.HEADS_PER_KV):
+            q_head = head * scheduler.HEADS_PER_KV + of_group
+            reported = 0
+            for n in range(scheduler.query_tiles - first):
+                i = scheduler.nth_of(first, n)
+                before = scheduler.nth_of(0, i)  # tiles that the head's first keys have before this one
+                if not ZEROED:
+                    if stores:
+                        _report(reports_ptr + q_head, n)
+                    elif reported <= before:
+                        reported = _wait_for_report(reports_ptr + q_head, before + 1)
+                if D == 64:
+                    mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
+                    _send(dq_desc, gradients.dq.index(t & 1), q_head, i * DQ_ROWS, stores, 64)
+                    mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
+                else:
+                    for half in gl.static_range(2):
+                        mbarrier.wait(gradients.dq_full.index(half), t & 1)
+                        _send(dq_desc, gradients.dq.index(half), q_head, (2 * i + half) * DQ_ROWS, stores,
+                              REST if REST and half else 64)  # fmt: skip
+                        mbarrier.arrive(gradients.dq_empty.index(half), count=1)
+                t += 1
+            if stores:
+                _report(reports_ptr + q_head, scheduler.query_tiles)
         turn += 1
         item = keys.wait_for_item(turn, 1)

@@ -125,7 +125,8 @@ class GradientTiles:
 
 @aggregate
 class TileScheduler:
-    """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each."""
+    """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
+    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -135,6 +136,7 @@ class TileScheduler:
     IS_CAUSAL: gl.constexpr
     BLOCK_M: gl.constexpr
     D: gl.constexpr
+    HEADS_PER_KV: gl.constexpr
 
     @gluon.jit
     def items(self):

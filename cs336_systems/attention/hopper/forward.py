@@ -37,11 +37,12 @@ def _load_tile(q_desc, k_desc, v_desc, queries, keys, scheduler, first_query, he
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
     before, with `begun` uses of the ring; the new number of these is returned."""
     b, h = head // scheduler.heads, head % scheduler.heads
+    kv_head = h // scheduler.HEADS_PER_KV
     for g in gl.static_range(scheduler.GROUPS):
         queries.load(q_desc, b, h, first_query, done, g)
     steps = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
     for t in range(steps + 1):
-        keys.load(k_desc, v_desc, b, h, begun, t, steps)
+        keys.load(k_desc, v_desc, b, kv_head, begun, t, steps)
     return begun + steps + 1
 
 
@@ -211,7 +212,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
                    num_queries, num_keys, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
                    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
                    REST: gl.constexpr, PERSISTENT: gl.constexpr, HALVE: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
+                   HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of a tile of queries of one head, or, PERSISTENT, of many (see `TileScheduler`). Grid: (row_tiles ·
     batch_heads,) or, PERSISTENT, any. HALVE (BLOCK_N = 128, num_keys ≥ num_queries): of the tile of keys on the
     diagonal the first of two groups computes scores of the first half only; P of the other half is zero."""
@@ -242,7 +243,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     queries = Queries(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
     keys = KeyRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, IS_CAUSAL,
-                              GROUPS, BLOCK_N, PERSISTENT)  # fmt: skip
+                              GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
     # a tuple of arguments that is made before the call loses its constants
     if GROUPS == 3:
         gl.warp_specialize([

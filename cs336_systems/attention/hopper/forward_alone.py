@@ -64,7 +64,7 @@ def _load_queries(q_desc, q_smem, q_full, b, h, first_query):
 )
 def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries,
                  num_keys, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
-                 num_warps: gl.constexpr):  # fmt: skip
+                 HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of up to `chain` tiles of 64 queries of one head. Grid: (⌈row_tiles / chain⌉ · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
@@ -80,12 +80,13 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
 
     which, head = place(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
     b, h = head // heads, head % heads
+    kv_head = h // HEADS_PER_KV  # of the heads of keys
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest
     tiles = gl.minimum(row_tiles - which * chain, chain)
     phases = 0  # of `full`: steps + 1 for each tile of queries
     steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
     _load_queries(q_desc, q_smem, q_full, b, h, first_query)
-    _load_keys(k_desc, k_smem, full, b, h, steps)
+    _load_keys(k_desc, k_smem, full, b, kv_head, steps)
 
     q = q_smem.index(0).reshape([WG, D])
     k = k_smem.index(0).reshape([WG, D])
@@ -102,7 +103,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         s = warpgroup_mma_wait(0, deps=(s,))
         tma.store_wait(0)  # O of the tile before has left the place of V
         fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
-        _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, 1, steps)
+        _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, 1, steps)
         softmax, p32 = first_softmax(s, first_query, (steps - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
@@ -111,7 +112,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
             acc = [mma_of_part(p, v, x) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t + 1, steps)
+            _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, t + 1, steps)
             # not LAZY, by which these programs gain nothing
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, dtype, False)
             acc = [times_rows(x, alpha) for x in acc]
@@ -123,7 +124,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         if done + 1 < tiles:  # Q and K have been read
             steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
             _load_queries(q_desc, q_smem, q_full, b, h, first_query)
-            _load_keys(k_desc, k_smem, full, b, h, steps)
+            _load_keys(k_desc, k_smem, full, b, kv_head, steps)
         acc = [mma_of_part(p, v, x) for x in acc]
         logsumexp = softmax.logsumexp(scale_log2)
         gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)

@@ -136,7 +136,8 @@ class KeyRing:
 class TileScheduler:
     """Which tiles of queries a program takes, and which keys they see. Without a mask the first `full_tiles` of a
     head's `row_tiles` have queries for all groups; the others have 64, for one, and come last. PERSISTENT programs
-    share items: tiles, or with a causal mask pairs of them."""
+    share items: tiles, or with a causal mask pairs of them. HEADS_PER_KV heads of queries share one of keys; a
+    section's programs are of neighbors among them, and the L2 cache serves all."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -149,6 +150,7 @@ class TileScheduler:
     GROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
     PERSISTENT: gl.constexpr
+    HEADS_PER_KV: gl.constexpr
 
     @gluon.jit
     def items(self):

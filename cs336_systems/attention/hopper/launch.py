@@ -95,7 +95,7 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
         return num_keys < CROSS * num_queries or splits_for(q, k) < 4
     # with more keys than queries a portable program for queries has more to do than any here
     few = few_programs_of(batch * heads, num_queries) <= PORTABLE_BACKWARD * multiprocessors
-    programs_of_keys = batch * heads * triton.cdiv(num_keys, KEYS)
+    programs_of_keys = batch * k.shape[1] * triton.cdiv(num_keys, KEYS)
     few_of_keys = programs_of_keys <= PORTABLE_BACKWARD_OF_KEYS * multiprocessors
     return not ((num_keys <= num_queries and few) or (CROSS * num_keys <= num_queries and few_of_keys))
 
@@ -142,12 +142,12 @@ def first_forward(
         programs = min(programs, multiprocessors)
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
-        section=section_of(batch * heads, 4 * num_keys * d), full_tiles=full, row_tiles=row_tiles,
+        section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
         num_queries=num_queries, num_keys=num_keys, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
         IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages,
         OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
-        HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
+        HALVE=is_causal and config.halves and num_keys >= num_queries, HEADS_PER_KV=heads // k.shape[1], num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     options = {} if config.registers is None else {"maxnreg": config.registers}
@@ -174,9 +174,11 @@ def first_backward(
     expanded; it is copied otherwise where TMA cannot read it. There is no `config` to choose.
     """
     batch, heads, num_queries, head_dim = q.shape
-    num_keys, d = k.shape[2], padded(head_dim)
-    few = few_queries(num_queries, num_keys, d)
-    zeroed = few or num_queries > UNZEROED[d]
+    num_keys, d, kv_heads = k.shape[2], padded(head_dim), k.shape[1]
+    # a program for few queries holds those of one head, and would not sum dK and dV of a group
+    few = few_queries(num_queries, num_keys, d) and kv_heads == heads
+    # with a mask the other keys of a group's second head would wait for the first ones, which have more to do
+    zeroed = few or num_queries > UNZEROED[d] or (is_causal and kv_heads < heads)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -216,18 +218,19 @@ def first_backward(
         descriptor(stats, 1, GROUP, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
-    kernel, programs, options = few_queries_kernel, key_tiles * batch_heads, {"launch_pdl": True}
+    kernel, programs, options = few_queries_kernel, key_tiles * batch * kv_heads, {"launch_pdl": True}
     if few:
         options["maxnreg"] = FEW_REGISTERS[d][query_tiles - 1]
     else:
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
-    section = section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
+    bytes_of_a_head = 8 * num_queries * d * heads // kv_heads
+    section = section_of(batch * kv_heads, bytes_of_a_head, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, heads=heads, batch_heads=batch_heads, section=section, key_tiles=key_tiles,
+        counters_ptr=counters, heads=kv_heads, batch_heads=batch * kv_heads, section=section, key_tiles=key_tiles,
         query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, scale_log2=scale * LOG2_E, scale=scale,
         IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
-        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, num_warps=4,
+        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads // kv_heads, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(kernel, (programs, 1, 1), descriptors, int(not few), arguments, **options)

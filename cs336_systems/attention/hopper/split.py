@@ -99,22 +99,25 @@ def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr,
                  stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
                  stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
                  heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys, ROWS: tl.constexpr,
-                 D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
+                 D: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
     """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, concatenated. Grid: (tiles
     of the longer's rows · heads, 3)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
+    batch_kv_heads, kv_heads = batch_heads // HEADS_PER_KV, heads // HEADS_PER_KV
+    kv_index = tl.program_id(0) % batch_kv_heads
+    first_key = tl.program_id(0) // batch_kv_heads * ROWS
     keys_ptr = pieces_ptr + tl.cast(batch_heads, tl.int64) * padded_queries * (3 * D)
     if tl.program_id(1) == 0:
         _split_rows(q_ptr, pieces_ptr, stride_q_batch, stride_q_head, stride_q_row, stride_q_col, index,
                     first, heads, batch_heads, num_queries, padded_queries, ROWS, D, HEAD_DIM)  # fmt: skip
     elif tl.program_id(1) == 1:
-        _split_rows(k_ptr, keys_ptr, stride_k_batch, stride_k_head, stride_k_row, stride_k_col, index, first,
-                    heads, batch_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        _split_rows(k_ptr, keys_ptr, stride_k_batch, stride_k_head, stride_k_row, stride_k_col, kv_index, first_key,
+                    kv_heads, batch_kv_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
     else:
-        values_ptr = keys_ptr + tl.cast(batch_heads, tl.int64) * padded_keys * (3 * D)
-        _split_rows(v_ptr, values_ptr, stride_v_batch, stride_v_head, stride_v_row, stride_v_col, index,
-                    first, heads, batch_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        values_ptr = keys_ptr + tl.cast(batch_kv_heads, tl.int64) * padded_keys * (3 * D)
+        _split_rows(v_ptr, values_ptr, stride_v_batch, stride_v_head, stride_v_row, stride_v_col, kv_index,
+                    first_key, kv_heads, batch_kv_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -172,13 +175,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr,
                    stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
                    batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
     """O and L of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first."""
     index = tl.program_id(0) % batch_heads
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
     q0, q1, q2 = _load(q_desc, index * padded_queries + first_query, batch_heads * padded_queries)
-    key_row, key_piece = index * padded_keys, batch_heads * padded_keys
+    key_row, key_piece = index // HEADS_PER_KV * padded_keys, batch_heads // HEADS_PER_KV * padded_keys
     max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -232,7 +235,7 @@ def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, d
                    stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col,
                    batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
     """dQ of one tile of queries of one head, heaviest first."""
     index = program % batch_heads
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - program // batch_heads
@@ -244,7 +247,7 @@ def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, d
     l_log2 = tl.load(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, mask=queries < num_queries,
                      other=0.0) * LOG2_E  # fmt: skip
     delta = tl.load(delta_ptr + tl.cast(index, tl.int64) * padded_queries + queries)
-    key_row, key_piece = index * padded_keys, batch_heads * padded_keys
+    key_row, key_piece = index // HEADS_PER_KV * padded_keys, batch_heads // HEADS_PER_KV * padded_keys
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     if IS_CAUSAL:
         unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
@@ -300,34 +303,37 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
                  stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col,
                  batch_heads, heads, num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
-    """dK and dV of one tile of keys of one head, heaviest first."""
-    index = program % batch_heads
-    first_key = (program // batch_heads) * BLOCK_N
-    row, piece = index * padded_keys + first_key, batch_heads * padded_keys
+                 IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
+    """dK and dV of one tile of keys of one head, over the heads of queries that share it; heaviest first."""
+    batch_kv_heads, kv_heads = batch_heads // HEADS_PER_KV, heads // HEADS_PER_KV
+    index = program % batch_kv_heads
+    first_key = (program // batch_kv_heads) * BLOCK_N
+    row, piece = index * padded_keys + first_key, batch_kv_heads * padded_keys
     k0, k1, k2 = _load(k_desc, row, piece)
     v0, v1, v2 = _load(v_desc, row, piece)
-    l_base = l_ptr + tl.cast(index, tl.int64) * num_queries
-    delta_base = delta_ptr + tl.cast(index, tl.int64) * padded_queries
-    query_row, query_piece = index * padded_queries, batch_heads * padded_queries
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
-    masked_end = 0
-    if IS_CAUSAL:
-        start = (first_key // BLOCK_M) * BLOCK_M
-        masked_end = start
-        # at 128 columns a loop of its own for the diagonal would need more registers than there are
-        if D < 128:
-            masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-            dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base,
-                                query_row, query_piece, first_key, start, masked_end, num_queries, scale_log2,
-                                BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
-    dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row,
-                        query_piece, first_key, masked_end, num_queries, num_queries, scale_log2, BLOCK_M, BLOCK_N,
-                        IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
-    _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
+    for i in range(HEADS_PER_KV):
+        q_head = index * HEADS_PER_KV + i
+        l_base = l_ptr + tl.cast(q_head, tl.int64) * num_queries
+        delta_base = delta_ptr + tl.cast(q_head, tl.int64) * padded_queries
+        query_row, query_piece = q_head * padded_queries, batch_heads * padded_queries
+        masked_end = 0
+        if IS_CAUSAL:
+            start = (first_key // BLOCK_M) * BLOCK_M
+            masked_end = start
+            # at 128 columns a loop of its own for the diagonal would need more registers than there are
+            if D < 128:
+                masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
+                dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base,
+                                    query_row, query_piece, first_key, start, masked_end, num_queries, scale_log2,
+                                    BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
+        dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row,
+                            query_piece, first_key, masked_end, num_queries, num_queries, scale_log2, BLOCK_M,
+                            BLOCK_N, IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
+    _store_tile(_head(dk_ptr, index, kv_heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
                 first_key, num_keys, dk * scale, BLOCK_N, D, HEAD_DIM)  # fmt: skip
-    _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
+    _store_tile(_head(dv_ptr, index, kv_heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
                 first_key, num_keys, dv, BLOCK_N, D, HEAD_DIM)  # fmt: skip
 
 
@@ -342,7 +348,7 @@ def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_de
                     key_programs, scale_log2, scale, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
                     KEY_M: tl.constexpr, KEY_N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
                     IS_CAUSAL: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-                    IN_TURNS: tl.constexpr):  # fmt: skip
+                    HEADS_PER_KV: tl.constexpr, IN_TURNS: tl.constexpr):  # fmt: skip
     """Both passes in one launch: they do not depend on one another, and few programs of one would leave multiprocessors
     idle. Those of keys come first, which have more work; IN_TURNS: one of each at a time, for few programs, which
     begin together (many of both read twice as much at a time as the L2 cache may hold).
@@ -363,10 +369,10 @@ def backward_kernel(q_desc, k_step_desc, v_step_desc, do_desc, q_step_desc, k_de
                          dv_ptr, stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col,
                          stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col, batch_heads, heads,
                          num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale, KEY_M, KEY_N,
-                         D, HEAD_DIM, IS_CAUSAL, EVEN_M)  # fmt: skip
+                         D, HEAD_DIM, IS_CAUSAL, EVEN_M, HEADS_PER_KV)  # fmt: skip
     else:
         if query_program < query_programs:
             _query_program(query_program, q_desc, k_step_desc, v_step_desc, do_desc, l_ptr, delta_ptr, dq_ptr,
                            stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col, batch_heads, heads,
                            num_queries, num_keys, padded_queries, padded_keys, scale_log2, scale, QUERY_M,
-                           QUERY_N, D, HEAD_DIM, IS_CAUSAL, EVEN_N)  # fmt: skip
+                           QUERY_N, D, HEAD_DIM, IS_CAUSAL, EVEN_N, HEADS_PER_KV)  # fmt: skip

@@ -156,8 +156,8 @@ class Room:
 
 def room(q_shape: torch.Size, k_shape: torch.Size, gradient: bool) -> Room:
     """The room for tensors of these shapes (batch, heads, n, d)."""
-    heads, d = q_shape[0] * q_shape[1], padded(q_shape[3])
-    queries, keys = 3 * heads * padded_rows(q_shape[2]), 3 * heads * padded_rows(k_shape[2])
+    d = padded(q_shape[3])
+    queries, keys = (3 * batch * heads * padded_rows(n) for batch, heads, n, _ in (q_shape, k_shape))
     rows = (queries, keys, keys, queries) if gradient else (queries, keys, keys)
     before = tuple(itertools.accumulate((2 * d * n for n in rows[:-1]), initial=0))
     return Room(rows, (sum(rows), d), before)
@@ -171,7 +171,7 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tens
     arguments |= strides("q", q) | strides("k", k) | strides("v", v)
     arguments |= dict(
         heads=heads, batch_heads=batch * heads, num_queries=num_queries, num_keys=num_keys, padded_queries=queries,
-        padded_keys=keys, ROWS=_ROWS, D=pieces.shape[1], HEAD_DIM=head_dim,
+        padded_keys=keys, ROWS=_ROWS, D=pieces.shape[1], HEAD_DIM=head_dim, HEADS_PER_KV=heads // k.shape[1],
     )  # fmt: skip
     grid = (batch * heads * max(queries, keys) // _ROWS, 3, 1)
     return _launch(split.split_kernel, grid, (), 4, arguments)
@@ -202,7 +202,7 @@ def first_forward(
         batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), scale_log2=head_dim**-0.5 * LOG2_E,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
-        EVEN_N=num_keys % tiles.block_n == 0,
+        EVEN_N=num_keys % tiles.block_n == 0, HEADS_PER_KV=heads // k.shape[1],
     )  # fmt: skip
     rows = (tiles.block_m, tiles.block_n, tiles.block_n)
     described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(own.rows), rows, strict=True))
@@ -251,14 +251,14 @@ def first_backward(
     arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
     arguments |= strides("dq", dq) | strides("dk", dk) | strides("dv", dv)
     query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
-    key_programs = triton.cdiv(num_keys, by_key.block_n) * batch_heads
+    key_programs = triton.cdiv(num_keys, by_key.block_n) * batch * k.shape[1]
     arguments |= dict(
         batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
         padded_queries=padded_queries, padded_keys=padded_keys, query_programs=query_programs,
         key_programs=key_programs, scale_log2=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m,
         QUERY_N=by_query.block_n, KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal, EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0,
-        IN_TURNS=few,
+        HEADS_PER_KV=heads // k.shape[1], IN_TURNS=few,
     )  # fmt: skip
     rows = (by_query.block_m, by_query.block_n, by_query.block_n, by_query.block_m)
     rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)
