@@ -98,6 +98,44 @@ def test_few_queries_and_many_keys(impl, dtype, head_dim, lengths):
         check(impl, *(x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)), False)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "of_keys"), [(6, 3), (7, 1)], ids=name)
+@kernels([case for case in OWN if case[0] == "flash_triton"])
+def test_grouped_queries(impl, dtype, heads, of_keys, head_dim, is_causal):
+    for n, m in ((333, 517), (1100, 1100), (1, 3000), (600, 40)):
+        q, k, v = (
+            gpu(2, heads, n, head_dim, dtype=dtype),
+            *(gpu(2, of_keys, m, head_dim, dtype=dtype) for _ in "kv"),
+        )
+        check(impl, q, k, v, is_causal)
+    q = gpu(2, 300, heads, head_dim, dtype=dtype).transpose(1, 2)
+    k = gpu(1, of_keys, 300, 2 * head_dim, dtype=dtype)[..., ::2].expand(2, of_keys, 300, head_dim)
+    check(impl, q, k, gpu(2, of_keys, head_dim, 300, dtype=dtype).transpose(2, 3), is_causal)
+
+
+@impls("flash_triton")
+def test_keys_of_a_group_are_not_copied(impl):
+    """For each head of queries they would take 64 MiB more."""
+    q, k, v = (gpu(1, heads, 4096, 64, dtype=BF16) for heads in (64, 1, 1))
+    attention(q, k, v, True, impl, enable_gqa=True).sum().backward()  # compiles
+    q.grad = k.grad = v.grad = None
+    size, rows = q.numel() * 2, 64 * 4096 * 4
+
+    def allocated(call):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return call(), torch.cuda.max_memory_allocated() - before
+
+    o, forward = allocated(lambda: attention(q, k, v, True, impl, enable_gqa=True))
+    _, backward = allocated(o.sum().backward)
+    # dQ, dK, dV and a number or two a query; for Hopper dQ in fp32 as well, and a tile of dO for each head
+    of_hopper = 2 * size + 64 * 64 * 64 * 2 if hopper_reason() is None else 0
+    assert forward <= size + rows + 2**16
+    assert backward <= size + 2 * 2 * k.numel() + 2 * rows + of_hopper + 2**16
+
+
 @kernels(OWN)
 def test_many_heads_and_long(impl, dtype):
     check(impl, *(gpu(2, 5, 4000, 64, dtype=dtype) for _ in range(3)), True)

@@ -146,6 +146,22 @@ def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
         assert hopper.serves("backward", q, k, k) is not few
 
 
+def test_what_grouped_queries_are_launched_with(launched):
+    """Programs of keys are as many as the heads of keys need, whatever the queries'; none is for few queries."""
+    keys, launches = launched
+    for heads in (2, 8):
+        q, k = zeros(3, heads, 60, 128), zeros(3, 2, 1000, 128)
+        o, logsumexp = hopper.launch_forward(q, k, k, False)
+        hopper.launch_backward(q, k, k, o, logsumexp, o, False)
+    _, _, one_each, _, _, prepare, grouped, finish = launches
+    assert len(set(keys)) == 4
+    assert one_each[:2] == ("few_queries_kernel", (16 * 6, 1, 1))
+    assert grouped[:2] == ("backward_keys_kernel", (8 * 6, 1, 1))
+    assert [x[0] for x in (prepare, finish)] == ["prepare_kernel", "finish_kernel"]
+    assert prepare[1] == finish[1] == (24, 1, 1)
+    assert [shape for shape, *_ in grouped[2][:6]] == [list(x.shape) for x in (q, k, k, q, k, k)]
+
+
 def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: {"hopper": hopper})
@@ -650,7 +666,7 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     kernel, _, variant = kernel.partition(" ")
     return aot.compile_hopper_kernel(
         kernel, head_dim, dtype, config, is_causal=is_causal, zeroed=variant != "without zeros",
-        persistent=variant != "of one tile",
+        persistent=variant != "of one tile", heads_per_kv=4 if variant == "of a group" else 1,
     )  # fmt: skip
 
 
@@ -662,7 +678,7 @@ OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("backward", OF_BACKWARD),
-                           ("backward without zeros", OF_BACKWARD), ("few", FEW))
+                           ("backward without zeros", OF_BACKWARD), ("backward of a group", OF_BACKWARD), ("few", FEW))
     for table in tables
     for d, config in table.items()
     if kernel != "forward of one tile" or config.can_persist(d)
@@ -701,6 +717,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     few = 0
     if kernel.startswith("backward"):
         few = (320 if head_dim == 128 else 128) + more_spills()  # most in fp16 with triton 3.7: 292
+        few *= 1 + (kernel == "backward of a group")  # around the loop over heads of queries
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
         few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)
@@ -766,6 +783,52 @@ def test_results(on_hopper, shape, dtype, is_causal):
     batch, heads, num_queries, num_keys, d = shape
     lengths = (num_queries, num_keys, num_keys, num_queries)
     check_both_ways(*(gpu(batch, heads, n, d, dtype=dtype) for n in lengths), is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("d", [40, 64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "of_keys"), [(4, 2), (9, 3), (8, 1)], ids=name)
+def test_grouped_queries(on_hopper, heads, of_keys, d, dtype, is_causal, monkeypatch):
+    """Forward in all configurations, backward with one program for all tiles of keys, with few and with many."""
+    forward = list(dict.fromkeys(table[d if d > 64 else 64] for table in TABLES))
+    monkeypatch.setattr(hopper, "even_pairs", lambda *sizes: True)
+    for turn, multiprocessors in enumerate((1, 5, 132, 1, 132)):
+        monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if turn < 3 else 2**30))
+        monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
+        again._passes.clear()
+        for n, m in ((333, 517), (517, 333), (1, 70), (64, 64), (50, 700), (193, 129), (200, 1)):
+            q, do = (gpu(2, n, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+            k, v = (gpu(2, of_keys, m, d, dtype=dtype) for _ in range(2))
+            check_both_ways(q, k, v, do, is_causal, forward=forward[turn % len(forward)])
+        for _ in range(2):  # launched again: another number
+            check_both_ways(q, k, v, gpu(2, heads, 1, 1, dtype=dtype).expand(do.shape), is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_grouped_queries_by_the_public_function(on_hopper, d):
+    """Long rows of many heads, again, in a graph, and with the flag for determinism."""
+    q, k, v, grad_o = (gpu(2, heads, 3000, d, requires_grad=True) for heads in (16, 4, 4, 16))
+    assert set(flash_triton.kernels_for(q, k, v).values()) == {"hopper"}
+
+    def both():
+        o = attention(q, k, v, True, "flash_triton", enable_gqa=True)
+        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+
+    first, second = both(), both()
+    graph, captured_ones = captured(both)
+    graph.replay()
+    assert_near(first, q, k, v, grad_o)
+    for other in (second, captured_ones):  # but for dQ, sums of a fixed order
+        assert all(torch.equal(other[i], first[i]) for i in (0, 2, 3))
+        assert_near(other, q, k, v, grad_o)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(torch.equal(x, y) for x, y in zip(both(), both(), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

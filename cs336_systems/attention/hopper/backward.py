@@ -219,9 +219,9 @@ def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, 
                 p, dk, dv = _head_of_queries(queries, keys, gradients, scheduler, slot, first_key, first, masked, begun,
                                              num_keys, scale_log2, p, dk, dv, G)  # fmt: skip
             else:
-                s, dk, dv = _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start, unmasked,
-                                                  begun, begun_here, num_keys, scale_log2, s, v, dk, dv, SKIPS, G,
-                                                  REST)  # fmt: skip
+                s, dk, dv = _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start,
+                                                  unmasked, begun, begun_here, num_keys, scale_log2, s, v, dk, dv,
+                                                  SKIPS, G, REST)  # fmt: skip
             begun += scheduler.query_tiles - first
             if (
                 scheduler.HEADS_PER_KV > 1
