@@ -124,26 +124,33 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal self-attention with rotary positions; `impl` names the implementation of attention."""
+    """Multi-head causal self-attention with rotary positions; `impl` names the implementation of attention. Of
+    `num_kv_heads` heads of keys and values each is for a group of the `num_heads`."""
 
-    def __init__(self, d_model: int, num_heads: int, impl: str) -> None:
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, impl: str) -> None:
         super().__init__()
-        self.num_heads, self.impl = num_heads, impl
+        self.num_heads, self.num_kv_heads, self.impl = num_heads, num_kv_heads, impl
         self.q_proj = Linear(d_model, d_model)
-        self.k_proj = Linear(d_model, d_model)
-        self.v_proj = Linear(d_model, d_model)
+        self.k_proj = Linear(d_model, d_model // num_heads * num_kv_heads)
+        self.v_proj = Linear(d_model, d_model // num_heads * num_kv_heads)
         self.output_proj = Linear(d_model, d_model)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: (B, S, D); cos, sin: (S, d) → (B, S, D)."""
         (x,) = autocast_inputs(x)  # one cast for three matmuls, instead of one each
-        q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, S, d), not copied
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.projected(x)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        o = attention(q, k, v, is_causal=True, impl=self.impl)
+        o = attention(q, k, v, is_causal=True, impl=self.impl, enable_gqa=self.num_kv_heads < self.num_heads)
         return self.output_proj(o.transpose(1, 2).flatten(-2))
+
+    def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (B, H, S, d), k and v (B, H_kv, S, d), not copied."""
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (
+            p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in zip(projections, heads, strict=True)
+        )
+        return q, k, v
 
 
 class SwiGLU(nn.Module):
@@ -163,10 +170,10 @@ class SwiGLU(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x)): (B, S, D) → (B, S, D)."""
 
-    def __init__(self, d_model: int, num_heads: int, d_ff: int, impl: str) -> None:
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, d_ff: int, impl: str) -> None:
         super().__init__()
         self.ln1 = RMSNorm(d_model)
-        self.attn = CausalSelfAttention(d_model, num_heads, impl)
+        self.attn = CausalSelfAttention(d_model, num_heads, num_kv_heads, impl)
         self.ln2 = RMSNorm(d_model)
         self.ffn = SwiGLU(d_model, d_ff)
 
@@ -188,18 +195,19 @@ class TransformerLM(nn.Module):
 
     def __init__(
         self, vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int,
-        rope_theta: float = 10_000.0, *, attention: str = "auto",
+        rope_theta: float = 10_000.0, *, num_kv_heads: int | None = None, attention: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         _check_attention(attention)
         self.config = ModelConfig(
             d_model, d_ff, num_layers, num_heads, vocab_size=vocab_size, context_length=context_length,
-            rope_theta=rope_theta,
+            rope_theta=rope_theta, num_kv_heads=num_kv_heads,
         )  # fmt: skip
         self.token_embeddings = Embedding(vocab_size, d_model)
         self.positional_encoder = RotaryTables(self.config.d_head, context_length, rope_theta)
         self.layers = nn.ModuleList(
-            TransformerBlock(d_model, num_heads, d_ff, attention) for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, self.config.kv_heads, d_ff, attention)
+            for _ in range(num_layers)
         )
         self.ln_final = RMSNorm(d_model)
         self.lm_head = Linear(d_model, vocab_size)
@@ -310,13 +318,20 @@ def build(
 ) -> nn.Module:  # fmt: skip
     """A model of this configuration with fresh weights, allocated directly on `device`.
 
-    `model`: `"module:Class"` with the constructor of `TransformerLM`; `attention` is passed on where the class has such
-    a parameter. `device`: None for torch's default; `dtype` of the parameters: None for torch's default; the weights
-    are drawn in the default dtype and then rounded. Errors: those of `load_class` and of the class; ValueError if an
-    implementation of attention is asked for and the class has no such parameter.
+    `model`: `"module:Class"` with the constructor of `TransformerLM`; `attention`, and a `num_kv_heads` that is set,
+    are passed on where the class has such parameters. `device`: None for torch's default; `dtype` of the parameters:
+    None for torch's default; the weights are drawn in the default dtype and then rounded. Errors: those of `load_class`
+    and of the class; ValueError if an implementation of attention, or num_kv_heads, is asked for and the class has no
+    such parameter.
     """
     cls = load_class(model)
     sizes = {name: getattr(config, name) for name in _CONSTRUCTOR}
+    if config.num_kv_heads is not None:
+        if not _accepts(cls, "num_kv_heads"):
+            raise ValueError(
+                f"model {model!r} has no parameter num_kv_heads; it cannot be {config.num_kv_heads}"
+            )
+        sizes["num_kv_heads"] = config.num_kv_heads
     if _accepts(cls, "attention"):
         sizes["attention"] = attention
     elif attention != "auto":

@@ -12,11 +12,13 @@ class ModelConfig:
 
     d_model: width of the residual stream; d_ff: inner width of the SwiGLU; num_layers: blocks; num_heads: attention
     heads of one block, each d_model / num_heads wide; vocab_size: tokens; context_length: the longest sequence, in
-    tokens; rope_theta: base of the rotary frequencies.
+    tokens; rope_theta: base of the rotary frequencies; num_kv_heads: heads of keys and values, each for a group of
+    num_heads / num_kv_heads (Ainslie et al., arXiv 2305.13245), None for one each.
 
     `dataclasses.replace(config, context_length=...)` gives a changed copy, checked again. Errors: ValueError that names
-    the value and what is allowed, for sizes that are not positive integers, heads that do not divide d_model, an odd
-    head dimension (rotary positions rotate pairs), or a rope_theta that is not positive and finite.
+    the value and what is allowed, for sizes that are not positive integers, heads that do not divide d_model,
+    num_kv_heads that do not divide num_heads, an odd head dimension (rotary positions rotate pairs), or a rope_theta
+    that is not positive and finite.
     """
 
     d_model: int
@@ -26,9 +28,11 @@ class ModelConfig:
     vocab_size: int = 10_000
     context_length: int = 512
     rope_theta: float = 10_000.0
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
+        names = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
+        for name in names if self.num_kv_heads is None else (*names, "num_kv_heads"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}; it must be a positive integer")
@@ -36,6 +40,10 @@ class ModelConfig:
             raise ValueError(f"rope_theta={self.rope_theta!r}; it must be positive and finite")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model={self.d_model} must be a multiple of num_heads={self.num_heads}")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.d_head % 2:
             raise ValueError(
                 f"d_model={self.d_model} and num_heads={self.num_heads} give head dimension {self.d_head}; "
@@ -46,6 +54,16 @@ class ModelConfig:
     def d_head(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def d_kv(self) -> int:
+        """Width of all of them together."""
+        return self.kv_heads * self.d_head
 
 
 HANDOUT_SIZES = ("small", "medium", "large", "xl", "2.7B")

@@ -12,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
+from cs336_systems.accounting.zero import tensor_sizes
 from cs336_systems.attention import availability
 from cs336_systems.model import build
 from cs336_systems.sizes import SIZES, ModelConfig
 
 CONFIG = ModelConfig(d_model=48, d_ff=80, num_layers=3, num_heads=3, vocab_size=61, context_length=64)
+GROUPED = dataclasses.replace(CONFIG, d_model=64, num_heads=4, num_kv_heads=2)
 IMPLS = {"reference": "reference", "flash": "flash_triton"}
 
 
@@ -59,10 +61,10 @@ def skip_without(attention):
 
 
 # ---------------------------------------------------------------------------------------- parameters, FLOPs
-@pytest.mark.parametrize("name", SIZES)
-def test_parameters_are_those_of_the_model(name):
-    model = build(SIZES[name], device="meta")
-    counted = dict.fromkeys(accounting.parameter_counts(SIZES[name]), 0)
+@pytest.mark.parametrize("config", [*SIZES.values(), GROUPED], ids=str)
+def test_parameters_are_those_of_the_model(config):
+    model = build(config, device="meta")
+    counted = dict.fromkeys(accounting.parameter_counts(config), 0)
     named = {
         "embedding": "token_embeddings", "attention": ".attn.", "ffn": ".ffn.", "norms": "ln",
         "head": "lm_head",
@@ -70,13 +72,15 @@ def test_parameters_are_those_of_the_model(name):
     for parameter_name, parameter in model.named_parameters():
         for component, part in named.items():
             counted[component] += parameter.numel() if part in parameter_name else 0
-    assert accounting.parameter_counts(SIZES[name]) == counted
-    assert accounting.num_parameters(SIZES[name]) == sum(p.numel() for p in model.parameters())
+    assert accounting.parameter_counts(config) == counted
+    sizes = [p.numel() for p in model.parameters()]
+    assert accounting.num_parameters(config) == sum(sizes) and sorted(tensor_sizes(config)) == sorted(sizes)
 
 
-def test_flops_are_those_that_torch_counts():
-    model, (ids, targets) = build(CONFIG, "reference"), draw(CONFIG, 2, 17)
-    expected = accounting.forward_matmul_flops(CONFIG, 2, 17)
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["", "grouped"])
+def test_flops_are_those_that_torch_counts(config):
+    model, (ids, targets) = build(config, "reference"), draw(config, 2, 17)
+    expected = accounting.forward_matmul_flops(config, 2, 17)
     with FlopCounterMode(display=False) as forward:
         loss = loss_of(model, ids, targets)
     counts = {
@@ -156,6 +160,7 @@ def test_saved_tensors_are_counted_to_the_byte(dtype, attention, shape, monkeypa
         # the interpreter computes bf16 wrongly, which changes nothing of what is saved
         monkeypatch.setattr(flash_triton, "_require_interpreter", lambda dtype: None)
     check_saved(CONFIG, *shape, dtype, attention, "cpu", "cpu")
+    check_saved(GROUPED, *shape, dtype, attention, "cpu", "cpu")
 
 
 def test_saved_tensors_under_autocast_as_on_cuda(cuda_autocast_rule):
@@ -255,6 +260,16 @@ def test_each_moment_where_it_is_the_peak(moment, mode, sizes, batch, sequence, 
     assert max(total, key=total.get) == moment
     counted = alive_peak(config, batch, sequence, mode, dtype, attention)
     assert total[moment] == pytest.approx(counted, rel=5e-3)
+
+
+@pytest.mark.usefixtures("weights_not_drawn")
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+def test_peak_of_grouped_queries(mode):
+    skip_without("flash")
+    config, sizes = ModelConfig(512, 1024, 2, 8, 100, num_kv_heads=2), (2, 512, mode, "fp32", "flash")
+    expected = sum(accounting.peak_bytes(config, *sizes).values())
+    assert expected == pytest.approx(alive_peak(config, *sizes), rel=5e-3)
+    assert expected < sum(accounting.peak_bytes(dataclasses.replace(config, num_kv_heads=8), *sizes).values())
 
 
 @pytest.mark.usefixtures("weights_not_drawn")

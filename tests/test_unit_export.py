@@ -18,11 +18,14 @@ from cs336_systems.training import pipeline  # noqa: E402
 TEXTS = ("Once upon a time there was", "A cat — ünïcode 🙂\n\n two  blanks ", "")
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+@pytest.fixture(scope="module", params=[0, 2], ids=["", "grouped"])
+def exported(request, tmp_path_factory):
     """A trained model of four heads, its tokenizer, and the folder that was written of it."""
     run, out = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("export") / "hf"
-    pipeline.train(made(run, model__num_heads=4, generation__samples=0), lambda line: None)
+    pipeline.train(
+        made(run, model__num_heads=4, model__num_kv_heads=request.param, generation__samples=0),
+        lambda line: None,
+    )
     done = cs336("export", run, "--hf", out)
     assert done.exit_code == 0 and str(out / "model.safetensors") in done.stdout, done.stderr
     return *pipeline.trained(run, "cpu"), out
@@ -31,7 +34,7 @@ def exported(tmp_path_factory):
 def by_llamas_formulas(folder, ids):
     """Logits of a LlamaForCausalLM: rotary positions turn components i and i + d/2 of a head."""
     config = json.loads((folder / "config.json").read_text())
-    heads, width = config["num_attention_heads"], config["head_dim"]
+    heads, of_keys, width = (config[x] for x in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     assert len(weights) == 3 + 9 * config["num_hidden_layers"]
     angles = torch.outer(
@@ -50,7 +53,9 @@ def by_llamas_formulas(folder, ids):
         layer = f"model.layers.{number}"
         of = lambda y, name, layer=layer: y @ weights[f"{layer}.{name}.weight"].T
         y = norm(x, f"{layer}.input_layernorm")
-        q, k, v = (of(y, f"self_attn.{n}_proj").unflatten(-1, (heads, -1)).transpose(0, 1) for n in "qkv")
+        q, k, v = (of(y, f"self_attn.{n}_proj").unflatten(-1, (-1, width)).transpose(0, 1) for n in "qkv")
+        assert (len(q), len(k), len(v)) == (heads, of_keys, of_keys)
+        k, v = (x.repeat_interleave(heads // of_keys, 0) for x in (k, v))
         scores = turned(q) @ turned(k).mT / width**0.5
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         o = scores.masked_fill(future, -torch.inf).softmax(-1) @ v

@@ -23,9 +23,9 @@ def how(**changes):
     return dataclasses.replace(PLAIN, **changes)
 
 
-@pytest.fixture
-def model():
-    return build(CONFIG, "reference").requires_grad_(False)
+@pytest.fixture(params=[None, 2], ids=["", "grouped"])
+def model(request):
+    return build(dataclasses.replace(CONFIG, num_kv_heads=request.param), "reference").requires_grad_(False)
 
 
 def some(*lengths):
@@ -49,6 +49,7 @@ def test_the_cache_gives_the_logits_of_the_whole_text(model, lengths):
         ids = torch.tensor(some(*[1] * len(rows)))
         for row, new in zip(rows, ids.tolist(), strict=True):
             texts[row] += new
+    assert all(k.shape[1] == v.shape[1] == model.config.kv_heads for k, v in cache._kept)
 
 
 def one_by_one(model, prompt, sampling, count, stop=None):

@@ -20,6 +20,7 @@ from cs336_systems.model import (
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, ModelConfig, size
 
 CONFIG = ModelConfig(d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61, context_length=40)
+GROUPED = dataclasses.replace(CONFIG, num_heads=6, num_kv_heads=2)
 
 
 def draw_ids(config=CONFIG, batch=2, sequence=23):
@@ -55,8 +56,9 @@ def expected_logits(weights, ids, config):
         h = norm(x, w["ln1.weight"])
         outputs = []
         for head in range(config.num_heads):
-            rows = slice(head * config.d_head, (head + 1) * config.d_head)
-            q, k, v = (h @ w[f"attn.{name}_proj.weight"][rows].T for name in "qkv")
+            of_keys = head // (config.num_heads // config.kv_heads)
+            rows = (slice(n * config.d_head, (n + 1) * config.d_head) for n in (head, of_keys, of_keys))
+            q, k, v = (h @ w[f"attn.{name}_proj.weight"][r].T for name, r in zip("qkv", rows, strict=True))
             scores = turn(q) @ turn(k).mT / math.sqrt(config.d_head)
             outputs.append(torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v)
         x = x + torch.cat(outputs, -1) @ w["attn.output_proj.weight"].T
@@ -67,10 +69,11 @@ def expected_logits(weights, ids, config):
 
 
 # ------------------------------------------------------------------------------------------- what it computes
-def test_logits_and_gradients_are_those_of_the_second_implementation_in_fp64():
-    model, ids = perturbed(build(CONFIG, "reference", dtype=torch.float64)), draw_ids()
+@pytest.mark.parametrize("config", [CONFIG, GROUPED, dataclasses.replace(CONFIG, num_kv_heads=1)], ids=str)
+def test_logits_and_gradients_are_those_of_the_second_implementation_in_fp64(config):
+    model, ids = perturbed(build(config, "reference", dtype=torch.float64)), draw_ids()
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    expected = expected_logits(weights, ids, CONFIG)
+    expected = expected_logits(weights, ids, config)
     logits = model(ids)
     assert logits.shape == (2, 23, CONFIG.vocab_size)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
@@ -96,14 +99,16 @@ def test_logits_in_lower_precision_stay_near_fp64(dtype, error):
 @pytest.mark.parametrize(
     "impl", ["flash_triton", *(i for i, found in IMPLEMENTATIONS.items() if found.reason is torch_reason)]
 )
-def test_all_implementations_of_attention_agree(impl):
+@pytest.mark.parametrize("num_kv_heads", [None, 1])
+def test_all_implementations_of_attention_agree(impl, num_kv_heads):
     if reason := availability()[impl]:
         pytest.skip(reason)
     # where there is a GPU, the kernels run on it and not in triton's interpreter
     device = "cuda" if impl == "flash_triton" and torch.cuda.is_available() else "cpu"
     ids, out_grad = draw_ids().to(device), torch.randn(2, 23, CONFIG.vocab_size, device=device)
-    plain = build(CONFIG, "reference", device=device)
-    other = build(CONFIG, impl, device=device)
+    config = dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads)
+    plain = build(config, "reference", device=device)
+    other = build(config, impl, device=device)
     other.load_state_dict(plain.state_dict())
     logits = other(ids)
     torch.testing.assert_close(logits, plain(ids), rtol=1e-4, atol=1e-5)
@@ -118,7 +123,7 @@ def test_all_implementations_of_attention_agree(impl):
 
 def test_the_implementation_is_the_one_that_was_named(monkeypatch):
     asked = []
-    attend = lambda q, k, v, is_causal, impl: asked.append((is_causal, impl)) or q
+    attend = lambda q, k, v, is_causal, impl, enable_gqa: asked.append((is_causal, impl)) or q
     monkeypatch.setattr("cs336_systems.model.attention", attend)
     build(CONFIG, "sdpa")(draw_ids())
     build(CONFIG)(draw_ids())
@@ -193,15 +198,17 @@ def test_compiles_into_one_graph(autocast):
 
 
 # ------------------------------------------------------------------------------------------- names and weights
-def test_parameters_have_the_staff_names_and_shapes():
+@pytest.mark.parametrize(("config", "d_kv"), [(CONFIG, 48), (GROUPED, 16)])
+def test_parameters_have_the_staff_names_and_shapes(config, d_kv):
     d, f, v = CONFIG.d_model, CONFIG.d_ff, CONFIG.vocab_size
     expected = {"token_embeddings.weight": (v, d), "ln_final.weight": (d,), "lm_head.weight": (v, d)}
     for n in range(CONFIG.num_layers):
-        expected |= {f"layers.{n}.attn.{name}_proj.weight": (d, d) for name in ("q", "k", "v", "output")}
+        expected |= {f"layers.{n}.attn.{name}_proj.weight": (d, d) for name in ("q", "output")}
+        expected |= {f"layers.{n}.attn.{name}_proj.weight": (d_kv, d) for name in ("k", "v")}
         expected |= {f"layers.{n}.{name}.weight": (d,) for name in ("ln1", "ln2")}
         expected |= {f"layers.{n}.ffn.{name}.weight": (f, d) for name in ("w1", "w3")}
         expected[f"layers.{n}.ffn.w2.weight"] = (d, f)
-    model = build(CONFIG)
+    model = build(config)
     assert {name: tuple(t.shape) for name, t in model.state_dict().items()} == expected
     assert {name for name, _ in model.named_parameters()} == expected.keys()
     assert model.lm_head.weight is not model.token_embeddings.weight
@@ -260,6 +267,8 @@ def test_what_does_not_fit_is_named():
         ({"num_layers": 0}, "num_layers=0; it must be a positive integer"),
         ({"vocab_size": True}, "vocab_size=True"),
         ({"num_heads": 16}, "head dimension 3; it must be even"),
+        ({"num_kv_heads": 2}, "num_heads=3 must be a multiple of num_kv_heads=2"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0; it must be a positive integer"),
         ({"rope_theta": 0.0}, "rope_theta=0.0; it must be positive and finite"),
         ({"rope_theta": math.inf}, "rope_theta=inf"),
     ],
@@ -305,8 +314,11 @@ def test_another_class_takes_the_place(tmp_path, monkeypatch):
     assert bare.weight.shape == (48, 80) and bare.weight.is_meta and bare.weight.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"Bare' has no parameter attention; 'sdpa' cannot be chosen"):
         build(CONFIG, "sdpa", model="other_model:Bare")
-    sizes = build(CONFIG, "sdpa", model="other_model:Open").sizes
-    assert sizes == {"attention": "sdpa", **dataclasses.asdict(CONFIG)}
+    with pytest.raises(ValueError, match=r"Bare' has no parameter num_kv_heads; it cannot be 2"):
+        build(GROUPED, model="other_model:Bare")
+    sizes = build(GROUPED, "sdpa", model="other_model:Open").sizes
+    assert sizes == {"attention": "sdpa", **dataclasses.asdict(GROUPED)}
+    assert "num_kv_heads" not in build(CONFIG, model="other_model:Open").sizes
     assert load_class("cs336_systems.model:TransformerLM") is TransformerLM
     with pytest.raises(ModuleNotFoundError, match="nonexistent_module"):
         load_class("broken_model:Bare")

@@ -26,6 +26,7 @@ WRONG = [  # --set, and what the line names
     ("=3", "expected section.key=value"), ("model=small", "it must be a section"),
     ("model.size=huge", "small, medium"), ("model.context_length=0", "1 or more"),
     ("model.context_length=1.5", "a whole number"), ("model.d_model=10", "multiple of num_heads"),
+    ("model.num_kv_heads=3", "multiple of num_kv_heads=3"),
     ("model.d_model=-8", "0 or more"), ("model.attention=flash", "flash_triton"), ("text.train_mb=-1", "0 or more"),
     ("text.valid_mb=0", "above 0"), ("text.train_mb=nan", "a number"), ("tokenizer.vocab_size=256", "257 or more"),
     ("tokenizer.vocab_size=99999999999", "at most"), ("tokenizer.path=/no/such.json", "/no/such.json"),

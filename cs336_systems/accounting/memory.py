@@ -74,6 +74,11 @@ class _Tensors:
         return self.element * self.tokens * self.config.d_model
 
     @property
+    def kv(self) -> int:
+        """All heads of k or v, as attention reads them: of grouped queries plain attention repeats them for each."""
+        return self.element * self.tokens * (self.config.d_kv if self.flash else self.config.d_model)
+
+    @property
     def inner(self) -> int:
         """(B, S, F) in the activations' dtype."""
         return self.element * self.tokens * self.config.d_ff
@@ -145,7 +150,7 @@ class _Tensors:
         return {
             "norms": 2 * self.norm,
             "projection_inputs": 2 * self.hidden,
-            "qkv": 3 * self.hidden,
+            "qkv": self.hidden + 2 * self.kv,
             "attention": self.logsumexp if self.flash else self.probabilities + self.mask,
             "attention_output": self.hidden,
             "swiglu": 4 * self.inner,
@@ -171,8 +176,8 @@ def saved_layer_bytes(
     - norms: two RMSNorms; each keeps its input (for the mean square), the normalized input (for the weight's gradient)
       and 1 / rms: 2·(2R + 4T).
     - projection_inputs: a linear layer keeps its input; q, k, v share one, w1 and w3 share one: 2·a·T·D.
-    - qkv: rotated q and k, and v, as the matmuls QKᵀ and PV read them: 3·a·T·D. The rotation itself keeps its tables
-      only.
+    - qkv: rotated q and k, and v, as the matmuls QKᵀ and PV read them: 3·a·T·D, with grouped queries a·T·D and two of
+      the width of k and v, unless these are repeated for plain attention. The rotation itself keeps its tables only.
     - attention: plain: the softmax's output, a·B·H·S² (on CUDA under autocast 4·B·H·S², and 2·B·H·S² for the bf16
       copy that PV reads), and the causal mask, S². Flash: the logsumexp, 4·B·H·S.
     - attention_output: o, kept by the output projection (and by flash, the same tensor): a·T·D.
@@ -197,7 +202,8 @@ def saved_activation_bytes(
 
 
 def autocast_copy_bytes(config: ModelConfig) -> int:
-    """The bf16 copies of all linear weights that autocast caches while its context lasts, 2·(L·(4D² + 3DF) + V·D).
+    """The bf16 copies of all linear weights that autocast caches while its context lasts: with K the width of k and v
+    2·(L·(2D² + 2DK + 3DF) + V·D).
 
     The graph keeps them until backward has used them.
     """
@@ -264,7 +270,8 @@ def peak_bytes(
 def _layer_parameters(t: _Tensors) -> dict[str, int]:
     """Parameters of one block by the order in which backward reaches them."""
     d, f = t.config.d_model, t.config.d_ff
-    return {"w2": d * f, "w1_w3": 2 * d * f, "ln2": d, "output_proj": d * d, "qkv": 3 * d * d, "ln1": d}
+    qkv = d * (d + 2 * t.config.d_kv)
+    return {"w2": d * f, "w1_w3": 2 * d * f, "ln2": d, "output_proj": d * d, "qkv": qkv, "ln1": d}
 
 
 def _copies(t: _Tensors, whole_layers: int, *also: str, head: bool = False) -> int:
@@ -378,7 +385,8 @@ def _backward_of_block(t: _Tensors, name: str, below: int) -> dict[str, dict[str
     saved = earlier + t.norm + t.hidden
     if t.flash:
         saved += layer["qkv"] + layer["attention"] + layer["attention_output"]
-        temporaries = t.residual + 4 * t.hidden  # gradients of the residual stream, o, q, k, v
+        # gradients of the residual stream, o, q, k, v
+        temporaries = t.residual + 2 * t.hidden + 2 * t.kv
     else:
         saved += 2 * t.hidden + t.softmax + t.mask  # q, k
         # gradients of the residual stream, v, the probabilities, the scores; and on CUDA the product of probabilities

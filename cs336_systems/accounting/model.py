@@ -1,8 +1,9 @@
 """What a whole Transformer must compute and hold: parameters, FLOPs, bytes. For `cs336_systems.model.TransformerLM`.
 
-Symbols in all derivations: B batch, S sequence, T = B·S tokens, D d_model, F d_ff, L num_layers, H num_heads,
-V vocab_size. FLOPs count matmuls, a multiplication and an addition as two; what the norms, the activation and
-the softmax add is less than 1 % at the handout's sizes and contexts. Nothing here needs torch.
+Symbols in all derivations: B batch, S sequence, T = B·S tokens, D d_model, F d_ff, L num_layers, H num_heads, K the
+width of all heads of keys (D, with grouped queries less), V vocab_size. FLOPs count matmuls, a multiplication and an
+addition as two; what the norms, the activation and the softmax add is less than 1 % at the handout's sizes and
+contexts. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ def check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by component, over all blocks.
 
-    embedding: the table, V·D. attention: four D × D projections in each block, 4·L·D². ffn: w1, w2 and w3,
+    embedding: the table, V·D. attention: in each block two projections D × D and two D × K,
+    2·L·D·(D + K). ffn: w1, w2 and w3,
     3·L·D·F. norms: two in each block and the last one, (2L + 1)·D. head: V·D, not tied to the embedding. No biases.
     """
     d, layers = config.d_model, config.num_layers
     return {
         "embedding": config.vocab_size * d,
-        "attention": 4 * layers * d * d,
+        "attention": 2 * layers * d * (d + config.d_kv),
         "ffn": 3 * layers * d * config.d_ff,
         "norms": (2 * layers + 1) * d,
         "head": config.vocab_size * d,
@@ -45,16 +47,16 @@ def num_parameters(config: ModelConfig) -> int:
 def forward_matmul_flops(config: ModelConfig, batch: int, sequence: int) -> dict[str, int]:
     """FLOPs of one forward pass by component, every matmul in full: what `torch.utils.flop_counter` counts.
 
-    qkv: three matmuls (T, D) @ (D, D), 6·T·D². attention_scores: QKᵀ, H matmuls (S, d) @ (d, S) for each sequence,
-    2·T·S·D, with the half that a causal mask hides. attention_output: PV, as many. output_projection: 2·T·D².
-    ffn: three matmuls between widths D and F, 6·T·D·F. head: 2·T·D·V. The embedding is a look-up. ValueError for a
-    size that is not positive.
+    qkv: a matmul (T, D) @ (D, D) and two (T, D) @ (D, K), 2·T·D·(D + 2K). attention_scores: QKᵀ, H matmuls
+    (S, d) @ (d, S) for each sequence, 2·T·S·D, with the half that a causal mask hides. attention_output: PV, as many.
+    output_projection: 2·T·D². ffn: three matmuls between widths D and F, 6·T·D·F. head: 2·T·D·V. The embedding is a
+    look-up. ValueError for a size that is not positive.
     """
     check_sizes(batch=batch, sequence=sequence)
     tokens, d, layers = batch * sequence, config.d_model, config.num_layers
     heads = layers * batch * config.num_heads
     return {
-        "qkv": 3 * layers * matmul_flops(tokens, d, d),
+        "qkv": layers * matmul_flops(tokens, d + 2 * config.d_kv, d),
         "attention_scores": heads * matmul_flops(sequence, sequence, config.d_head),
         "attention_output": heads * matmul_flops(sequence, config.d_head, sequence),
         "output_projection": layers * matmul_flops(tokens, d, d),

@@ -29,7 +29,7 @@ _FP32 = 4
 def tensor_sizes(config: ModelConfig) -> list[int]:
     """Elements of each parameter of `cs336_systems.model.TransformerLM`."""
     d, f = config.d_model, config.d_ff
-    block = 4 * [d * d] + 3 * [d * f] + 2 * [d]
+    block = 2 * [d * d] + 2 * [d * config.d_kv] + 3 * [d * f] + 2 * [d]
     return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
 
 

@@ -22,7 +22,8 @@ from cs336_systems.training.config import TrainingConfig, describe, load
 # what is changed most, by its flag; all else by --set
 FLAGS = {
     "out": "out", "source": "text.source", "train_mb": "text.train_mb", "vocab_size": "tokenizer.vocab_size",
-    "size": "model.size", "context_length": "model.context_length", "attention": "model.attention",
+    "size": "model.size", "context_length": "model.context_length", "num_kv_heads": "model.num_kv_heads",
+    "attention": "model.attention",
     "batch": "batch.sequences", "steps": "schedule.steps", "tokens": "schedule.tokens", "epochs": "schedule.epochs",
     "minutes": "schedule.minutes",
     "learning_rate": "optimizer.learning_rate", "dtype": "run.dtype", "compile": "run.compile",

@@ -84,12 +84,15 @@ class Model:
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
     num_layers: int = _number(0, 0, "blocks")
     num_heads: int = _number(0, 0, "attention heads of a block")
+    num_kv_heads: int = _number(
+        0, 0, "heads of keys and values, each for a group of the others; 0: one for each"
+    )
     attention: str = _key("auto", "auto, or an implementation that `cs336 doctor` lists")
 
     def sizes(self, vocab_size: int) -> ModelConfig:
         """The model's hyperparameters; ValueError where they do not fit together."""
-        own = {name: getattr(self, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
-        changed = {name: value for name, value in own.items() if value}
+        names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads")
+        changed = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(
             MODEL_SIZES[self.size], vocab_size=vocab_size, context_length=self.context_length, **changed
         )
@@ -343,7 +346,11 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(
             f"model.attention={config.model.attention!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    width = config.model.sizes(config.tokenizer.vocab_size).d_model
+    sizes = config.model.sizes(config.tokenizer.vocab_size)
+    if sizes.kv_heads < sizes.num_heads:
+        able = [name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries]
+        _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *able)
+    width = sizes.d_model
     if not config.optimizer.learning_rate:
         rate = float(f"{6e-3 * min(1, 128 / width):.2g}")
         config = dataclasses.replace(

@@ -39,7 +39,7 @@ def export(place: Path, folder: Path) -> list[Path]:
     """
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu")
     end = tokenizer.id_to_token(end_of_text)
-    weights = llama_weights(model.state_dict(), model.config.num_heads)
+    weights = llama_weights(model.state_dict(), model.config.d_head)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     told: dict[str, Any] = {
         "config.json": llama_config(model.config, model.ln_final.eps) | special,
@@ -61,7 +61,7 @@ def llama_config(sizes: ModelConfig, eps: float) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
         "vocab_size": sizes.vocab_size, "max_position_embeddings": sizes.context_length, "hidden_size": sizes.d_model,
         "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_heads, "head_dim": sizes.d_head,
+        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.d_head,
         "hidden_act": "silu", "rms_norm_eps": eps, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False,
         # before transformers 5, and since
@@ -69,12 +69,12 @@ def llama_config(sizes: ModelConfig, eps: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def llama_weights(weights: Mapping[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+def llama_weights(weights: Mapping[str, torch.Tensor], d_head: int) -> dict[str, torch.Tensor]:
     """A `TransformerLM`'s weights under the names of LlamaForCausalLM, q and k in its order of rotary pairs."""
     out = {}
     for name, tensor in weights.items():
         layer, own = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups("")
-        if own in ("attn.q_proj", "attn.k_proj"):  # (H, d/2, 2, D) → (H, 2, d/2, D)
-            tensor = tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if own in ("attn.q_proj", "attn.k_proj"):  # (heads, d/2, 2, D) → (heads, 2, d/2, D)
+            tensor = tensor.unflatten(0, (-1, d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
         out[f"{'model.' * bool(layer)}{layer}{_NAMES[own]}.weight"] = tensor.contiguous()
     return out

@@ -77,16 +77,14 @@ class Cache:
         self, number: int, layer: TransformerBlock, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
         attn = layer.attn
-        q, k, v = (
-            projection(x).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, n, d)
-            for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
-        )
+        q, k, v = attn.projected(x)  # (B, H, n, d), and as many heads of keys and values as are kept
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (before := self._kept[number]) is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
         self._kept[number] = k, v
         causal = mask is None and before is None  # a single query sees all keys
-        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        grouped = k.shape[1] < q.shape[1]
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return attn.output_proj(o.transpose(1, 2).flatten(-2))
 
 

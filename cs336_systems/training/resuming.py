@@ -21,7 +21,7 @@ _MAY_CHANGE = (*BESIDE, "schedule.steps", "schedule.tokens", "schedule.epochs", 
                "run.compile", "run.recompute", "run.device", "run.deterministic", "model.attention", "batch.accumulate",
                "optimizer.sharded", "evaluation")  # fmt: skip
 # what the saved tensors are of: no flag lets another one take them
-_SHAPE = ("model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
+_SHAPE = ("model.d_model", "model.d_ff", "model.num_layers", "model.num_heads", "model.num_kv_heads")
 
 
 def settings(config: TrainingConfig, beside: Iterable[str]) -> dict[str, Any]:
@@ -56,7 +56,8 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
 
 
 def _compared(config: TrainingConfig) -> dict[str, Any]:
-    sizes = dataclasses.asdict(config.model.sizes(config.tokenizer.vocab_size))  # whatever names them
+    model = config.model.sizes(config.tokenizer.vocab_size)  # whatever names them
+    sizes = dataclasses.asdict(model) | {"num_kv_heads": model.kv_heads}
     told = settings(config, (*_MAY_CHANGE, "model.size"))
     return told | {key: sizes[key.removeprefix("model.")] for key in _SHAPE}
 
