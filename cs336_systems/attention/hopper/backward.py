@@ -223,9 +223,8 @@ def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, 
                                                   unmasked, begun, begun_here, num_keys, scale_log2, s, v, dk, dv,
                                                   SKIPS, G, REST)  # fmt: skip
             begun += scheduler.query_tiles - first
-            if (
-                scheduler.HEADS_PER_KV > 1
-            ):  # for the next head; after the last one nothing is awaited, nor used
+            # scores for the next head; after the last one nothing is awaited, nor used
+            if scheduler.HEADS_PER_KV > 1:
                 more = (of_group + 1 < scheduler.HEADS_PER_KV) & (start < scheduler.query_tiles)
                 s = queries.scores(keys.k_of(slot + zero(begun), G), begun, REST, more)
                 s = warpgroup_mma_wait(0, deps=(s,))
