@@ -147,19 +147,33 @@ def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
 
 
 def test_what_grouped_queries_are_launched_with(launched):
-    """Programs of keys are as many as the heads of keys need, whatever the queries'; none is for few queries."""
+    """As many items as every multiprocessor should have, of parts of the group if need be; none is for few queries."""
     keys, launches = launched
-    for heads in (2, 8):
-        q, k = zeros(3, heads, 60, 128), zeros(3, 2, 1000, 128)
+    for heads, key_heads, programs in ((2, 2, 96), (8, 2, 132), (8, 100, 132)):
+        heads *= key_heads // 2
+        q, k = zeros(3, heads, 60, 128), zeros(3, key_heads, 1000, 128)
         o, logsumexp = hopper.launch_forward(q, k, k, False)
         hopper.launch_backward(q, k, k, o, logsumexp, o, False)
-    _, _, one_each, _, _, prepare, grouped, finish = launches
-    assert len(set(keys)) == 4
-    assert one_each[:2] == ("few_queries_kernel", (16 * 6, 1, 1))
-    assert grouped[:2] == ("backward_keys_kernel", (8 * 6, 1, 1))
-    assert [x[0] for x in (prepare, finish)] == ["prepare_kernel", "finish_kernel"]
-    assert prepare[1] == finish[1] == (24, 1, 1)
-    assert [shape for shape, *_ in grouped[2][:6]] == [list(x.shape) for x in (q, k, k, q, k, k)]
+        _, prepare, main, finish, *more = launches
+        assert main[:2] == ("few_queries_kernel" if heads == 2 else "backward_keys_kernel", (programs, 1, 1))
+        assert [x[0] for x in (prepare, finish)] == ["prepare_kernel", "finish_kernel"]
+        assert prepare[1] == finish[1] == (3 * heads, 1, 1)
+        parted = (3, 8, 1000, 128) if key_heads == 2 < heads else k.shape
+        assert [tuple(shape) for shape, *_ in main[2][:6]] == [
+            *(x.shape for x in (q, k, k, q)),
+            parted,
+            parted,
+        ]
+        assert [x[:2] for x in more] == [("sum_kernel", (16 * 6, 2, 1))] * (parted != k.shape)
+        launches.clear()
+    assert len(set(keys)) == 6
+
+
+def test_parts_of_a_group():
+    for group, items, parts in (
+        (1, 1, 1), (8, 528, 1), (8, 527, 2), (8, 132, 4), (8, 131, 8), (7, 500, 7), (6, 180, 3), (12, 1, 12),
+    ):  # fmt: skip
+        assert configs.parts_of(group, items, 132) == parts
 
 
 def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
@@ -340,7 +354,8 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
     assert met_again > 50
 
 
-def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
+@pytest.mark.parametrize("heads", [2, 6], ids=["one each", "a group in parts"])
+def test_what_is_launched_again_gets_the_same_tensors(heads, monkeypatch):
     """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
     calls = []
 
@@ -361,13 +376,13 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
     monkeypatch.setattr(again, "driver", of_one_stream())
     n, m = 70, 130
     gradients = {
-        "a matrix": zeros(1, 2, n, 64),
-        "one number": zeros(1, 2, 1, 1).expand(1, 2, n, 64),
-        "rows that TMA cannot read": zeros(1, 2, n, 65)[..., :64],
-        "a matrix where TMA cannot read": zeros(2 * n * 64 + 1)[1:].view(1, 2, n, 64),
+        "a matrix": zeros(1, heads, n, 64),
+        "one number": zeros(1, heads, 1, 1).expand(1, heads, n, 64),
+        "rows that TMA cannot read": zeros(1, heads, n, 65)[..., :64],
+        "a matrix where TMA cannot read": zeros(heads * n * 64 + 1)[1:].view(1, heads, n, 64),
     }
     for kind, do in gradients.items():
-        q, k, v = (zeros(1, 2, length, 64) for length in (n, m, m))
+        q, k, v = zeros(1, heads, n, 64), zeros(1, 2, m, 64), zeros(1, 2, m, 64)
         names = {x.data_ptr(): name for x, name in ((q, "q"), (k, "k"), (v, "v"), (do, "do"))}
         seen = []
         for _ in range(2):
@@ -383,10 +398,15 @@ def test_what_is_launched_again_gets_the_same_tensors(monkeypatch):
                           for x, shape in zip(addresses, shapes, strict=True)])
                 for kernel, shapes, addresses in calls
             ])  # fmt: skip
-        assert seen[0] == seen[1] and len(seen[0]) == 4
+        assert seen[0] == seen[1] and len(seen[0]) == (4 if heads == 2 else 5)
         [(_, described)] = [launch for launch in seen[0] if launch[0] == "backward_keys_kernel"]
         found = [name for name, _ in described]
-        assert [*found[:3], *found[4:6]] == ["q", "k", "v", "dk", "dv"]
+        assert found[:3] == ["q", "k", "v"]
+        if heads == 2:
+            assert found[4:6] == ["dk", "dv"]
+        else:
+            assert [name for name, _ in seen[0][-1][1]] == [*found[4:6], "dk", "dv"]
+            assert found[4] != found[5] and {x.split()[0] for x in found[4:6]} == {"buffer"}
         assert (found[3] == "do") == (kind == "a matrix")
 
 
@@ -657,6 +677,34 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
         ordered, dq, *numbers, HEAD_DIM=d, WIDTH=width, D=padded_d, TRANSPOSED=transposed
     )
     assert torch.equal(dq, (total[:, :rows, :d] * 0.25).half().view(2, 3, rows, d))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("d", "padded_d", "parts"), [(64, 64, 4), (40, 64, 3), (104, 128, 2)])
+def test_parts_of_a_group_are_summed(d, padded_d, parts):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch, heads, n = 2, 3, 70
+    made = [
+        fresh(batch, heads * parts, n, d, dtype=torch.float16, device=device, requires_grad=False)
+        for _ in range(2)
+    ]
+    dk = torch.full((batch, n, heads, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    dv = torch.full((batch, heads, n, d), float("nan"), dtype=torch.float16, device=device)
+    backward_ends.sum_kernel[(2 * batch * heads, 2)](
+        *made,
+        dk,
+        dv,
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        heads,
+        n,
+        HEAD_DIM=d,
+        D=padded_d,
+        ROWS=64,
+        PARTS=parts,
+    )
+    for found, x in zip((dk, dv), made, strict=True):
+        assert torch.equal(found, x.float().view(batch, heads, parts, n, d).sum(2).half())
 
 
 # --------------------------------------------------------------------------------- what the compiler says

@@ -156,7 +156,7 @@ def compile_hopper_kernel(
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv)
+            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)
     return compile_gluon(function, signature, constants, options)
 
 

@@ -63,6 +63,7 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries
         tile, head = scheduler.place(item)
         b, h = head // scheduler.heads, head % scheduler.heads
         q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
+        kv_h = h // scheduler.PARTS
         first_key = tile * 2 * WG
         first = scheduler.first_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
@@ -70,12 +71,12 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries
         mbarrier.wait(keys.k_empty.index(slot), free)
         keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(keys.k_full.index(slot), 2 * WG * D * 2)
-        async_load(k_desc, [b, h, first_key, 0], keys.k_full.index(slot), keys.k.index(slot))
+        async_load(k_desc, [b, kv_h, first_key, 0], keys.k_full.index(slot), keys.k.index(slot))
         mbarrier.wait(keys.v_empty.index(slot), free)
         mbarrier.expect(keys.v_full.index(slot), 2 * WG * D * 2)
         for g in gl.static_range(2):
             async_load(
-                v_desc, [b, h, first_key + g * WG, 0], keys.v_full.index(slot), keys.v.index(2 * slot + g)
+                v_desc, [b, kv_h, first_key + g * WG, 0], keys.v_full.index(slot), keys.v.index(2 * slot + g)
             )
         loaded = 1
         for i in range(scheduler.HEADS_PER_KV):
@@ -296,9 +297,10 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                          batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                          DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
-                         HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """dK and dV of all `batch_heads` heads of keys, and dQ's sum, by any number of programs. counters_ptr: int32, of
-    drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start. ZEROED: so is dQ's sum."""
+                         HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of all `batch_heads` heads (see `TileScheduler`), and dQ's sum, by any number of programs.
+    counters_ptr: int32, of drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start.
+    ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
     DS_TILES: gl.constexpr = 3 if D == 128 else 2
     BUFFERS: gl.constexpr = 1 if D == 128 else 2  # of K and V
@@ -348,7 +350,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     keys = KeyTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D,
-                              HEADS_PER_KV)  # fmt: skip
+                              HEADS_PER_KV, PARTS)  # fmt: skip
     if D == 64 and ZEROED:
         gl.warp_specialize([
             (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,

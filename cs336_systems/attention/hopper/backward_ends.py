@@ -1,4 +1,5 @@
-"""What runs before and after the backward kernel: its statistics, and dQ from its sum. In Triton's own language.
+"""What runs before and after the backward kernel: its statistics, dQ from its sum, and of grouped queries in parts dK
+and dV. In Triton's own language.
 
 Both go from the last head to the first, and the backward kernel from the first to the last, so that each begins with
 what the one before has just written, which the L2 cache still holds. By programmatic dependent launch the second and
@@ -109,3 +110,30 @@ def finish_kernel(sum_ptr, dq_ptr,
         + columns[None, :]
     )
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_keys"])
+def sum_kernel(dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr,
+               stride_dk_batch, stride_dk_head, stride_dk_row,
+               stride_dv_batch, stride_dv_head, stride_dv_row,
+               heads, num_keys, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+               PARTS: tl.constexpr):  # fmt: skip
+    """dK and dV of a head of keys, from those that PARTS of its heads of queries have made: (batch, heads · PARTS,
+    num_keys, HEAD_DIM), contiguous. Grid: (⌈num_keys / ROWS⌉ · batch · heads, 2)."""
+    tiles = tl.cdiv(num_keys, ROWS)
+    index = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    rows = tl.cast(tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS), tl.int64)[:, None]
+    columns = tl.arange(0, D)[None, :]
+    inside = (rows < num_keys) & (columns < HEAD_DIM)
+    batch, head = index // heads, index % heads
+    if tl.program_id(1) == 0:
+        parts_ptr = dk_parts_ptr
+        out_at = dk_ptr + batch * stride_dk_batch + head * stride_dk_head + rows * stride_dk_row + columns
+    else:
+        parts_ptr = dv_parts_ptr
+        out_at = dv_ptr + batch * stride_dv_batch + head * stride_dv_head + rows * stride_dv_row + columns
+    total = tl.zeros((ROWS, D), tl.float32)
+    for part in range(PARTS):
+        at = ((index * PARTS + part) * num_keys + rows) * HEAD_DIM + columns
+        total += tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at, total.to(dk_ptr.dtype.element_ty), mask=inside)

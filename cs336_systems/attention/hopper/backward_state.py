@@ -126,7 +126,8 @@ class GradientTiles:
 @aggregate
 class TileScheduler:
     """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
-    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another."""
+    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another; where a group is
+    parted, to have more programs, they are PARTS times those of keys, with so many fewer heads of queries each."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -137,6 +138,7 @@ class TileScheduler:
     BLOCK_M: gl.constexpr
     D: gl.constexpr
     HEADS_PER_KV: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.jit
     def items(self):

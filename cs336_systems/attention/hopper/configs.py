@@ -104,6 +104,8 @@ SMALL = 0.5
 CHAIN, CHAINED, CHAINS = 2, 256, 4
 # of the backward kernel: tiles of 64 queries in flight, by the padded head dimension
 BACKWARD_STAGES = {64: 3, 128: 2}
+# of the backward kernel with grouped queries: tiles of keys for each multiprocessor that make shares even enough
+ITEMS = 4
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
 FEW_REGISTERS = {64: (128, 168), 128: (168,)}
@@ -267,6 +269,13 @@ def forward_config(
     if shape.programs(1) <= 1:  # a multiprocessor has one program at most, and nothing to overlap it with
         return FORWARD[shape.columns]
     return causal_rule(shape) if is_causal else full_rule(shape)
+
+
+def parts_of(group: int, items: int, multiprocessors: int) -> int:
+    """Among how many programs the backward pass parts a group's heads of queries, where tiles of keys make so many
+    items: as few as give every multiprocessor ITEMS of them, and at most one for each."""
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    return next((parts for parts in divisors if parts * items >= ITEMS * multiprocessors), group)
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:

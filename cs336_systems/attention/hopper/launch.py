@@ -9,7 +9,7 @@ import triton
 
 from cs336_systems.attention.hopper.backward import backward_keys_kernel
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS
-from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
+from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel, sum_kernel
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.configs import (
     BACKWARD_STAGES,
@@ -24,6 +24,7 @@ from cs336_systems.attention.hopper.configs import (
     forward_config,
     full_tiles,
     padded,
+    parts_of,
     rest_of,
 )
 from cs336_systems.attention.hopper.forward import forward_kernel
@@ -168,23 +169,27 @@ def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
 ) -> Pass:  # fmt: skip
-    """Launches the three kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it.
+    """Launches the three kernels of the backward pass (of grouped queries in parts four) into `dq`, `dk` and `dv`, as
+    `again.backward` asks for it.
 
     dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
     expanded; it is copied otherwise where TMA cannot read it. There is no `config` to choose.
     """
     batch, heads, num_queries, head_dim = q.shape
-    num_keys, d, kv_heads = k.shape[2], padded(head_dim), k.shape[1]
+    (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
     # a program for few queries holds those of one head, and would not sum dK and dV of a group
     few = few_queries(num_queries, num_keys, d) and kv_heads == heads
+    multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few else KEYS
+    query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
+    parts = parts_of(heads // kv_heads, batch * kv_heads * key_tiles, multiprocessors)
+    # heads as the kernel for many queries sees them, and heads of queries of each
+    of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
     # with a mask the other keys of a group's second head would wait for the first ones, which have more to do
-    zeroed = few or num_queries > UNZEROED[d] or (is_causal and kv_heads < heads)
+    zeroed = few or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
     rest, width = rest_of(head_dim), columns_of(head_dim)
-    keys = GROUP if few else KEYS
-    query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     rows = query_tiles * GROUP
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
@@ -197,7 +202,11 @@ def first_backward(
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, GROUP, d) if one_number else None,
     )
-    (buffer,) = again.empty(workspace.scratch, q.device)
+    scratch = workspace.scratch
+    if parts > 1:
+        scratch += (((batch, of_parts, num_keys, head_dim), q.dtype),) * 2
+    buffer, *dk_dv_parts = again.empty(scratch, q.device)
+    dk_made, dv_made = dk_dv_parts or (dk, dv)
     stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
     do_tile = do if do_tile is None else do_tile
     arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile,
@@ -211,26 +220,25 @@ def first_backward(
     prepare = first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
-        descriptor(do_tile, 1, 1, GROUP, d), descriptor(dk, 1, 1, GROUP, d), descriptor(dv, 1, 1, GROUP, d),
+        descriptor(do_tile, 1, 1, GROUP, d), descriptor(dk_made, 1, 1, GROUP, d), descriptor(dv_made, 1, 1, GROUP, d),
         # of 64 queries and 8 columns four warps have 128 numbers each
         descriptor(dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum, 1, *dq_tile(rest, few),
                    swizzled=False),
         descriptor(stats, 1, GROUP, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
-    kernel, programs, options = few_queries_kernel, key_tiles * batch * kv_heads, {"launch_pdl": True}
+    kernel, programs, options = few_queries_kernel, key_tiles * batch * of_parts, {"launch_pdl": True}
     if few:
         options["maxnreg"] = FEW_REGISTERS[d][query_tiles - 1]
     else:
-        kernel, programs = backward_keys_kernel, min(programs, multiprocessors_of(q.get_device()))
+        kernel, programs = backward_keys_kernel, min(programs, multiprocessors)
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
-    bytes_of_a_head = 8 * num_queries * d * heads // kv_heads
-    section = section_of(batch * kv_heads, bytes_of_a_head, exact=not zeroed and d == 64)
+    section = section_of(batch * of_parts, 8 * num_queries * d * heads_per_kv, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, heads=kv_heads, batch_heads=batch * kv_heads, section=section, key_tiles=key_tiles,
+        counters_ptr=counters, heads=of_parts, batch_heads=batch * of_parts, section=section, key_tiles=key_tiles,
         query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, scale_log2=scale * LOG2_E, scale=scale,
         IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
-        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads // kv_heads, num_warps=4,
+        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(kernel, (programs, 1, 1), descriptors, int(not few), arguments, **options)
@@ -241,12 +249,21 @@ def first_backward(
                       HEAD_DIM=head_dim, WIDTH=width, D=d, TRANSPOSED=d == 64 and not few)  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
     finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
+    launches = [prepare, main, finish]
+    if parts > 1:
+        arguments = dict(dk_parts_ptr=dk_made, dv_parts_ptr=dv_made, dk_ptr=dk, dv_ptr=dv)
+        arguments |= strides("dk", dk) | strides("dv", dv)
+        del arguments["stride_dk_col"], arguments["stride_dv_col"]  # 1
+        arguments |= dict(heads=kv_heads, num_keys=num_keys, HEAD_DIM=head_dim, D=d, ROWS=_ROWS, PARTS=parts)
+        grid = (triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1)
+        launches.append(first_launch(sum_kernel, grid, (), 4, arguments))
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, buffer_at):
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, buffer_at, *parts_at):
         stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer_at)
         tile_at = tile_at if one_number else do_at
         prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
-        described = q_at, k_at, v_at, tile_at, dk_at, dv_at, sum_at, stats_at
-        return prepared, described if few else (*described, counters_at), (sum_at, dq_at)
+        described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at)), sum_at, stats_at
+        of_each = prepared, described if few else (*described, counters_at), (sum_at, dq_at)
+        return (*of_each, (*parts_at, dk_at, dv_at)) if parts_at else of_each
 
-    return Pass([prepare, main, finish], addresses, workspace.scratch, copies_do=copied)
+    return Pass(launches, addresses, scratch, copies_do=copied)
