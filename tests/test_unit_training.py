@@ -119,6 +119,15 @@ def test_cuda_graphs_are_refused_where_there_can_be_none():
         modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2, "fp32")
 
 
+def test_attention_that_has_no_grouped_queries_is_refused():
+    grouped = {"model__num_kv_heads": 1, "model__attention": "flash_cuda"}
+    with pytest.raises(
+        ValueError, match=r"attention='flash_cuda' with model\.num_kv_heads=1; allowed: auto, flash_tri"
+    ):
+        made("unused", **grouped)
+    assert made("unused", **grouped | {"model__num_kv_heads": 2}).model.sizes(300).d_kv == 16  # of two heads
+
+
 @pytest.mark.parametrize("compiled", ["blocks", "whole", "graphs"])
 def test_what_is_compiled_is_not_recomputed_in_part(compiled):
     with pytest.raises(

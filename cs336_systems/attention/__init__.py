@@ -40,9 +40,10 @@ def attention(
     from cs336_systems.attention.auto import chosen
     from cs336_systems.attention.usable import usable
 
-    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; allowed: True, False")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal is {is_causal!r}; allowed: True, False")
+    if not isinstance(enable_gqa, bool):
+        raise ValueError(f"enable_gqa is {enable_gqa!r}; allowed: True, False")
     grouped = enable_gqa and q.shape[:-2] != k.shape[:-2]
     if impl == "auto":
         impl = chosen(q, grouped)
