@@ -385,8 +385,7 @@ def _backward_of_block(t: _Tensors, name: str, below: int) -> dict[str, dict[str
     saved = earlier + t.norm + t.hidden
     if t.flash:
         saved += layer["qkv"] + layer["attention"] + layer["attention_output"]
-        # gradients of the residual stream, o, q, k, v
-        temporaries = t.residual + 2 * t.hidden + 2 * t.kv
+        temporaries = t.residual + 2 * t.hidden + 2 * t.kv  # gradients of the residual stream, o, q, k, v
     else:
         saved += 2 * t.hidden + t.softmax + t.mask  # q, k
         # gradients of the residual stream, v, the probabilities, the scores; and on CUDA the product of probabilities

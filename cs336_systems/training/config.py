@@ -84,9 +84,7 @@ class Model:
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
     num_layers: int = _number(0, 0, "blocks")
     num_heads: int = _number(0, 0, "attention heads of a block")
-    num_kv_heads: int = _number(
-        0, 0, "heads of keys and values, each for a group of the others; 0: one for each"
-    )
+    num_kv_heads: int = _number(0, 0, "heads of keys and values, for groups of the others; 0: as many")
     attention: str = _key("auto", "auto, or an implementation that `cs336 doctor` lists")
 
     def sizes(self, vocab_size: int) -> ModelConfig:
@@ -350,9 +348,8 @@ def checked(config: TrainingConfig) -> TrainingConfig:
     if sizes.kv_heads < sizes.num_heads:
         able = [name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries]
         _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *able)
-    width = sizes.d_model
     if not config.optimizer.learning_rate:
-        rate = float(f"{6e-3 * min(1, 128 / width):.2g}")
+        rate = float(f"{6e-3 * min(1, 128 / sizes.d_model):.2g}")
         config = dataclasses.replace(
             config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)
         )
