@@ -117,6 +117,20 @@ def test_few_programs_are_made_more(monkeypatch):
     assert chosen("forward", 1, 7, 7, "half", 256) == tiles.tiles("forward", 90, 256, "half")
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_keys_of_a_group_take_tiles_that_do_not_spill(head_dim, monkeypatch):
+    monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
+    q, k = on_a_gpu(64, 4096, 4096, head_dim)[0], on_a_gpu(16, 4096, 4096, head_dim)[1]
+    chosen, alone = (tiles.tiles_for("backward_keys", of, k, "half") for of in (q, k))
+    assert alone == tiles.tiles("backward_keys", 90, head_dim, "half") and (chosen == alone) == (
+        head_dim == 128
+    )
+    variant = {"heads_per_kv": 4}
+    compiled = compiler().submit(_compile, "backward_keys", 90, head_dim, "bf16", chosen, variant).result()
+    assert compiled.spill_bytes <= SPILL_BYTES and not compiled.faults
+
+
 def test_keys_are_split_where_queries_are_few(monkeypatch):
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
 

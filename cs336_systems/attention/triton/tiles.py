@@ -153,6 +153,10 @@ WITHOUT_WGMMA = {
     "fp32": (*[_T(32, 32, 4, 1)] * 3, *[_T(16, 16, 8, 1)] * 2),
 }
 
+# where heads of queries share one of keys: the loop over them needs registers, and the table's tiles would spill
+_NARROW, _WIDE = _T(64, 64, 4, 3), _T(64, 128, 8, 3)
+GROUPED = {(90, "backward_keys", "half", d): _WIDE if d == 64 else _NARROW for d in (16, 32, 64)}
+
 # The forward kernel's tiles where keys are at least CROSS times as many as queries: few of their rows are empty.
 # generation, precision, d → queries of a program → tiles
 CROSS = 4
@@ -261,4 +265,6 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
     chosen = tiles(kernel, capability, head_dim, precision)
     heads, length = (k if kernel == "backward_keys" else q).shape[1:3]
     programs = batch * heads * -(-length // rows_of(kernel, chosen))
-    return tiles(kernel, capability, head_dim, precision, programs / multiprocessors_of(q.device.index))
+    found = tiles(kernel, capability, head_dim, precision, programs / multiprocessors_of(q.device.index))
+    of_group = generation(capability), kernel, precision, HEAD_DIMS[_column(head_dim)]
+    return GROUPED.get(of_group, found) if found == chosen and k.shape[1] < q.shape[1] else found
