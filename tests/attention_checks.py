@@ -44,13 +44,13 @@ def captured(call):
     return graph, found
 
 
-def run(impl, q, k, v, grad_o, is_causal):
+def run(impl, q, k, v, grad_o, is_causal, **seen):
     """[O, dQ, dK, dV] of an implementation, with the gradients' memory poisoned beforehand; of grouped queries where k
-    has fewer heads."""
+    has fewer heads. seen: window and cu_seqlens, where given."""
     if q.is_cuda:
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, grad_o)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
-    o = attention(q, k, v, is_causal, impl, enable_gqa=q.shape[:-2] != k.shape[:-2])
+    o = attention(q, k, v, is_causal, impl, enable_gqa=q.shape[:-2] != k.shape[:-2], **seen)
     return [o, *torch.autograd.grad(o, (q, k, v), grad_o)]
 
 
@@ -61,9 +61,11 @@ def relative(x, exact, size, least=0.0):
     return ((x.double() - exact).norm() / max(norm if norm > 1e-3 * size else size, least)).item()
 
 
-def check(impl, q, k, v, is_causal, grad_o=None, largest_score=0.0, factor=2.0, floor=None, least=(0.0,) * 4):
+def check(
+    impl, q, k, v, is_causal, grad_o=None, largest_score=0.0, factor=2.0, floor=None, least=(0.0,) * 4, **seen
+):
     """O and the gradients are as close to fp64 as plain PyTorch in the same dtype, up to a factor and a rounding
-    (`floor`; FLOOR has what it is otherwise). `least`, for each of the four: see `relative`.
+    (`floor`; FLOOR has what it is otherwise). `least`, for each of the four: see `relative`. seen: as for `run`.
 
     Scores of thousands add to that: P is recomputed as exp(S − L), and the fp32 rounding of L (2^−24 of it, a few
     times over) becomes the relative error of P. A softmax, which subtracts the same rounded maximum, is spared it.
@@ -71,9 +73,9 @@ def check(impl, q, k, v, is_causal, grad_o=None, largest_score=0.0, factor=2.0, 
     grad_o = (
         fresh(*q.shape, dtype=q.dtype, device=q.device, requires_grad=False) if grad_o is None else grad_o
     )
-    exact = exact_attention(q, k, v, grad_o, is_causal)
-    plain = run("reference", q, k, v, grad_o, is_causal)
-    ours = run(impl, q, k, v, grad_o, is_causal)
+    exact = exact_attention(q, k, v, grad_o, is_causal, **seen)
+    plain = run("reference", q, k, v, grad_o, is_causal, **seen)
+    ours = run(impl, q, k, v, grad_o, is_causal, **seen)
     size = max(x.norm().item() for x in exact)
     for name, x, y, z, like, held in zip(
         ("O", "dQ", "dK", "dV"), ours, plain, exact, (q, q, k, v), least, strict=True

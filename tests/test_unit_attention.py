@@ -49,7 +49,7 @@ def test_bf16_in_the_interpreter_is_refused():
         attention(q, k, v, True, "flash_triton")
 
 
-GROUPED = [name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries]
+GROUPED = [name for name, found in IMPLEMENTATIONS.items() if "enable_gqa" in found.features]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -104,14 +104,6 @@ def test_heads_that_do_not_fit_are_named(impl, q_shape, k_shape, enable_gqa, mes
     q, k = torch.zeros(q_shape), torch.zeros(k_shape)
     with pytest.raises(ValueError, match=message):
         attention(q, k, k, impl=impl, enable_gqa=enable_gqa)
-
-
-def test_implementations_without_grouped_queries_name_those_with_them():
-    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
-    with pytest.raises(
-        ValueError, match=r"flash_cuda has no grouped queries.*these have: flash_triton, flash_torch, "
-    ):
-        attention(q, k, k, impl="flash_cuda", enable_gqa=True)
 
 
 @pytest.mark.parametrize("impl", OURS)
@@ -348,7 +340,7 @@ def test_what_auto_means_on_a_gpu(capability, missing, dtype, d, expected, compi
         if not compiled:
             assert auto.chosen(q) == expected
             able = "flash_triton" if "flash_triton" not in missing and d <= 256 else "reference"
-            assert auto.chosen(q, grouped=True) == able
+            assert auto.chosen(q, ("enable_gqa",)) == auto.chosen(q, ("window", "cu_seqlens")) == able
             return
         places = {name: float(place) for place, name in enumerate(registry.IMPLEMENTATIONS)}
         graphs = []

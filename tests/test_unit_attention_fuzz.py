@@ -10,6 +10,7 @@ from attention_checks import FLOOR, check, fresh
 
 from cs336_systems.attention import availability
 from cs336_systems.attention.inputs import repeated_heads
+from cs336_systems.attention.reference import causal_mask
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -54,15 +55,14 @@ GRADIENTS = LAYOUTS | {
 }
 
 
-def sizes_of_sums(q, k, v, grad_o, is_causal):
+def sizes_of_sums(q, k, v, grad_o, is_causal, **seen):
     """The norms that O, dQ, dK and dV would have if the terms of their sums had random signs. With two or three queries
     or keys they may cancel almost wholly, and what rounding leaves is to be held against what was summed."""
     q, k, v, grad_o = (x.detach().double() for x in (*repeated_heads(q, k, v, q.ndim == 4), grad_o))
     scale = q.shape[-1] ** -0.5
     scores = q @ k.transpose(-2, -1) * scale
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], q.device, **seen), float("-inf"))
     p = torch.softmax(scores, -1)
     dp = grad_o @ v.transpose(-2, -1)
     ds2 = (scale * p) ** 2 * (dp**2 + (p * dp).sum(-1, keepdim=True) ** 2)
@@ -77,13 +77,23 @@ def one_case(draw, impl="flash_triton", dtypes=DTYPES):
     d = min(d, 128) if only_16 else d
     group = 1 if only_16 else draw.choice([1, 1, 2, 3, 4])  # heads of queries for one of keys
     (num_queries, num_keys), is_causal = lengths(draw), draw.random() < 0.6
+    seen = {}
+    if is_causal and not only_16 and draw.random() < 0.5:
+        if draw.random() < 0.5:  # of packed documents, some of them empty
+            batch, num_keys = 1, num_queries
+            ends = sorted(draw.randint(0, num_keys) for _ in range(draw.randint(0, 5)))
+            seen["cu_seqlens"] = torch.tensor([0, *ends, num_keys], dtype=torch.int32, device=DEVICE)
+        if not seen or draw.random() < 0.5:
+            seen["window"] = max(0, num_queries - num_keys) + draw.choice(
+                [1, 2, TILE, draw.randint(1, num_keys)]
+            )
     of = [draw.choice(list(LAYOUTS)) for _ in range(3)] + [draw.choice(list(GRADIENTS))]
     if min(num_queries, num_keys) >= 512 and dtype != torch.float32 and not only_16:
         # those for Hopper are choosy
         d, of[:3] = draw.choice([40, 64, 80, 96, 128]), [draw.choice(FOR_TMA) for _ in range(3)]
     scale = draw.choice([0.1, 1.0])
     case = (
-        f"{batch}x{group}·{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} {is_causal} {of} {scale}"
+        f"{batch}x{group}·{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} {is_causal} {of} {scale} {seen}"
     )
 
     def new(*shape):
@@ -98,10 +108,10 @@ def one_case(draw, impl="flash_triton", dtypes=DTYPES):
     grad_o = GRADIENTS[of[3]](new, batch, group * heads, num_queries, d)
     # twice what single shapes are held to: among many some are unlucky, and a wrong mask or stride is far from it
     floor = 2**-8 if dtype == torch.float32 and precision == "high" else 2 * FLOOR[dtype]
-    least = sizes_of_sums(q, k, v, grad_o, is_causal)
+    least = sizes_of_sums(q, k, v, grad_o, is_causal, **seen)
     try:
         torch.set_float32_matmul_precision(precision)  # conftest restores it
-        check(impl, q, k, v, is_causal, grad_o, factor=4, floor=floor, least=least)
+        check(impl, q, k, v, is_causal, grad_o, factor=4, floor=floor, least=least, **seen)
     except Exception as error:
         raise AssertionError(f"{case}: {error}") from error
 

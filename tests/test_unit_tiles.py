@@ -57,6 +57,17 @@ def test_kernels_compile_for_their_targets(kernel, capability, head_dim, dtype, 
         assert "wgmma.mma_async" in compiled.ptx, "on Hopper the products should be warp-group instructions"
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "seen", [{"window": True}, {"packed": True}, {"window": True, "packed": True}], ids="+".join
+)
+@pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64)])
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_kernels_compile_for_windows_and_documents(kernel, capability, head_dim, seen):
+    plain = check(kernel, capability, head_dim, "bf16")
+    assert check(kernel, capability, head_dim, "bf16", **seen).ptx.count("mma.") > plain.ptx.count("mma.")
+
+
 @pytest.mark.table
 @pytest.mark.parametrize("dtype", ["bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("head_dim", tiles.HEAD_DIMS)

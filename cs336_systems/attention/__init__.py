@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
+from cs336_systems.attention.registry import IMPLEMENTATIONS, availability, check_features
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ __all__ = ["IMPLEMENTATIONS", "attention", "availability"]
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, impl: str = "auto", *,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """softmax(q kᵀ / sqrt(d)) v over any leading axes, differentiable.
 
@@ -30,14 +30,34 @@ def attention(
 
     With `enable_gqa` (grouped queries; Ainslie et al., arXiv 2305.13245) q is (..., H_q, n_queries, d), k and v are
     (..., H_kv, n_keys, d), H_q a multiple of H_kv: query head h sees key head h // (H_q / H_kv), as in torch's own
-    attention. K and V are not copied, but by the implementations in PyTorch. `flash_cuda` has no grouped queries.
+    attention. K and V are not copied, but by the implementations in PyTorch.
+
+    With `window` (sliding window; Beltagy et al., arXiv 2004.05150), from 1 on and causal only, query i sees the
+    `window` keys i − window + 1 … i. With `cu_seqlens` (packed sequences), causal only, tensors are (1, heads, total,
+    d), the tokens of several documents one after another, and a query sees keys of its own document: document m is
+    tokens cu_seqlens[m] … cu_seqlens[m + 1] − 1, cu_seqlens (documents + 1,), int32, on the tensors' device. Documents
+    may be empty, so that a fixed number of entries can be filled up with `total`. cu_seqlens has to begin with 0, never
+    fall, and end with total; what comes of other values is undefined, as the host does not wait for the device to see
+    them. Of `flash_triton` the portable kernels serve both, on Hopper too, and never load tiles of keys that none of a
+    tile's queries sees; `reference` and `sdpa` store a mask of all pairs.
+
+    Who serves what (`registry.features`):
+
+        impl                     grouped queries    sliding window    packed sequences
+        flash_triton             yes                yes               yes
+        flash_cuda               no                 no                no
+        flash_torch              yes                no                no
+        flash_compiled_backward  yes                no                no
+        reference                yes                yes               yes
+        sdpa                     yes                yes               yes
 
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`, see `auto.chosen`. Errors: ValueError for shapes, dtypes or
-    devices that do not fit, naming both; ValueError for an unknown `impl`, for an `is_causal` or `enable_gqa` that
-    is no bool, and for grouped queries where `impl` has none, naming those that have; RuntimeError with the reason for
-    an implementation that this machine cannot run.
+    devices that do not fit, naming both; for an unknown `impl`, for an `is_causal` or `enable_gqa` that is no bool, and
+    for what `impl` does not serve, naming those that do; RuntimeError with the reason for an implementation that this
+    machine cannot run.
     """
     from cs336_systems.attention.auto import chosen
+    from cs336_systems.attention.inputs import check_seen
     from cs336_systems.attention.usable import usable
 
     if not isinstance(is_causal, bool):
@@ -45,15 +65,23 @@ def attention(
     if not isinstance(enable_gqa, bool):
         raise ValueError(f"enable_gqa is {enable_gqa!r}; allowed: True, False")
     grouped = enable_gqa and q.shape[:-2] != k.shape[:-2]
+    asked: tuple[str, ...] = ("enable_gqa",) if grouped else ()
+    if window is not None or cu_seqlens is not None:
+        check_seen(q, k, is_causal, window, cu_seqlens)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        asked += tuple(
+            x for x, value in (("window", window), ("cu_seqlens", cu_seqlens)) if value is not None
+        )
     if impl == "auto":
-        impl = chosen(q, grouped)
+        impl = chosen(q, asked)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown attention implementation {impl!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    if grouped and not IMPLEMENTATIONS[impl].grouped_queries:
-        able = ", ".join(name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries)
-        raise ValueError(f"{impl} has no grouped queries (enable_gqa=True); these have: {able}")
+    if asked:
+        check_features(impl, asked)
     if not usable(impl):
         raise RuntimeError(f"attention implementation {impl!r} is unavailable: {availability()[impl]}")
-    return IMPLEMENTATIONS[impl].call(q, k, v, is_causal, grouped)
+    if window is not None and window >= q.shape[-2]:  # every query sees all keys up to its own
+        window = None
+    return IMPLEMENTATIONS[impl].call(q, k, v, is_causal, grouped, window, cu_seqlens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.attention.usable import usable
 
 _before_ampere: dict[int, bool] = {}
@@ -17,24 +18,22 @@ def before_ampere(device_index: int) -> bool:
     return _before_ampere[device_index]
 
 
-def chosen(q: torch.Tensor, grouped: bool = False) -> str:
-    """The implementation for queries like q (..., n, d), grouped or not: on a GPU `flash_triton` where it can run, else
-    `flash_cuda` where that can and takes them; the other way round before Ampere, whose tensor cores Triton leaves
-    idle. Otherwise, and on a CPU, `reference`."""
+def chosen(q: torch.Tensor, asked: tuple[str, ...] = ()) -> str:
+    """The implementation for queries like q (..., n, d) that serves what is asked of `registry.FEATURES`: on a GPU
+    `flash_triton` where it can run, else `flash_cuda` where that can and takes them; the other way round before Ampere,
+    whose tensor cores Triton leaves idle. Otherwise, and on a CPU, `reference`."""
     if not q.is_cuda:
         return "reference"
     order = ("flash_triton", "flash_cuda")
     for name in reversed(order) if before_ampere(q.get_device()) else order:
-        if usable(name) and _serves(name, q, grouped):
+        if usable(name) and set(asked) <= set(IMPLEMENTATIONS[name].features) and _serves(name, q):
             return name
     return "reference"
 
 
-def _serves(name: str, q: torch.Tensor, grouped: bool) -> bool:
+def _serves(name: str, q: torch.Tensor) -> bool:
     if name == "flash_triton":
         return 16 <= q.shape[-1] <= 256
-    if grouped:
-        return False
     from cs336_systems.attention import flash_cuda
 
     return flash_cuda.serves(q)

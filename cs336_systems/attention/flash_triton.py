@@ -23,9 +23,10 @@ _has_storage, _dispatch_modes = torch._C._has_storage, torch._C._len_torch_dispa
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
 # The low-level registration costs less per call than torch.library.custom_op.
 _library = torch.library.Library("cs336", "DEF")
-_library.define("flash_forward(Tensor q, Tensor k, Tensor v, bool is_causal) -> (Tensor, Tensor)")
+_HOW = "bool is_causal, int? window=None, Tensor? cu_seqlens=None"
+_library.define(f"flash_forward(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
-    "flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor grad_o, bool is_causal)"
+    f"flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor grad_o, {_HOW})"
     " -> (Tensor, Tensor, Tensor)"
 )
 
@@ -57,28 +58,40 @@ def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
     return {part: (q.is_cuda and _kernels(part, *four)) or "portable" for part in ("forward", "backward")}
 
 
-def _first_forward(q, k, v, *others):
-    name = _kernels("forward", q, k, v)
-    return (_launchers(q.get_device())[name] if name else portable).first_forward(q, k, v, *others)
+def _first_forward(q, k, v, o, logsumexp, is_causal, config, *seen):
+    # those for Hopper have neither windows nor documents
+    name = None if seen else _kernels("forward", q, k, v)
+    launcher = _launchers(q.get_device())[name] if name else portable
+    return launcher.first_forward(q, k, v, o, logsumexp, is_causal, config, *seen)
 
 
-def _first_backward(q, k, v, *others):
-    name = _kernels("backward", q, k, v)
-    return (_launchers(q.get_device())[name] if name else portable).first_backward(q, k, v, *others)
+def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen):
+    name = None if seen else _kernels("backward", q, k, v)
+    launcher = _launchers(q.get_device())[name] if name else portable
+    return launcher.first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)
 
 
-_launch_forward_on_gpu = functools.partial(again.forward, _first_forward)
-_launch_backward_on_gpu = functools.partial(again.backward, _first_backward)
+def _seen(window, cu_seqlens):
+    return () if window is None and cu_seqlens is None else (window, cu_seqlens)
 
 
-def _launch_forward_on_cpu(q, k, v, is_causal):
+def _launch_forward_on_gpu(q, k, v, is_causal, window=None, cu_seqlens=None):
+    return again.forward(_first_forward, q, k, v, is_causal, None, _seen(window, cu_seqlens))
+
+
+def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
+    seen = _seen(window, cu_seqlens)
+    return again.backward(_first_backward, q, k, v, o, logsumexp, grad_o, is_causal, None, seen)
+
+
+def _launch_forward_on_cpu(q, k, v, is_causal, window=None, cu_seqlens=None):
     _require_interpreter(q.dtype)
-    return portable.launch_forward(q, k, v, is_causal)
+    return portable.launch_forward(q, k, v, is_causal, seen=_seen(window, cu_seqlens))
 
 
-def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal):
+def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
     _require_interpreter(q.dtype)
-    return portable.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+    return portable.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, seen=_seen(window, cu_seqlens))
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -112,30 +125,32 @@ _library.impl("flash_backward", _launch_backward_on_cpu, "CPU")
 
 
 @torch.library.register_fake("cs336::flash_forward", lib=_library)
-def _fake_forward(q, k, v, is_causal):
+def _fake_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("cs336::flash_backward", lib=_library)
-def _fake_backward(q, k, v, o, logsumexp, grad_o, is_causal):
+def _fake_backward(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _register_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    def products(q_shape, k_shape, count):
+    def products(count, q_shape, k_shape, window=None):
         batch, heads, num_queries, head_dim = q_shape
-        return count * 2 * batch * heads * num_queries * k_shape[2] * head_dim
+        return count * 2 * batch * heads * num_queries * min(k_shape[2], window or k_shape[2]) * head_dim
 
-    # as FlopCounterMode counts SDPA: matmuls over all pairs, causal or not
+    # as FlopCounterMode counts SDPA: matmuls over all pairs, causal or not; those of a window, but not of documents,
+    # whose lengths only the device knows
     @register_flop_formula(torch.ops.cs336.flash_forward)
-    def _forward(q_shape, k_shape, *args, out_shape=None, **kwargs):
-        return products(q_shape, k_shape, 2)
+    def _forward(q_shape, k_shape, v_shape, is_causal, window=None, *args, out_shape=None, **kwargs):
+        return products(2, q_shape, k_shape, window)
 
     @register_flop_formula(torch.ops.cs336.flash_backward)
-    def _backward(q_shape, k_shape, *args, out_shape=None, **kwargs):
-        return products(q_shape, k_shape, 5)
+    def _backward(q_shape, k_shape, v_shape, o_shape, l_shape, do_shape, is_causal, window=None, *args,
+                  out_shape=None, **kwargs):  # fmt: skip
+        return products(5, q_shape, k_shape, window)
 
 
 _register_flops()
@@ -144,48 +159,51 @@ _register_flops()
 # ------------------------------------------------------------------------------------------------ autograd
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 by the Triton kernels, or those for Hopper where they serve, as
-    `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa)`.
+    `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa, window, cu_seqlens)`.
 
     Q: (..., n_q, d); K, V: (..., n_k, d); the same dtype (fp32, fp16 or bf16) and device, any strides; 16 ≤ d ≤ 256.
-    enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. Returns O
-    (..., n_q, d) in Q's layout. Saves Q, K, V, O and the logsumexp L (..., n_q), fp32, natural logarithm.
-    Errors: ValueError that names the mismatch.
+    enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. window,
+    cu_seqlens: see `attention`, which checks them. Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O, the
+    logsumexp L (..., n_q), fp32, natural logarithm, and cu_seqlens. Errors: ValueError that names the mismatch.
     """
 
     @staticmethod
-    def forward(ctx, Q, K, V, is_causal=False, enable_gqa=False):
+    def forward(ctx, Q, K, V, is_causal=False, enable_gqa=False, window=None, cu_seqlens=None):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V, enable_gqa=enable_gqa)
-        direct = Q.is_cuda and _plain(Q, K, V)
+        documents = () if cu_seqlens is None else (cu_seqlens,)
+        direct = Q.is_cuda and _plain(Q, K, V, *documents)
         forward = _launch_forward_on_gpu if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
-            o, logsumexp = forward(Q, K, V, is_causal)
+            o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens)
         else:
-            o, logsumexp = forward(to_four_axes(Q), to_four_axes(K), to_four_axes(V), is_causal)
+            o, logsumexp = forward(to_four_axes(Q), to_four_axes(K), to_four_axes(V), is_causal, window)
             o, logsumexp = o.view(Q.shape), logsumexp.view(Q.shape[:-1])
-        ctx.save_for_backward(Q, K, V, o, logsumexp)
-        ctx.is_causal = is_causal
+        ctx.save_for_backward(Q, K, V, o, logsumexp, *documents)
+        ctx.is_causal, ctx.window = is_causal, window
         return o
 
     @staticmethod
     def backward(ctx, grad_o):
         first_order_only("FlashAttentionTriton")
-        q, k, v, o, logsumexp = ctx.saved_tensors
-        direct = q.is_cuda and _plain(q, k, v, grad_o)
+        q, k, v, o, logsumexp, *documents = ctx.saved_tensors
+        direct = q.is_cuda and _plain(q, k, v, grad_o, *documents)
         backward = _launch_backward_on_gpu if direct else torch.ops.cs336.flash_backward
+        how, none = (ctx.is_causal, ctx.window, *documents), (None, None, None, None)
         if q.ndim == 4:
-            return *backward(q, k, v, o, logsumexp, grad_o, ctx.is_causal), None, None
+            return *backward(q, k, v, o, logsumexp, grad_o, *how), *none
         four = [to_four_axes(x) for x in (q, k, v, o)]
-        grads = backward(*four, logsumexp.view(four[0].shape[:3]), to_four_axes(grad_o), ctx.is_causal)
-        return *(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
+        grads = backward(*four, logsumexp.view(four[0].shape[:3]), to_four_axes(grad_o), *how)
+        return *(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), *none
 
 
 _apply_in_c = super(torch.autograd.Function, FlashAttentionTriton).apply
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, enable_gqa: bool = False
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, enable_gqa: bool = False,
+    window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`FlashAttentionTriton.apply` (shapes and errors there) for less of the host's time: past the layer in which torch
     finds out at each call that the class has no `setup_context`."""
     if (
@@ -193,5 +211,5 @@ def flash_attention(
         or torch._C._are_functorch_transforms_active()
         or not (_has_storage(q) and _has_storage(k) and _has_storage(v))  # one that has left its transform
     ):
-        return FlashAttentionTriton.apply(q, k, v, is_causal, enable_gqa)
-    return _apply_in_c(q, k, v, is_causal, enable_gqa)
+        return FlashAttentionTriton.apply(q, k, v, is_causal, enable_gqa, window, cu_seqlens)
+    return _apply_in_c(q, k, v, is_causal, enable_gqa, window, cu_seqlens)

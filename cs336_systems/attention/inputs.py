@@ -61,6 +61,33 @@ def _check_leading_axes(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> N
         )
 
 
+def check_seen(
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
+) -> None:
+    """Raises ValueError unless a window and the ends of documents, None where there are none, fit q and k as
+    `attention` says. What cu_seqlens holds is not looked at: its device would have to be waited for."""
+    for name, value in (("window", window), ("cu_seqlens", cu_seqlens)):
+        if value is not None and not is_causal:
+            raise ValueError(f"{name} is given, and is_causal=False; {name} needs is_causal=True")
+    shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}"
+    if window is not None:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"window is {window!r}; allowed: whole numbers from 1 on")
+        if q.ndim >= 2 <= k.ndim and q.shape[-2] >= k.shape[-2] + window:
+            raise ValueError(f"{shapes}; with window={window} the last queries see no key")
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype != torch.int32:
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, torch.Tensor) else repr(cu_seqlens)
+        raise ValueError(f"cu_seqlens is {found}; expected a tensor of torch.int32")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (documents + 1,)")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q on {q.device}; they must be on one device")
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+        raise ValueError(f"{shapes}; with cu_seqlens both must be (1, heads, total, d)")
+
+
 def repeated_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

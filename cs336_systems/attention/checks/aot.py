@@ -19,8 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cs336_systems.attention.machine_code import disassemble, faults, overwritten_operands
-from cs336_systems.attention.triton.kernels import KERNELS
-from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, options_of
+from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, KERNELS, options_of
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -56,12 +55,13 @@ class Compiled:
 
 def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
-    expanded: int = 0, plain: bool = True, heads_per_kv: int = 1,
+    expanded: int = 0, plain: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
 
     `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `plain`: strides
-    are multiples of 16, and columns lie next to each other.
+    are multiples of 16, and columns lie next to each other. `window`, `packed`: queries see so many keys, or those of
+    their document.
     Raises triton's own errors where the kernel does not compile for the target.
     """
     function = KERNELS[kernel]
@@ -70,6 +70,8 @@ def compile_kernel(
         IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, HEADS_PER_KV=heads_per_kv, EXPANDED=expanded,
         PRECISION=INPUT_PRECISION[PRECISIONS[dtype]], SPLITS=1,
     )  # fmt: skip
+    constants |= {} if window else {"window": None}
+    constants |= {} if packed else {"bounds_ptr": None}
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     if plain:
@@ -78,8 +80,8 @@ def compile_kernel(
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("l_ptr", "delta_ptr"):
-            signature[name] = "*fp32"
+        elif name in ("l_ptr", "delta_ptr", "bounds_ptr"):
+            signature[name] = "*i32" if name == "bounds_ptr" else "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = f"*{_TYPES[dtype]}"
         elif name == "scale":

@@ -22,6 +22,8 @@ from cs336_systems.attention.available import untried_triton
 # what launches a kernel, and all that it takes
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
+# window and cu_seqlens of `attention`, or () where it has neither
+Seen = tuple[()] | tuple[int | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ _serials = itertools.count()
 class Pass:
     """The launches of one pass; none in triton's interpreter.
 
-    addresses: takes those of q, k, v, o and L, in a backward pass then of dO, dQ, dK and dV, and last of scratch;
-    returns for each launch those of its tensors. scratch: the shapes and dtypes of what the launches share. copies_do:
-    dO has a layout that they cannot read, and is copied first.
+    addresses: takes those of q, k, v, o and L, in a backward pass then of dO, dQ, dK and dV, of cu_seqlens where given,
+    and last of scratch; returns for each launch those of its tensors. scratch: the shapes and dtypes of what the
+    launches share. copies_do: dO has a layout that they cannot read, and is copied first.
     """
 
     launches: list[Launch]
@@ -142,65 +144,79 @@ def _precision(dtype: torch.dtype) -> str | None:
     return torch.get_float32_matmul_precision() if dtype == torch.float32 else None
 
 
+def _of(seen: Seen) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """What a pass depends on of what queries see, and the address of cu_seqlens, where given."""
+    window, cu_seqlens = seen
+    if cu_seqlens is None:
+        return (window,), ()
+    cu_at = cu_seqlens.data_ptr()
+    return (window, len(cu_seqlens), cu_at % 16), (cu_at,)
+
+
 def forward(
     first: Callable[..., Pass], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool,
-    config: Any = None,
+    config: Any = None, seen: Seen = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O (batch, heads, n_q, d) in q's layout and L (batch, heads, n_q) fp32, on the device's current stream.
 
-    first: launches the pass as `first(q, k, v, o, logsumexp, is_causal, config)`, and returns it. It may depend on
-    `config` (hashable), torch's precision for fp32, and of q, k, v on dtype, device, shapes, strides and alignment: the
-    pass serves wherever these are the same. With a hook that watches launches it is asked each time.
+    first: launches the pass as `first(q, k, v, o, logsumexp, is_causal, config, *seen)`, and returns it. It may depend
+    on `config` (hashable), torch's precision for fp32, of q, k, v on dtype, device, shapes, strides and alignment, and
+    of `seen` on the window, and the length and alignment of cu_seqlens: the pass serves wherever these are the same.
+    With a hook that watches launches it is asked each time.
     """
     if _elsewhere(q):
         with torch.cuda.device(q.device):
-            return forward(first, q, k, v, is_causal, config)
+            return forward(first, q, k, v, is_causal, config, seen)
     device, dtype, shape = q.device, q.dtype, q.shape
+    of_seen, cu_at = _of(seen) if seen else ((), ())
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     key = (
-        first, is_causal, config, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(), v.stride(),
-        (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
+        first, is_causal, config, of_seen, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
+        v.stride(), (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
     )  # fmt: skip
     batch, heads, num_queries, _ = shape  # a slice of a Size takes longer, here and as an argument
     o = torch.empty_like(q)
     logsumexp = torch.empty(batch, heads, num_queries, device=device, dtype=torch.float32)
     known = _passes.get(key)
     if known is None or watched():
-        _remember(key, first(q, k, v, o, logsumexp, is_causal, config))
+        _remember(key, first(q, k, v, o, logsumexp, is_causal, config, *seen))
     else:
-        known.again(device, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr())
+        known.again(device, q_at, k_at, v_at, o.data_ptr(), logsumexp.data_ptr(), *cu_at)
     return o, logsumexp
 
 
 def backward(
     first: Callable[..., Pass], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    logsumexp: torch.Tensor, do: torch.Tensor, is_causal: bool, config: Any = None,
+    logsumexp: torch.Tensor, do: torch.Tensor, is_causal: bool, config: Any = None, seen: Seen = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v, on the device's current stream.
 
     logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded. first: launches the pass
-    as `first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config)`; else as for `forward`, and it may depend on o,
-    logsumexp, do and torch's flag for deterministic algorithms too.
+    as `first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)`; else as for `forward`, and it may
+    depend on o, logsumexp, do and torch's flag for deterministic algorithms too.
     """
     if _elsewhere(q):
         with torch.cuda.device(q.device):
-            return backward(first, q, k, v, o, logsumexp, do, is_causal, config)
+            return backward(first, q, k, v, o, logsumexp, do, is_causal, config, seen)
     device, dtype = q.device, q.dtype
     q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
     l_at, do_at = logsumexp.data_ptr(), do.data_ptr()
+    of_seen, cu_at = _of(seen) if seen else ((), ())
     key = (
-        first, is_causal, config, dtype, _precision(dtype), torch.are_deterministic_algorithms_enabled(), device,
-        q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
+        first, is_causal, config, of_seen, dtype, _precision(dtype), torch.are_deterministic_algorithms_enabled(),
+        device, q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         (q_at | k_at | v_at | o_at | l_at | do_at) % 16
         and (q_at % 16, k_at % 16, v_at % 16, o_at % 16, l_at % 16, do_at % 16),
     )  # fmt: skip
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     known = _passes.get(key)
     if known is None or watched():
-        _remember(key, first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config))
+        _remember(key, first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen))
         return dq, dk, dv
     if known.copies_do:  # to the start of an allocation, which is aligned
         do = do.clone(memory_format=torch.contiguous_format)
         do_at = do.data_ptr()
-    known.again(device, q_at, k_at, v_at, o_at, l_at, do_at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
+    known.again(
+        device, q_at, k_at, v_at, o_at, l_at, do_at, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *cu_at
+    )
     return dq, dk, dv

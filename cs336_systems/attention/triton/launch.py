@@ -12,7 +12,8 @@ import triton
 from cs336_systems.attention.machine_code import faulty
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Launch, Pass
-from cs336_systems.attention.triton.kernels import KERNELS, combine_kernel
+from cs336_systems.attention.triton.backward import backward_keys_kernel, backward_queries_kernel
+from cs336_systems.attention.triton.kernels import bounds_kernel, combine_kernel, forward_kernel
 from cs336_systems.attention.triton.tiles import (
     Tiles,
     capability_of,
@@ -21,6 +22,12 @@ from cs336_systems.attention.triton.tiles import (
     tiles_for,
     tiles_without_wgmma,
 )
+
+KERNELS = {
+    "forward": forward_kernel,
+    "backward_queries": backward_queries_kernel,
+    "backward_keys": backward_keys_kernel,
+}
 
 # TRITON_INTERPRET=1 at the time of import: kernels run on the CPU
 INTERPRETED = triton.knobs.runtime.interpret
@@ -32,6 +39,7 @@ INPUT_PRECISION = {"half": "tf32", "tf32": "tf32", "fp32": "tf32x3"}
 FUSED = {"enable_fp_fusion": True}
 
 COMBINED_ROWS = 8  # queries of a program that combines
+BOUNDED = 256  # tokens of a program that looks for their documents
 
 FAR = 2**22  # a stride from which on offsets within a tile, of at most 256 rows and columns, may pass 2^31
 
@@ -68,20 +76,23 @@ def wide(kernel: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _arguments(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles, splits: int = 1
-) -> dict[str, Any]:
+    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles, window: int | None = None,
+    splits: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants."""
     q, k = tensors["q"], tensors["k"]
     batch, q_heads, num_queries, head_dim = q.shape
     heads = (k if kernel == "backward_keys" else q).shape[1]  # a program is for one of these
     arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
+    arguments.setdefault("bounds_ptr", None)
     for name, x in tensors.items():
-        if x.ndim == 4:  # L and delta are contiguous and have no strides among the arguments
+        if x.ndim == 4:  # L, delta and bounds are contiguous and have no strides among the arguments
             arguments |= strides(name, x)
     arguments |= dict(
-        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], scale=head_dim**-0.5,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal, EVEN_M=num_queries % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
+        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], window=window,
+        scale=head_dim**-0.5, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
+        EVEN_M=num_queries % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
         HEADS_PER_KV=q_heads // k.shape[1],
     )  # fmt: skip
     if "do" in tensors:
@@ -114,17 +125,18 @@ def _mistrusted(
 
 
 def first_launch(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, splits: int = 1
-) -> list[Launch]:
+    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, window: int | None = None,
+    splits: int = 1,
+) -> list[Launch]:  # fmt: skip
     """Compiles one of KERNELS where needed, launches it, and returns how to do so again (nothing when interpreted).
     Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be trusted."""
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
     tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
-    arguments = _arguments(kernel, tensors, is_causal, tiles, splits)
+    arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
     if not given and _mistrusted(kernel, tensors, arguments, tiles):
         tiles = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
-        arguments = _arguments(kernel, tensors, is_causal, tiles, splits)
+        arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
     grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], splits, 1)
     return _launched(KERNELS[kernel], grid, arguments, len(tensors), options_of(tiles))
@@ -141,38 +153,62 @@ def _launched(
 # ------------------------------------------------------------------------------------------------ forward
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None,
-    splits: int | None = None,
+    splits: int | None = None, seen: again.Seen = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O and L as `again.forward` describes them.
 
     splits: among how many programs the keys are split, without a mask only, at most as many as there are tiles of keys
     (None: `tiles.splits_for`).
     """
-    return again.forward(first_forward, q, k, v, is_causal, (tiles, splits))
+    return again.forward(first_forward, q, k, v, is_causal, (tiles, splits), seen)
 
 
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
-    config: tuple[Tiles | None, int | None] | None = None,
+    config: tuple[Tiles | None, int | None] | None = None, window: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     tiles, splits = config or (None, None)
     splits = splits or (1 if is_causal else splits_for(q, k))
     if splits == 1:
-        tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp)
-        launches = first_launch("forward", tensors, is_causal, tiles)
-        return Pass(launches, lambda *tensors_at: (tensors_at,))
+        launches, scratch, bounds = _first_bounds(cu_seqlens, q)
+        tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp) | bounds
+        launches += first_launch("forward", tensors, is_causal, tiles, window)
+
+        def with_bounds(q_at, k_at, v_at, o_at, l_at, *bounds_at):
+            tensors_at = q_at, k_at, v_at, o_at, l_at, *bounds_at[1:]
+            return (bounds_at, tensors_at) if bounds_at else (tensors_at,)
+
+        return Pass(launches, with_bounds, scratch)
     # O and L of each split
     parts = ((splits, *q.shape), torch.float32), ((splits, *logsumexp.shape), torch.float32)
     o_parts, l_parts = again.empty(parts, q.device)
     tensors = dict(q=q, k=k, v=v, o=o_parts[0], l=l_parts[0])
-    launches = first_launch("forward", tensors, is_causal, tiles, splits)
+    launches = first_launch("forward", tensors, is_causal, tiles, splits=splits)
     launches += _first_combination(o_parts, l_parts, o, logsumexp)
 
     def addresses(q_at, k_at, v_at, o_at, l_at, *parts_at):
         return (q_at, k_at, v_at, *parts_at), (*parts_at, o_at, l_at)
 
     return Pass(launches, addresses, parts)
+
+
+def _first_bounds(
+    cu_seqlens: torch.Tensor | None, q: torch.Tensor
+) -> tuple[list[Launch], tuple[tuple[tuple[int, ...], torch.dtype], ...], dict[str, torch.Tensor]]:
+    """Of packed documents: how to find their tokens' bounds (2, total) again, their scratch, and the bounds by name."""
+    if cu_seqlens is None:
+        return [], (), {}
+    documents, total = len(cu_seqlens) - 1, q.shape[2]
+    scratch = (((2, total), torch.int32),)
+    (bounds,) = again.empty(scratch, q.device)
+    arguments = dict(
+        cu_seqlens_ptr=cu_seqlens, bounds_ptr=bounds, documents=documents, total=total,
+        STEPS=(documents - 1).bit_length(), BLOCK=BOUNDED,
+    )  # fmt: skip
+    grid = (triton.cdiv(total, BOUNDED), 1, 1)
+    return _launched(bounds_kernel, grid, arguments, 2, FUSED), scratch, {"bounds": bounds}
 
 
 def _first_combination(
@@ -192,29 +228,36 @@ def _first_combination(
 # ------------------------------------------------------------------------------------------------ backward
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None,
+    is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None, seen: again.Seen = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV as `again.backward` describes them."""
-    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, (query_tiles, key_tiles))
+    return again.backward(
+        first_backward, q, k, v, o, logsumexp, do, is_causal, (query_tiles, key_tiles), seen
+    )
 
 
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool,
-    config: tuple[Tiles | None, Tiles | None] | None = None,
+    config: tuple[Tiles | None, Tiles | None] | None = None, window: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it. An
     expanded `do` is not copied."""
     query_tiles, key_tiles = config or (None, None)
-    scratch = ((tuple(logsumexp.shape), torch.float32),)
-    (delta,) = again.empty(scratch, q.device)
-    first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq)
-    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv)
-    launches = first_launch("backward_queries", first, is_causal, query_tiles)
-    launches += first_launch("backward_keys", second, is_causal, key_tiles)
+    launches, scratch, bounds = _first_bounds(cu_seqlens, q)
+    scratch = (*scratch, (tuple(logsumexp.shape), torch.float32))
+    (delta,) = again.empty(scratch[-1:], q.device)
+    first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq) | bounds
+    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv) | bounds
+    launches += first_launch("backward_queries", first, is_causal, query_tiles, window)
+    launches += first_launch("backward_keys", second, is_causal, key_tiles, window)
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, delta_at):
-        inputs = q_at, k_at, v_at
-        return (*inputs, o_at, do_at, l_at, delta_at, dq_at), (*inputs, do_at, l_at, delta_at, dk_at, dv_at)
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, *more_at):
+        *bounds_at, delta_at = more_at
+        inputs, last = (q_at, k_at, v_at), bounds_at[1:]
+        by_query = *inputs, o_at, do_at, l_at, delta_at, dq_at, *last
+        by_key = *inputs, do_at, l_at, delta_at, dk_at, dv_at, *last
+        return (tuple(bounds_at), by_query, by_key) if bounds_at else (by_query, by_key)
 
     return Pass(launches, addresses, scratch)

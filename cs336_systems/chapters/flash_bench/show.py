@@ -28,7 +28,8 @@ KERNEL_TOKENS = 8192  # up to here every call is short enough for a CUDA graph: 
 # language → its implementation in 16 bits; the files of its kernels, and of what compiles and launches them
 LANGUAGES = {
     "PyTorch": ("flash_torch", ("flash_torch.py",), ()),
-    "Triton": ("plain_triton", ("triton/kernels.py",), ("triton/again.py", "triton/launch.py", "triton/tiles.py")),
+    "Triton": ("plain_triton", ("triton/kernels.py", "triton/backward.py"),
+               ("triton/again.py", "triton/launch.py", "triton/tiles.py")),
     "Gluon": ("flash_triton", ("hopper/*ward*.py", "hopper/common.py"),
               ("hopper/configs.py", "hopper/launch.py", "hopper/tma.py", "triton/again.py")),
     "CUDA C++": ("flash_cuda", ("cuda/*.cu", "cuda/*.cuh"), ("cuda/*.py",)),

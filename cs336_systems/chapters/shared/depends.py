@@ -9,8 +9,8 @@ PLAIN = ("attention/inputs.py", "attention/reference.py")
 TILED = ("attention/flash_torch.py", "attention/inputs.py")
 TRITON = (
     "attention/available.py", "attention/flash_triton.py", "attention/inputs.py", "attention/machine_code.py",
-    "attention/triton/again.py", "attention/triton/kernels.py", "attention/triton/launch.py",
-    "attention/triton/tiles.py",
+    "attention/triton/again.py", "attention/triton/backward.py", "attention/triton/kernels.py",
+    "attention/triton/launch.py", "attention/triton/tiles.py",
     "attention/hopper/backward.py", "attention/hopper/backward_dq.py", "attention/hopper/backward_ends.py",
     "attention/hopper/backward_few.py", "attention/hopper/backward_state.py", "attention/hopper/backward_steps.py",
     "attention/hopper/common.py", "attention/hopper/configs.py", "attention/hopper/forward.py",
