@@ -135,13 +135,20 @@ class CausalSelfAttention(nn.Module):
         self.v_proj = Linear(d_model, d_model // num_heads * num_kv_heads)
         self.output_proj = Linear(d_model, d_model)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, D); cos, sin: (S, d) → (B, S, D)."""
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x: (B, S, D); cos, sin: (S, d) → (B, S, D). cu_seqlens: see `TransformerLM.forward`."""
         (x,) = autocast_inputs(x)  # one cast for three matmuls, instead of one each
         q, k, v = self.projected(x)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        o = attention(q, k, v, is_causal=True, impl=self.impl, enable_gqa=self.num_kv_heads < self.num_heads)
-        return self.output_proj(o.transpose(1, 2).flatten(-2))
+        if cu_seqlens is not None:  # (1, H, B·S, d), not copied
+            q, k, v = (y.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for y in (q, k, v))
+        o = attention(
+            q, k, v, is_causal=True, impl=self.impl, enable_gqa=self.num_kv_heads < self.num_heads,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return self.output_proj(o.transpose(1, 2).reshape(x.shape))
 
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, H, S, d), k and v (B, H_kv, S, d), not copied."""
@@ -177,8 +184,10 @@ class TransformerBlock(nn.Module):
         self.ln2 = RMSNorm(d_model)
         self.ffn = SwiGLU(d_model, d_ff)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln1(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x), cos, sin, cu_seqlens)
         return x + self.ffn(self.ln2(x))
 
 
@@ -212,8 +221,13 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(d_model)
         self.lm_head = Linear(d_model, vocab_size)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: (B, S), each in 0 … V − 1, S ≤ context_length → logits (B, S, V)."""
+    def forward(self, ids: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """ids: (B, S), each in 0 … V − 1, S ≤ context_length → logits (B, S, V).
+
+        cu_seqlens: where documents begin among the B·S tokens, counted through, and last B·S, as `attention` has it;
+        then no token sees another document's. Each sequence has to begin one. Positions go on through a sequence:
+        rotary ones matter by their differences alone.
+        """
         if ids.ndim != 2:
             raise ValueError(f"token ids have shape {tuple(ids.shape)}; expected (batch, sequence)")
         sequence = ids.shape[1]
@@ -224,7 +238,7 @@ class TransformerLM(nn.Module):
         cos, sin = self.positional_encoder(sequence)
         x = self.token_embeddings(ids)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, cu_seqlens)
         return self.lm_head(self.ln_final(x))
 
 

@@ -92,9 +92,7 @@ def one_case(draw, impl="flash_triton", dtypes=DTYPES):
         # those for Hopper are choosy
         d, of[:3] = draw.choice([40, 64, 80, 96, 128]), [draw.choice(FOR_TMA) for _ in range(3)]
     scale = draw.choice([0.1, 1.0])
-    case = (
-        f"{batch}x{group}·{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} {is_causal} {of} {scale} {seen}"
-    )
+    case = f"{batch}x{group}·{heads}x{num_queries}x{num_keys}x{d} {dtype} {precision} {is_causal} {of} {scale} {seen}"
 
     def new(*shape):
         return fresh(*shape, dtype=dtype, device=DEVICE, requires_grad=False, scale=scale)

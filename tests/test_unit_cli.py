@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import wrong_values
 
 import cs336_systems
 from cs336_systems import chapters
+from cs336_systems.attention import registry
 from cs336_systems.cli import doctor, notebooks
 from cs336_systems.cli import main as cli
 from cs336_systems.store import machine, rows
@@ -80,7 +82,9 @@ def test_doctor_says_why():
     names = "python torch triton NVRTC flash_triton flash_cuda sdpa nsys xelatex jupyter-book nccl"
     assert all(name in done.stdout for name in names.split())
     told = json.loads(call("doctor", "--json", "-").stdout)
-    assert set(told) == {"machine", "checks", "kernels"}
+    assert set(told) == {"machine", "checks", "attention", "kernels"}
+    assert told["attention"] == registry.features()
+    assert re.search(r"flash_torch +yes +no +no\n", done.stdout)
     assert all(set(c) == {"section", "name", "available", "detail"} and c["detail"] for c in told["checks"])
 
 

@@ -114,13 +114,17 @@ def features() -> list[dict[str, str]]:
     ]
 
 
+def serving(*asked: str) -> list[str]:
+    """The implementations that serve all these of FEATURES."""
+    return [name for name, found in IMPLEMENTATIONS.items() if set(asked) <= set(found.features)]
+
+
 def check_features(impl: str, asked: tuple[str, ...]) -> None:
-    """ValueError where an implementation does not serve all that is asked of FEATURES, naming those that do."""
+    """ValueError where an implementation does not serve all these of FEATURES, naming those that do."""
     lacking = [key for key in asked if key not in IMPLEMENTATIONS[impl].features]
     if lacking:
-        able = [name for name, found in IMPLEMENTATIONS.items() if set(asked) <= set(found.features)]
         what = ", ".join(f"{FEATURES[key]} ({key})" for key in lacking)
-        raise ValueError(f"{impl} does not serve {what}; these do: {', '.join(able)}")
+        raise ValueError(f"{impl} does not serve {what}; these do: {', '.join(serving(*asked))}")
 
 
 def availability() -> dict[str, str | None]:

@@ -18,7 +18,6 @@ from cs336_systems import __version__, attention
 from cs336_systems.accounting import peaks
 from cs336_systems.attention.available import hopper_reason, untried_triton
 from cs336_systems.attention.cuda.compile import missing, version
-from cs336_systems.attention.registry import Implementation
 from cs336_systems.store import machine
 
 
@@ -43,7 +42,7 @@ def checks() -> list[Check]:
         _nvrtc(),
         *_gpus(torch),
         *(
-            Check("attention", name, reason is None, reason or _told(attention.IMPLEMENTATIONS[name]))
+            Check("attention", name, reason is None, reason or attention.IMPLEMENTATIONS[name].what)
             for name, reason in _implementations(torch, why).items()
         ),
         _hopper(torch),
@@ -107,10 +106,6 @@ def _gpus(torch: ModuleType | None) -> Iterator[Check]:
         "SM clock and power are kept with GPU rows" if gpu else "no GPU whose clock and power it could read"
     )
     yield Check("hardware", "NVML", nvml and gpu, detail if nvml else "needs the package nvidia-ml-py")
-
-
-def _told(found: Implementation) -> str:
-    return found.what if found.grouped_queries else f"{found.what}; no grouped queries"
 
 
 def _implementations(torch: ModuleType | None, why: str) -> dict[str, str | None]:

@@ -90,11 +90,20 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what this machine can run, and why the rest is unavailable."""
+    from tabulate import tabulate
+
+    from cs336_systems.attention import registry
     from cs336_systems.cli import doctor as room
 
     with _wrong_input():
         checks, name, kernels = room.checks(), room.machine_name(), room.chosen_kernels()
-    found = {"machine": name, "checks": [dataclasses.asdict(c) for c in checks], "kernels": kernels}
+    served = registry.features()
+    found = {
+        "machine": name,
+        "checks": [dataclasses.asdict(c) for c in checks],
+        "attention": served,
+        "kernels": kernels,
+    }
     if terminal.wrote_json(json_file, json.dumps(found, indent=1)):
         return
     typer.echo(f"machine: {name or 'unknown'}")
@@ -102,10 +111,10 @@ def doctor(
         typer.echo(f"\n{section}")
         for check in group:
             typer.echo(f"  {'yes' if check.available else 'no ':3}  {check.name:24} {check.detail}")
+    typer.echo("\nwhat implementations of attention serve, on any machine")
+    typer.echo(tabulate(served, headers="keys", tablefmt="plain"))
     typer.echo("\nkernels that attention() launches (16 heads; forward, backward where it differs)")
     if kernels:
-        from tabulate import tabulate
-
         typer.echo(tabulate(kernels, headers="keys", tablefmt="plain", disable_numparse=True))
     else:
         typer.echo("  none here: it computes in plain PyTorch (`reference`)")

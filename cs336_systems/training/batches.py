@@ -5,6 +5,10 @@
 
 The tokens are cut into windows of `context_length`, each with the token after it. An epoch visits every window once, in
 an order drawn from the seed and the epoch's number; ranks and microbatches take disjoint parts of a step's windows.
+
+Where documents are packed, a third array tells where they begin (`cu_seqlens` of `TransformerLM.forward`). One begins
+with each window, and with each end of text: that token stands before a document as before a prompt, and so what it
+predicts does not depend on the document that it ends.
 """
 
 from __future__ import annotations
@@ -24,14 +28,28 @@ def check_long_enough(count: int, context_length: int, name: str) -> None:
         )
 
 
+def begins_documents(documents: str, end_of_text: int | None) -> int | None:
+    """The token that begins a document, where `text.documents` has them packed; None of a stream. ValueError where they
+    are to be packed and no token stands between them."""
+    if documents == "packed" and end_of_text is None:
+        raise ValueError(
+            "text.documents='packed', and which token ends a document is not known: random tokens have none, and ready "
+            "tokens need tokenizer.path; allowed for these: stream"
+        )
+    return end_of_text if documents == "packed" else None
+
+
 class Batches:
     """Windows over `tokens`, a 1-D array of token ids (a memory map, usually). `sequences`: of one optimizer step, all
-    ranks and microbatches together. `name`: of the text, train or valid. ValueError as `check_long_enough`."""
+    ranks and microbatches together. `name`: of the text, train or valid. `begin`: the token that begins a document,
+    where these are packed. ValueError as `check_long_enough`."""
 
     def __init__(
-        self, tokens: np.ndarray, context_length: int, sequences: int, seed: int, name: str = "train"
-    ) -> None:
+        self, tokens: np.ndarray, context_length: int, sequences: int, seed: int, name: str = "train",
+        begin: int | None = None,
+    ) -> None:  # fmt: skip
         check_long_enough(len(tokens), context_length, name)
+        self.begin = begin
         self.windows = (len(tokens) - 1) // context_length
         self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed
         # a step may see the end of one epoch and the next
@@ -42,17 +60,29 @@ class Batches:
         """Steps that visit every window once."""
         return self.windows / self.sequences
 
-    def at(self, step: int, part: int = 0, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and targets of one of `parts` equal parts of a step: (sequences / parts, context_length), int64."""
+    def at(self, step: int, part: int = 0, parts: int = 1) -> tuple[np.ndarray, ...]:
+        """Ids and targets of one of `parts` equal parts of a step: (sequences / parts, context_length), int64. Of
+        packed documents cu_seqlens as well (ids.size + 1,), int32, filled up at its end, so that all steps have one
+        shape."""
         share = self.sequences // parts
         first = step * self.sequences + part * share
         return self.windows_at([self._window(place) for place in range(first, first + share)])
 
-    def windows_at(self, windows: list[int] | range) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and targets of windows by number, as they lie in the text."""
+    def windows_at(self, windows: list[int] | range) -> tuple[np.ndarray, ...]:
+        """As `at`, of windows by number, as they lie in the text."""
         n = self.context_length
         cut = np.stack([self.tokens[w * n : (w + 1) * n + 1] for w in windows]).astype(np.int64)
-        return cut[:, :-1], cut[:, 1:]
+        ids, targets = cut[:, :-1], cut[:, 1:]
+        if self.begin is None:
+            return ids, targets
+        begins = ids == self.begin
+        begins[:, 0] = True
+        places = np.flatnonzero(begins)
+        return (
+            ids,
+            targets,
+            np.concatenate([places, np.full(ids.size + 1 - len(places), ids.size)]).astype(np.int32),
+        )
 
     def _window(self, place: int) -> int:
         epoch, slot = divmod(place, self.windows)

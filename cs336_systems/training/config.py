@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.attention.registry import IMPLEMENTATIONS
+from cs336_systems.attention.registry import IMPLEMENTATIONS, serving
 from cs336_systems.sizes import SIZES, ModelConfig
 from cs336_systems.store import numbers
 from cs336_systems.store.files import content
@@ -55,10 +55,9 @@ class Text:
 
     source: str = _key("stories", "stories, tinystories, random, or a path: text, .jsonl, folder, .npy, .bin")
     valid: str = _key("", "a path of the same kind to hold out; empty: some of the source")
+    documents: str = _one_of("stream", ("stream", "packed"), "in a sequence; packed: none sees another")
     field: str = _key("text", "of a line of .jsonl, which holds the text")
-    train_mb: float = _number(
-        8.0, 0, "MB of stories or random tokens to make; of other texts the most (0: all)"
-    )
+    train_mb: float = _number(8.0, 0, "MB of stories or random tokens; of other texts the most (0: all)")
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
     seed: int = _number(0, 0, "of the stories, of random tokens, of which documents are held out")
     cache: str = _key("", "folder of texts that runs share; empty: text/ in the run's own")
@@ -340,14 +339,13 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
     if not config.out.strip():
         raise ValueError("out=''; it must name a folder")
-    if config.model.attention not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(
-            f"model.attention={config.model.attention!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}"
-        )
+    if (asked := config.model.attention) not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"model.attention={asked!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}")
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     if sizes.kv_heads < sizes.num_heads:
-        able = [name for name, found in IMPLEMENTATIONS.items() if found.grouped_queries]
-        _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *able)
+        _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *serving("enable_gqa"))
+    if config.text.documents == "packed":
+        _goes_with(config, "text.documents", "model.attention", "auto", *serving("cu_seqlens"))
     if not config.optimizer.learning_rate:
         rate = float(f"{6e-3 * min(1, 128 / sizes.d_model):.2g}")
         config = dataclasses.replace(

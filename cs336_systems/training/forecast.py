@@ -28,10 +28,19 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     """
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     kept = max(map(sum, shards(sizes, world_size))) if config.optimizer.sharded else num_parameters(sizes)
+    rows, length, plain = (
+        for_ranks(config, world_size),
+        sizes.context_length,
+        config.model.attention in _PLAIN,
+    )
+    if (
+        plain and config.text.documents == "packed"
+    ):  # they lie in one row, of all whose pairs the scores are kept
+        rows, length = 1, rows * length
     held = peak_bytes(
-        sizes, for_ranks(config, world_size), sizes.context_length, "train_step",
+        sizes, rows, length, "train_step",
         "bf16" if dtype in ("bf16", "fp16") else "fp32",
-        "reference" if config.model.attention in _PLAIN else "flash",
+        "reference" if plain else "flash",
         device.split(":")[0], "fused",
     )  # fmt: skip
     return sum(held.values()) - 8 * (num_parameters(sizes) - kept)
@@ -110,7 +119,7 @@ def _step_ms(config: TrainingConfig, device: str, ranks: int) -> float:
     })  # fmt: skip
     count = sequences * config.model.context_length + 1
     ids = np.random.default_rng(0).integers(0, vocab, count)
-    trainer, times = Trainer(alone, Data(ids, ids, vocab, count)), []
+    trainer, times = Trainer(alone, Data(ids, ids, vocab, count, end_of_text=0)), []
     for _ in range(_STEPS + 1):  # the first one warms up
         start = time.perf_counter()
         trainer.train_step()

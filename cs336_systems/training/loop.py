@@ -27,7 +27,7 @@ from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
 from cs336_systems.training import checkpoints, modes, optimizer, resuming, whole
-from cs336_systems.training.batches import Batches
+from cs336_systems.training.batches import Batches, begins_documents
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
 from cs336_systems.training.log import RunLog, recording
@@ -42,7 +42,8 @@ class TrainingError(RuntimeError):
 @dataclass(frozen=True)
 class Data:
     """Token ids to learn from and to be held against. valid_bytes: of the held-out text; floor: its entropy in nats a
-    token, where it is known; tokenizer: what tokenizer.json holds; files: SHA-256 of what was learned from, by name."""
+    token, where it is known; tokenizer: what tokenizer.json holds; files: SHA-256 of what was learned from, by name;
+    end_of_text: the token after each document."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -51,6 +52,7 @@ class Data:
     floor: float | None = None
     tokenizer: bytes = b""
     files: Mapping[str, str] = field(default_factory=dict)
+    end_of_text: int | None = None
 
 
 class Trainer:
@@ -70,14 +72,14 @@ class Trainer:
         modes.settle(self.dtype, config.run.deterministic)
         sizes = self.sizes = config.model.sizes(data.vocab_size)
         torch.manual_seed(config.run.seed)
-        attention = modes.attention_of(config.model.attention, self.device)
-        self.model = build(sizes, attention, device=self.device)
+        self.model = build(sizes, modes.attention_of(config.model.attention, self.device), device=self.device)
         self._whose = f"model.size={config.model.size!r}"  # weights
         if config.checkpoints.init_from:
             weights = checkpoints.weights_of(Path(config.checkpoints.init_from))
             checkpoints.into(self.model, weights, self._whose)
-        self.batches = Batches(data.train, sizes.context_length, config.batch.sequences, config.batch.seed)
-        self.held_out = Batches(data.valid, sizes.context_length, 1, 0, "valid")
+        begin, n = begins_documents(config.text.documents, data.end_of_text), sizes.context_length
+        self.batches = Batches(data.train, n, config.batch.sequences, config.batch.seed, begin=begin)
+        self.held_out = Batches(data.valid, n, 1, 0, "valid", begin)
         with_loss = modes.WithLoss(self.model)
         # before weights are sharded, which groups them by their shapes
         self.optimizer = optimizer.make(self.model, config.optimizer)
@@ -112,7 +114,7 @@ class Trainer:
         total = self.total_steps()
         return self.clock.progress(ahead) if total is None else (self.step + ahead) / total
 
-    def _tensors(self, arrays: tuple[np.ndarray, np.ndarray]) -> list[torch.Tensor]:
+    def _tensors(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
         tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
         if self.device == "cpu":
             return tensors
@@ -128,11 +130,11 @@ class Trainer:
         self.loss = torch.zeros((), device=self.device)
         for micro in range(accumulate):
             part = micro * self.world + self.number
-            ids, targets = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
+            batch = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else self.whole.keeping_gradients():
                 with modes.autocast(self.dtype, self.device):
-                    loss = self.wrapped(ids, targets)
+                    loss = self.wrapped(*batch)
                 self.scaler.scale(loss / accumulate).backward()
             self.loss += loss.detach() / accumulate
             if last or self.whole.reduces_each:
@@ -161,9 +163,9 @@ class Trainer:
         # as often as the first rank, which has the most: a sharded model is called by all
         for start in range(0, math.ceil(windows / self.world), self.sequences):
             some = mine[start : start + self.sequences]
-            ids, targets = self._tensors(self.held_out.windows_at(some or range(1)))
+            ids, targets, *documents = self._tensors(self.held_out.windows_at(some or range(1)))
             with modes.autocast(self.dtype, self.device):
-                logits = self.model(ids)
+                logits = self.model(ids, *documents)
             if not some:
                 continue
             nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
@@ -239,7 +241,7 @@ class Trainer:
             self.best = math.inf if about["best"] is None else about["best"]
 
     def _last_saved(self) -> str:
-        path, _ = checkpoints.newest_sound(self.folder)
+        path = checkpoints.newest_sound(self.folder)[0]
         return f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
 
     # -------------------------------------------------------------------------------------------------------- the run

@@ -19,14 +19,17 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WithLoss(nn.Module):
-    """A model and its cross entropy: ids and targets (B, S) → mean loss in nats. What wrappers and compilers get."""
+    """A model and its cross entropy: ids and targets (B, S), of packed documents cu_seqlens → mean loss in nats. What
+    wrappers and compilers get."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+    def forward(
+        self, ids: torch.Tensor, targets: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.cross_entropy(self.model(ids, cu_seqlens).flatten(0, 1), targets.flatten())
 
 
 def device_of(asked: str) -> str:
@@ -112,8 +115,8 @@ def _graphed(module: WithLoss, world_size: int) -> Callable[..., torch.Tensor]:
         )
     module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
 
-    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def step(*batch: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # what the last step's graph returned may be overwritten
-        return module(ids, targets)
+        return module(*batch)
 
     return step

@@ -93,6 +93,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
         raise ValueError(str(error)) from error
     info = prepare(config, say)
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
+    batches.begins_documents(config.text.documents, info.end_of_text)
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.check_long_enough(len(ids), config.model.context_length, name)
     begun = Path(config.checkpoints.init_from)
@@ -149,7 +150,7 @@ def data_of(config: TrainingConfig) -> Data:
     info = prepare(config, lambda line: None)
     tokenizer = info.tokenizer.read_bytes() if info.tokenizer else b""
     bounds = info.valid_bytes, info.floor_nats_per_token
-    return Data(info.train, info.valid, info.vocab_size, *bounds, tokenizer, info.files)
+    return Data(info.train, info.valid, info.vocab_size, *bounds, tokenizer, info.files, info.end_of_text)
 
 
 def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
