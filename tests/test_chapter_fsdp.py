@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from cs336_systems.accounting import fsdp as closed
 from cs336_systems.accounting.memory import memory_moments
-from cs336_systems.chapters.fsdp import accounting as closed
 from cs336_systems.chapters.fsdp import measure as fsdp
 from cs336_systems.chapters.fsdp import ranks as on_ranks
 from cs336_systems.chapters.fsdp.measure import Case

@@ -24,10 +24,12 @@ import safetensors.torch  # noqa: E402
 from alive_bytes import AliveBytes  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
+from cs336_systems.measure.memory.tensors import watching_tensors  # noqa: E402
 from cs336_systems.training import (  # noqa: E402
     checkpoints,
     clock,
     config,
+    forecast,
     loop,
     modes,
     optimizer,
@@ -685,3 +687,21 @@ def test_several_ranks_agree_on_rank_0s_time_and_seldom_ask(tmp_path, paces):
     assert other[0] == seconds == pytest.approx(ends[-1]) == pytest.approx(60, rel=0.02)
     assert other[1] == rates and all(a > 0 for a in rates) and len(set(rates)) > 0.9 * len(rates)
     assert asked[:3] == [1, 2, 4] and len(asked) < len(rates) / 6
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_the_forecast_of_memory_is_what_a_step_holds(recompute, tmp_path):
+    config_ = made(
+        tmp_path, run__recompute=recompute, model__d_model=64, model__d_ff=192, model__num_layers=6,
+        model__context_length=128, model__attention="reference",
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 300, 5000).astype(np.uint16)
+    trainer = Trainer(config_, Data(ids, ids, 300, 5000))
+    trainer.train_step()
+    with watching_tensors() as (_, snapshot):
+        trainer.train_step()
+        moments = 8 * sum(
+            p.numel() for p in trainer.model.parameters()
+        )  # not seen before the update, after the peak
+        peak = int(snapshot().active().max()) + moments
+    assert forecast.memory_bytes(config_, "fp32", "cpu", 1) == pytest.approx(peak, rel=0.01)

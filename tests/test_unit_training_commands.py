@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,12 @@ from cs336_systems.training import config, forecast
 from cs336_systems.training.log import RunLog
 from cs336_systems.training.loop import Data, Trainer
 
+RESULTS = Path(__file__).parents[1] / "results"
+FSDP_ROWS = [
+    row
+    for row in csv.DictReader((RESULTS / "h200-x2" / "fsdp.csv").open(encoding="utf-8"))
+    if (row["kind"], row["repeat"]) == ("time", "0") and row["wrapper"] in ("ddp", "sharded", "fsdp")
+]
 WRONG = [  # --set, and what the line names
     ("model.sizes=small", "model.sizes"), ("modle.size=small", "modle"), ("size", "expected section.key=value"),
     ("=3", "expected section.key=value"), ("model=small", "it must be a section"),
@@ -158,6 +166,21 @@ def test_a_sharded_optimizer_is_told_by_its_fullest_rank():
     whole, shared = (forecast.memory_bytes(made(s), "bf16", "cuda", 8) for s in (False, True))
     moments = 8 * num_parameters(made(False).model.sizes(50257))
     assert 1 - (whole - shared) / moments == pytest.approx(0.203, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "row", FSDP_ROWS, ids=lambda row: f"{row['size']} {row['context_length']} {row['wrapper']}"
+)
+def test_the_forecast_of_a_rank_is_what_two_gpus_held(row):
+    fp32 = row["dtype"] == "tf32"
+    config_ = config.load(None, {
+        "model.size": row["size"], "tokenizer.vocab_size": 10_000, "model.context_length": row["context_length"],
+        "batch.sequences": 4, "parallel.wrapper": "fsdp" if row["wrapper"] == "fsdp" else "in_place",
+        "parallel.nproc": 2, "optimizer.sharded": row["wrapper"] == "sharded",
+        "model.attention": "reference" if fp32 else "flash_triton",
+    })  # fmt: skip
+    expected = forecast.memory_bytes(config_, "fp32" if fp32 else "bf16", "cuda", 2)
+    assert expected == pytest.approx(float(row["peak_bytes"]), rel=0.03)
 
 
 @pytest.mark.parametrize(("train", "valid", "which"), [(0.05, 1e-4, "valid"), (1e-4, 0.05, "train")])

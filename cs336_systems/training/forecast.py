@@ -9,14 +9,21 @@ import os
 import time
 from collections.abc import Iterator
 
-from cs336_systems.accounting import model_flops, num_parameters
-from cs336_systems.accounting.memory import peak_bytes
-from cs336_systems.accounting.zero import shards
+from cs336_systems.accounting import (
+    autocast_copy_bytes,
+    memory_moments,
+    model_flops,
+    num_parameters,
+    residual_bytes,
+    saved_layer_bytes,
+)
+from cs336_systems.accounting.fsdp import held_bytes, lent_bytes
 from cs336_systems.attention.registry import availability
 from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 from cs336_systems.training.log import check_trackers
 
+NARROW = ("bf16", "fp16")
 _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of scores, or may
 _STEPS = 3
 
@@ -24,26 +31,36 @@ _STEPS = 3
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
     """Tensors alive at the peak of a step on one rank (`accounting.memory`), for the model run eagerly.
 
-    fp16 holds what bf16 does. Of a sharded optimizer's state, AdamW's two moments, it is the rank that keeps most.
+    fp16 holds what bf16 does. Of a sharded optimizer's state, AdamW's two moments, it is the rank that keeps most. A
+    sharded model has its share of weights, gradients and moments, two gathered units, and all gradients of one. Blocks
+    that are computed again hold their input, or already gradients, but for one; a selective plan is counted as none.
     """
-    sizes = config.model.sizes(config.tokenizer.vocab_size)
-    kept = max(map(sum, shards(sizes, world_size))) if config.optimizer.sharded else num_parameters(sizes)
-    rows, length, plain = (
-        for_ranks(config, world_size),
-        sizes.context_length,
-        config.model.attention in _PLAIN,
+    sizes, batch = config.model.sizes(config.tokenizer.vocab_size), for_ranks(config, world_size)
+    narrow, sharded = dtype in NARROW, config.parallel.wrapper == "fsdp" and world_size > 1
+    again = config.run.recompute == "blocks"
+    alone = dataclasses.replace(sizes, num_layers=1) if again else sizes
+    attention = "reference" if config.model.attention in _PLAIN else "flash"
+    shape, how = (
+        (batch, sizes.context_length),
+        ("bf16" if narrow else "fp32", attention, device.split(":")[0]),
     )
-    if (
-        plain and config.text.documents == "packed"
-    ):  # they lie in one row, of all whose pairs the scores are kept
-        rows, length = 1, rows * length
-    held = peak_bytes(
-        sizes, rows, length, "train_step",
-        "bf16" if dtype in ("bf16", "fp16") else "fp32",
-        "reference" if plain else "flash",
-        device.split(":")[0], "fused",
-    )  # fmt: skip
-    return sum(held.values()) - 8 * (num_parameters(sizes) - kept)
+    residual, block = residual_bytes(sizes, *shape), sum(saved_layer_bytes(sizes, *shape, *how).values())
+    others = num_parameters(sizes) - num_parameters(alone)
+    copies = autocast_copy_bytes(sizes) - autocast_copy_bytes(alone) if narrow else 0
+    kind = "fsdp" if sharded else "sharded" if config.optimizer.sharded else "ddp"
+    held = held_bytes(sizes, kind, world_size)
+    peak = 0
+    for moment, alive in memory_moments(alone, *shape, "train_step", *how, "fused").items():
+        passed = "first block" in moment or moment in ("embedding, backward", "optimizer step")
+        here = alive["saved_activations"] + alive["temporaries"]
+        if again and not passed:  # of the other blocks the inputs; at the head and the loss of this one, too
+            here += (sizes.num_layers - 1) * residual + (0 if "block" in moment else residual - block)
+        if not sharded:
+            here += alive["autocast_copies"] + copies * ("backward" not in moment and not passed)
+        gradients = alive["gradients"] + 4 * others * passed
+        peak = max(peak, here + gradients * held["gradients"] // (4 * num_parameters(sizes)))
+    lent = lent_bytes(sizes, 2 if narrow else 4) if sharded else 0
+    return held["parameters"] + held["optimizer_state"] + peak + lent
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:

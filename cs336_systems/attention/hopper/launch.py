@@ -94,7 +94,9 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     if part == "forward":
         # few queries against many keys: the portable forward kernel splits the keys among programs
         return num_keys < CROSS * num_queries or splits_for(q, k) < 4
-    if q.shape[1] != k.shape[1]:  # compiled ahead of time only: no GPU has run all tests of a group's backward pass yet
+    if (
+        q.shape[1] != k.shape[1]
+    ):  # compiled ahead of time, but no GPU has run all tests of a group's backward yet
         return False
     # with more keys than queries a portable program for queries has more to do than any here
     few = few_programs_of(batch * heads, num_queries) <= PORTABLE_BACKWARD * multiprocessors

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
-from cs336_systems.chapters.fsdp import accounting as closed
+from cs336_systems.accounting import fsdp as closed
 from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, Case, trace_path
 from cs336_systems.chapters.shared.timelines import timelines_figure
 from cs336_systems.measure.trace import overlap

@@ -56,4 +56,4 @@ TRAINING = (
     "training/loop.py", "training/modes.py", "training/optimizer.py", "training/pipeline.py", "training/stories.py",
     "training/stories.txt", "training/tokens.py", "training/whole.py",
 )  # fmt: skip
-FORECAST = ("accounting/memory.py", "accounting/zero.py", "training/forecast.py")
+FORECAST = ("accounting/fsdp.py", "accounting/memory.py", "accounting/zero.py", "training/forecast.py")

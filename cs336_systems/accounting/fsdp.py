@@ -7,7 +7,7 @@ Symbols: N ranks; Ψ parameters, of which Ψ_w are weights of linear layers and 
 from __future__ import annotations
 
 from cs336_systems.accounting.memory import memory_moments
-from cs336_systems.accounting.model import check_choice, num_parameters
+from cs336_systems.accounting.model import check_choice, num_parameters, parameter_counts
 from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.accounting.zero import adamw_state_bytes, shards, tensor_sizes
 from cs336_systems.sizes import ModelConfig
@@ -19,7 +19,7 @@ _FP32 = 4
 
 def sharded_parameters(config: ModelConfig) -> int:
     """Ψ_w: what `parallel.fsdp` shards."""
-    return num_parameters(config) - (2 * config.num_layers + 1) * config.d_model
+    return num_parameters(config) - parameter_counts(config)["norms"]
 
 
 def held_bytes(config: ModelConfig, kind: str, num_ranks: int) -> dict[str, int]:
@@ -53,7 +53,7 @@ def step_peak_bytes(
     The moments are those of training on one device (`accounting.memory_moments`), each with this kind's share of
     weights, gradients and state. dtype "bf16" is autocast for ddp and sharded; fsdp computes with weights that have
     come in bf16, so that nothing is cast and no copies are kept, and saves the same activations. What is gathered, and
-    gradients on their way (`unit_bytes`), are not counted, nor buckets. Errors as `held_bytes` and `memory_moments`.
+    gradients on their way (`lent_bytes`), are not counted, nor buckets. Errors as `held_bytes` and `memory_moments`.
     """
     held = held_bytes(config, kind, num_ranks)
     whole = _FP32 * num_parameters(config)
@@ -71,9 +71,17 @@ def step_peak_bytes(
     return max(found, key=lambda items: sum(items.values()))
 
 
-def unit_bytes(config: ModelConfig, compute_bytes: int) -> int:
-    """What a unit of a block's weights takes while it is gathered, with so many bytes a number."""
-    return compute_bytes * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
+def unit_sizes(config: ModelConfig) -> list[int]:
+    """Weights of each unit: embedding, blocks, head."""
+    counts = parameter_counts(config)
+    block = (counts["attention"] + counts["ffn"]) // config.num_layers
+    return [counts["embedding"], *[block] * config.num_layers, counts["head"]]
+
+
+def lent_bytes(config: ModelConfig, compute_bytes: int) -> int:
+    """What the two largest units take while gathered, with so many bytes a number, and one's whole gradients."""
+    *_, next_one, largest = sorted(unit_sizes(config))
+    return compute_bytes * (next_one + largest) + _FP32 * largest
 
 
 def sent_bytes(config: ModelConfig, kind: str, num_ranks: int, compute_bytes: int = 4) -> dict[str, float]:
