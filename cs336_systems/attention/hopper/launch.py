@@ -94,9 +94,8 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     if part == "forward":
         # few queries against many keys: the portable forward kernel splits the keys among programs
         return num_keys < CROSS * num_queries or splits_for(q, k) < 4
-    if (
-        q.shape[1] != k.shape[1]
-    ):  # compiled ahead of time, but no GPU has run all tests of a group's backward yet
+    # of groups: compiled ahead of time, but no GPU has run all of their tests yet
+    if q.shape[1] != k.shape[1]:
         return False
     # with more keys than queries a portable program for queries has more to do than any here
     few = few_programs_of(batch * heads, num_queries) <= PORTABLE_BACKWARD * multiprocessors
