@@ -200,16 +200,31 @@ def test_the_whole_pipeline_packs_its_stories(tmp_path):
     assert result["floor"] and result["valid_loss"] > result["floor"] and len(result["samples"]) == 2
 
 
+def forecast_bytes(documents, impl, batch):
+    told = made(text__documents=documents, model__attention=impl, batch__sequences=batch)
+    return forecast.memory_bytes(told, "fp32", "cpu", 1)
+
+
 def test_plain_attention_is_known_to_keep_scores_of_a_whole_batch():
-    plain = lambda documents, batch: forecast.memory_bytes(
-        made(text__documents=documents, model__attention="reference", batch__sequences=batch),
-        "fp32",
-        "cpu",
-        1,
-    )
-    more = plain("packed", 8) - plain("stream", 8)
+    more = forecast_bytes("packed", "reference", 8) - forecast_bytes("stream", "reference", 8)
     assert more >= 2 * 4 * 2 * (8 - 1) * 8 * CONTEXT**2  # layers, bytes, heads of pairs of other sequences
-    assert plain("packed", 1) == plain("stream", 1)
+    assert forecast_bytes("packed", "reference", 1) == forecast_bytes("stream", "reference", 1)
+
+
+@pytest.mark.parametrize("impl", ["auto", "sdpa"])
+def test_masks_that_torch_s_attention_keeps_are_known(impl):
+    trainer, kept = Trainer(made(model__attention=impl, batch__sequences=8), data()), {}
+
+    def keep(x):
+        if x.shape[-2:] == (8 * CONTEXT, 8 * CONTEXT):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no other lies there
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = trainer.wrapped(*tensors(trainer.batches.at(0)))
+    masks = sum(x.nbytes() for x in kept.values())
+    found = forecast_bytes("packed", impl, 8) - forecast_bytes("stream", impl, 8)
+    assert loss.isfinite() and masks > 0 and found == masks + (8 * CONTEXT) ** 2  # and the one of bools
 
 
 # ------------------------------------------------------------------------------------------------ errors

@@ -35,15 +35,19 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     sharded model has its share of weights, gradients and moments, two gathered units, and all gradients of one. Blocks
     that are computed again hold their input, or already gradients, but for one; a selective plan is counted as none.
     """
-    sizes, batch = config.model.sizes(config.tokenizer.vocab_size), for_ranks(config, world_size)
+    sizes, asked = config.model.sizes(config.tokenizer.vocab_size), config.model.attention
     narrow, sharded = dtype in NARROW, config.parallel.wrapper == "fsdp" and world_size > 1
     again = config.run.recompute == "blocks"
     alone = dataclasses.replace(sizes, num_layers=1) if again else sizes
-    attention = "reference" if config.model.attention in _PLAIN else "flash"
-    shape, how = (
-        (batch, sizes.context_length),
-        ("bf16" if narrow else "fp32", attention, device.split(":")[0]),
-    )
+    rows, length, masks = for_ranks(config, world_size), sizes.context_length, 0
+    if config.text.documents == "packed":
+        if asked == "sdpa" or (asked == "auto" and device == "cpu"):  # see `modes.attention_of`
+            # each block keeps its mask of all pairs of tokens, as numbers, made of one of bools
+            masks = (alone.num_layers * (2 if narrow else 4) + 1) * (rows * length) ** 2
+        elif asked in _PLAIN:  # they lie in one row, of all whose pairs the scores are kept
+            rows, length = 1, rows * length
+    shape, plain = (rows, length), "reference" if asked in _PLAIN else "flash"
+    how = "bf16" if narrow else "fp32", plain, device.split(":")[0]
     residual, block = residual_bytes(sizes, *shape), sum(saved_layer_bytes(sizes, *shape, *how).values())
     others = num_parameters(sizes) - num_parameters(alone)
     copies = autocast_copy_bytes(sizes) - autocast_copy_bytes(alone) if narrow else 0
@@ -60,7 +64,7 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
         gradients = alive["gradients"] + 4 * others * passed
         peak = max(peak, here + gradients * held["gradients"] // (4 * num_parameters(sizes)))
     lent = lent_bytes(sizes, 2 if narrow else 4) if sharded else 0
-    return held["parameters"] + held["optimizer_state"] + peak + lent
+    return held["parameters"] + held["optimizer_state"] + peak + masks + lent
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:

@@ -23,8 +23,8 @@ RULES: tuple[tuple[str, str], ...] = (
     # the transfers of the copy engines: Nsight Systems, torch's profiler
     (MEMORY, r"^\[CUDA mem|^Mem(cpy|set)\b"),
     (COMMUNICATION, r"nccl(Dev)?Kernel"),
-    # this project's Triton kernels (attention/triton/kernels.py)
-    (ATTENTION, r"^(forward|combine|backward_queries|backward_keys)_kernel$"),
+    # this project's Triton kernels (attention/triton/)
+    (ATTENTION, r"^(bounds|forward|combine|backward_queries|backward_keys)_kernel$"),
     # FlashAttention 2 and 3, PyTorch's memory-efficient kernels, cuDNN, FlexAttention in Inductor
     (ATTENTION, r"flash_(fwd|bwd)|FlashAttn|flash_attention|fmha_|_sdpa_|flex_attention"),
     # torch.optim with foreach=True or fused=True; gradient clipping uses these kernels as well
