@@ -4,12 +4,12 @@
     x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, runs a block 1 + log2(N) / 2 times
     recompute(model.layers, "selective")                  # each block keeps what is dear to compute again
 
-On torch's non-reentrant checkpoint. With N equal blocks that save R bytes each between inputs of c bytes:
+On torch's non-reentrant checkpoint. With N equal blocks that save A bytes each between inputs of c bytes:
 
     strategy                  activations at the peak           blocks computed again
-    none                      N·R                               0
-    blockwise, size k         (N/k)·c + k·R                     N
-    nested                    log2(N)·c + R                     N·log2(N) / 2 + 1
+    none                      N·A                               0
+    blockwise, size k         (N/k)·c + k·A                     N
+    nested                    log2(N)·c + A                     N·log2(N) / 2 + 1
 
 A selective block keeps the results of some operations. A plan measures each operation of a block once: how long it
 takes, and what its result holds. It keeps those that take longest for their bytes, until what is left is cheap.

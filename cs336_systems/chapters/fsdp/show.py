@@ -80,14 +80,9 @@ def times(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory(steps: pd.DataFrame) -> pd.DataFrame:
-    """What a rank holds after a step by its tensors, what is allocated before and after the update, and the peak."""
+    """What a rank holds by its tensors; what is allocated at the update, and the peak beside its closed form."""
     rows = steps[steps["repeat"] == 0]
-    moments = {
-        "initialized_bytes": "initialized",
-        "before_bytes": "before update",
-        "after_bytes": "after update",
-    }
-    columns = {f"{name}_bytes": name.replace("_", " ") for name in HELD} | moments
+    columns = {f"{name}_bytes": name.replace("_", " ") for name in HELD} | {"after_bytes": "allocated"}
     columns |= {"peak_bytes": "peak", "closed_bytes": "closed form"}
     return pd.DataFrame({
         **({"machine": rows["machine"]} if rows["machine"].nunique() > 1 else {}),
@@ -127,8 +122,7 @@ def traces(rows: pd.DataFrame) -> pd.DataFrame:
     rows = in_order(rows[rows["kind"] == "trace"], [*_PLACE, "wrapper"], ["xl", "2.7B"], WRAPPERS)
     columns = {
         "forward_gathers": "gathers", "forward_gather_ms": "they take, ms", "forward_late": "late",
-        "traced_ms": "step, ms", "forward_exposed_ms": "exposed: forward, ms",
-        "backward_exposed_ms": "backward, ms", "rest_exposed_ms": "after, ms",
+        "traced_ms": "step, ms", "forward_exposed_ms": "exposed: forward, ms", "backward_exposed_ms": "backward, ms",
     }  # fmt: skip
     found = {head: rows[column].astype(float) for column, head in columns.items()}
     return pd.DataFrame({

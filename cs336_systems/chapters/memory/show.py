@@ -61,6 +61,9 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     columns for each precision. Size and optimizer are left out where there is one."""
     rows = rows[rows["repeat"] == 0]
     predicted = [predicted_bytes(row) / GIB for row in rows.to_dict("records")]
+    rows = rows.assign(
+        peak_gib=rows["peak_gib"].where(rows["status"] == "ok")
+    )  # else what it held when it failed
     by = ["machine", "size", "context_length", "mode", "optimizer", "dtype"]
     rows = in_order(rows.assign(predicted=predicted), by, SIZES, PASSES, memory.DTYPES)
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
