@@ -61,11 +61,9 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     columns for each precision. Size and optimizer are left out where there is one."""
     rows = rows[rows["repeat"] == 0]
     predicted = [predicted_bytes(row) / GIB for row in rows.to_dict("records")]
-    rows = rows.assign(
-        peak_gib=rows["peak_gib"].where(rows["status"] == "ok")
-    )  # else what it held when it failed
+    ended = rows["peak_gib"].where(rows["status"] == "ok")  # without what a case held when memory ran out
     by = ["machine", "size", "context_length", "mode", "optimizer", "dtype"]
-    rows = in_order(rows.assign(predicted=predicted), by, SIZES, PASSES, memory.DTYPES)
+    rows = in_order(rows.assign(predicted=predicted, peak_gib=ended), by, SIZES, PASSES, memory.DTYPES)
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
