@@ -162,3 +162,12 @@ def test_the_peak_of_one_rank_is_that_of_training_on_one_device():
         assert sum(peak.values()) == max(sum(items.values()) for items in alone.values()) + counters
     with pytest.raises(ValueError, match="kind"):
         closed.step_peak_bytes(config, 2, 16, "zero3", 1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 1])
+def test_a_unit_is_a_blocks_weights_without_the_norms(num_kv_heads):
+    from cs336_systems.model import build
+
+    config = dataclasses.replace(size("tiny"), num_kv_heads=num_kv_heads)
+    weights = sum(p.numel() for p in build(config, device="meta").layers[0].parameters() if p.ndim == 2)
+    assert set(closed.unit_sizes(config)[1:-1]) == {weights}

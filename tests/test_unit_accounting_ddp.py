@@ -1,5 +1,6 @@
 """Closed forms of data parallelism: buckets against the code's, the model of their overhead, its fit, memory."""
 
+import dataclasses
 import math
 
 import pytest
@@ -14,15 +15,16 @@ TOY = ModelConfig(d_model=32, d_ff=64, num_layers=3, num_heads=2, vocab_size=50)
 
 # ------------------------------------------------------------------------------------------------ buckets
 @pytest.mark.parametrize("max_bytes", [0, 5_000, 20_000, 1e9, math.inf])
-def test_buckets_are_those_of_the_code(max_bytes):
+@pytest.mark.parametrize("config", [TOY, dataclasses.replace(TOY, num_kv_heads=1)], ids=["", "grouped"])
+def test_buckets_are_those_of_the_code(config, max_bytes):
     pytest.importorskip("torch")
     from cs336_systems.model import build
     from cs336_systems.parallel.buckets import assign
 
-    parameters = list(build(TOY, device="meta").parameters())
-    assert closed.gradient_sizes(TOY) == [p.numel() for p in parameters]
+    parameters = list(build(config, device="meta").parameters())
+    assert closed.gradient_sizes(config) == [p.numel() for p in parameters]
     expected = [sum(4 * p.numel() for p in b.parameters) for b in assign(reversed(parameters), max_bytes)]
-    assert closed.bucket_bytes(TOY, max_bytes) == expected
+    assert closed.bucket_bytes(config, max_bytes) == expected
     with pytest.raises(ValueError, match="max_bytes=-1"):
         closed.bucket_bytes(TOY, -1)
 

@@ -22,6 +22,8 @@ def train_step_kernels(
 ) -> dict[str, tuple[Kernel, ...]]:
     """Part → its kernels, of a step on `sequences` sequences of `config.context_length`.
 
+    What attention and the elementwise kernels move is as if each head had keys of its own: with `num_kv_heads` less.
+
     - matmuls: 6 FLOPs a parameter and token, as if none were memory-bound.
     - attention: `attention_kernels` of "reference", with the mask's reads and writes, or "compiled"; "flash" does half
       of the FLOPs. Under autocast the eager softmax computes in fp32: with the casts around it that is 20 more times a

@@ -23,7 +23,7 @@ WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torc
 def gradient_sizes(config: ModelConfig) -> list[int]:
     """Elements of each gradient of `cs336_systems.model.TransformerLM`, in the order of its parameters."""
     d, f = config.d_model, config.d_ff
-    block = [d, *(4 * [d * d]), d, *(3 * [d * f])]
+    block = [d, d * d, *(2 * [d * config.d_kv]), d * d, d, *(3 * [d * f])]
     return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
 
 
