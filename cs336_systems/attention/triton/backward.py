@@ -92,26 +92,19 @@ def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr
     else:
         unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
-    start = 0
-    first_keys = None
+    start, masked_end, first_keys = 0, 0, None
     if window is not None or bounds_ptr is not None:  # as in forward
         first_keys = _first_keys(queries, num_queries, window, bounds_ptr)
         last_query = first_query + BLOCK_M - 1
         start = _first_keys(first_query, num_queries, window, bounds_ptr) // BLOCK_N * BLOCK_N
         masked_end = tl.cdiv(_first_keys(last_query, num_queries, window, bounds_ptr), BLOCK_N) * BLOCK_N
-        dq = _query_steps(q, do, l_log2, delta, dq, k_base, v_base, stride_k_row, stride_k_col, stride_v_row,
-                          stride_v_col, first_query, first_keys, start, tl.minimum(masked_end, end), num_keys,
-                          scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N,
-                          PRECISION)  # fmt: skip
-        start = masked_end
+        masked_end = tl.minimum(masked_end, end)
         unmasked_end = tl.maximum(unmasked_end, masked_end)
-    dq = _query_steps(q, do, l_log2, delta, dq, k_base, v_base, stride_k_row, stride_k_col, stride_v_row,
-                      stride_v_col, first_query, first_keys, start, unmasked_end, num_keys, scale * LOG2_E, BLOCK_M,
-                      BLOCK_N, BLOCK_D, HEAD_DIM, False, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
-    if IS_CAUSAL or not EVEN_N:
+    ends = start, masked_end, unmasked_end, end
+    for part in tl.static_range(1 if first_keys is None else 0, 3 if IS_CAUSAL or not EVEN_N else 2):
         dq = _query_steps(q, do, l_log2, delta, dq, k_base, v_base, stride_k_row, stride_k_col, stride_v_row,
-                          stride_v_col, first_query, first_keys, unmasked_end, end, num_keys, scale * LOG2_E, BLOCK_M,
-                          BLOCK_N, BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+                          stride_v_col, first_query, first_keys, ends[part], ends[part + 1], num_keys, scale * LOG2_E,
+                          BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, part != 1, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
     _store_tile(_head(dq_ptr, index, heads, stride_dq_batch, stride_dq_head), stride_dq_row, stride_dq_col,
                 first_query, num_queries, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
 
@@ -191,8 +184,7 @@ def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, 
         delta_base = delta_ptr + tl.cast(q_head, tl.int64) * num_queries
         # with a causal mask queries [0, start) see none of these keys, [start, masked_end) some of them, the others
         # all, up to where windows or documents end: [unmasked_end, end) see some again, and nobody after them
-        masked_end = 0
-        unmasked_end = num_queries
+        start, masked_end, unmasked_end, end = 0, 0, num_queries, num_queries
         query_ends = None
         if IS_CAUSAL:
             start = (first_key // BLOCK_M) * BLOCK_M
@@ -203,19 +195,12 @@ def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, 
                 masked_end = tl.minimum(masked_end, end)
                 unmasked_end = _query_ends(first_key, num_queries, window, bounds_ptr) // BLOCK_M * BLOCK_M
                 unmasked_end = tl.maximum(unmasked_end, masked_end)
+        ends = start, masked_end, unmasked_end, end
+        for part in tl.static_range(0 if IS_CAUSAL else 1, 2 if query_ends is None else 3):
             dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
-                                stride_do_row, stride_do_col, first_key, query_ends, start, masked_end, num_queries,
-                                scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
-                                PRECISION)  # fmt: skip
-        dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
-                            stride_do_row, stride_do_col, first_key, query_ends, masked_end, unmasked_end, num_queries,
-                            scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False, EVEN_M, EXPANDED,
-                            PRECISION)  # fmt: skip
-        if query_ends is not None:
-            dk, dv = _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base, stride_q_row, stride_q_col,
-                                stride_do_row, stride_do_col, first_key, query_ends, unmasked_end, end, num_queries,
-                                scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True, EVEN_M, EXPANDED,
-                                PRECISION)  # fmt: skip
+                                stride_do_row, stride_do_col, first_key, query_ends, ends[part], ends[part + 1],
+                                num_queries, scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, part != 1, EVEN_M,
+                                EXPANDED, PRECISION)  # fmt: skip
     _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
                 first_key, num_keys, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
     _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,

@@ -204,7 +204,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, bounds_ptr,
     max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # keys [start, unmasked_end) need no mask; [unmasked_end, end) meet the diagonal or the ragged end; no more are seen
+    # keys [masked_end, unmasked_end) need no mask; [unmasked_end, end) meet the diagonal or the ragged end; no more are
+    # seen. Where windows or documents begin, [start, masked_end) need one too
     start = 0
     if IS_CAUSAL:
         unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
@@ -220,7 +221,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, bounds_ptr,
         unmasked_end = tl.minimum(unmasked_end, end)
         o_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries * HEAD_DIM
         l_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries
-    first_keys = None
+    first_keys, masked_end = None, start
     if window is not None or bounds_ptr is not None:
         first_keys = _first_keys(first_query + tl.arange(0, BLOCK_M), num_queries, window, bounds_ptr)
         # −inf − −inf is no number, where the first tile is masked in a row
@@ -228,21 +229,14 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, bounds_ptr,
         last_query = first_query + BLOCK_M - 1
         start = _first_keys(first_query, num_queries, window, bounds_ptr) // BLOCK_N * BLOCK_N
         masked_end = tl.cdiv(_first_keys(last_query, num_queries, window, bounds_ptr), BLOCK_N) * BLOCK_N
-        max_log2, row_sum, acc = _forward_steps(
-            q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
-            first_query, first_keys, start, tl.minimum(masked_end, end), num_keys, scale_log2, BLOCK_M, BLOCK_N,
-            BLOCK_D, HEAD_DIM, True, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
-        start = masked_end
+        masked_end = tl.minimum(masked_end, end)
         unmasked_end = tl.maximum(unmasked_end, masked_end)
-    max_log2, row_sum, acc = _forward_steps(
-        q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
-        first_query, first_keys, start, unmasked_end, num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, False,
-        IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
-    if IS_CAUSAL or not EVEN_N:
+    ends = start, masked_end, unmasked_end, end
+    for part in tl.static_range(1 if first_keys is None else 0, 3 if IS_CAUSAL or not EVEN_N else 2):
         max_log2, row_sum, acc = _forward_steps(
             q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
-            first_query, first_keys, unmasked_end, end, num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, True,
-            IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+            first_query, first_keys, ends[part], ends[part + 1], num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D,
+            HEAD_DIM, part != 1, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
 
     acc = acc / row_sum[:, None]
     _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
