@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from cs336_systems.accounting import (
     autocast_copy_bytes,
@@ -69,12 +70,17 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
     """Refuses, as a ValueError, what `for_ranks`, `check_trackers` and `modes.device_of` do, attention that is not
-    there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens in the vocabulary. (A
-    GPU says so itself.)"""
+    there, documents to be packed where nothing stands between them, and what finds no room on a CPU: `memory_bytes` of
+    all ranks here, with so many tokens in the vocabulary. (A GPU says so itself.)"""
     from cs336_systems.training import modes
+    from cs336_systems.training.batches import begins_documents
+    from cs336_systems.training.text import READY
 
     for_ranks(config, world_size)
     check_trackers(config.logging.tensorboard, config.logging.wandb)
+    source = config.text.source
+    if source == "random" or (Path(source).suffix in READY and not config.tokenizer.path):
+        begins_documents(config.text.documents, None)
     device = modes.device_of(config.run.device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")

@@ -93,7 +93,6 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
         raise ValueError(str(error)) from error
     info = prepare(config, say)
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
-    batches.begins_documents(config.text.documents, info.end_of_text)
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.check_long_enough(len(ids), config.model.context_length, name)
     begun = Path(config.checkpoints.init_from)
