@@ -368,6 +368,7 @@ class Trainer:
         return self.step * self.config.batch.sequences * self.sizes.context_length
 
     def _mfu(self, seconds: float) -> float | None:
+        """Of packed windows too by the pairs of a stream, though those of different documents need no FLOPs."""
         if self.device == "cpu":
             return None
         known = peaks(torch.cuda.get_device_name(self.device))

@@ -81,17 +81,8 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries
         loaded = 1
         for i in range(scheduler.HEADS_PER_KV):
             for n in range(loaded, scheduler.query_tiles - first):
-                queries.load(
-                    q_desc,
-                    do_desc,
-                    stats_desc,
-                    b,
-                    q_h + i,
-                    q_head + i,
-                    scheduler.nth_of(first, n),
-                    t + n,
-                    DO_STEP,
-                )
+                queries.load(q_desc, do_desc, stats_desc, b, q_h + i, q_head + i, scheduler.nth_of(first, n), t + n,
+                             DO_STEP)  # fmt: skip
             loaded = 0
             t += scheduler.query_tiles - first
         turn += 1

@@ -269,10 +269,7 @@ def first_backward(
     def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, pieces_at, delta_at):
         of_each = own.addresses(pieces_at)
         gradient = o_at, do_at, of_each[3], delta_at
-        return (
-            (q_at, k_at, v_at, pieces_at),
-            gradient,
-            (*of_each, *of_each, l_at, delta_at, dq_at, dk_at, dv_at),
-        )
+        both = *of_each, *of_each, l_at, delta_at, dq_at, dk_at, dv_at
+        return (q_at, k_at, v_at, pieces_at), gradient, both
 
     return Pass(launches, addresses, scratch)
