@@ -58,40 +58,34 @@ def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
     return {part: (q.is_cuda and _kernels(part, *four)) or "portable" for part in ("forward", "backward")}
 
 
+def _launcher(part, q, k, v, seen):
+    # those for Hopper have neither windows nor documents, and nothing for a CPU
+    name = _kernels(part, q, k, v) if q.is_cuda and not seen else None
+    return _launchers(q.get_device())[name] if name else portable
+
+
 def _first_forward(q, k, v, o, logsumexp, is_causal, config, *seen):
-    # those for Hopper have neither windows nor documents
-    name = None if seen else _kernels("forward", q, k, v)
-    launcher = _launchers(q.get_device())[name] if name else portable
-    return launcher.first_forward(q, k, v, o, logsumexp, is_causal, config, *seen)
+    first = _launcher("forward", q, k, v, seen).first_forward
+    return first(q, k, v, o, logsumexp, is_causal, config, *seen)
 
 
 def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen):
-    name = None if seen else _kernels("backward", q, k, v)
-    launcher = _launchers(q.get_device())[name] if name else portable
-    return launcher.first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)
+    first = _launcher("backward", q, k, v, seen).first_backward
+    return first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)
 
 
-def _seen(window, cu_seqlens):
-    return () if window is None and cu_seqlens is None else (window, cu_seqlens)
+def _launch_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
+    if not q.is_cuda:
+        _require_interpreter(q.dtype)
+    seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
+    return again.forward(_first_forward, q, k, v, is_causal, None, seen)
 
 
-def _launch_forward_on_gpu(q, k, v, is_causal, window=None, cu_seqlens=None):
-    return again.forward(_first_forward, q, k, v, is_causal, None, _seen(window, cu_seqlens))
-
-
-def _launch_backward_on_gpu(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
-    seen = _seen(window, cu_seqlens)
+def _launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
+    if not q.is_cuda:
+        _require_interpreter(q.dtype)
+    seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     return again.backward(_first_backward, q, k, v, o, logsumexp, grad_o, is_causal, None, seen)
-
-
-def _launch_forward_on_cpu(q, k, v, is_causal, window=None, cu_seqlens=None):
-    _require_interpreter(q.dtype)
-    return portable.launch_forward(q, k, v, is_causal, seen=_seen(window, cu_seqlens))
-
-
-def _launch_backward_on_cpu(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
-    _require_interpreter(q.dtype)
-    return portable.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, seen=_seen(window, cu_seqlens))
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -118,10 +112,9 @@ def _require_interpreter(dtype: torch.dtype) -> None:
         )
 
 
-_library.impl("flash_forward", _launch_forward_on_gpu, "CUDA")
-_library.impl("flash_backward", _launch_backward_on_gpu, "CUDA")
-_library.impl("flash_forward", _launch_forward_on_cpu, "CPU")
-_library.impl("flash_backward", _launch_backward_on_cpu, "CPU")
+for _device in ("CUDA", "CPU"):
+    _library.impl("flash_forward", _launch_forward, _device)
+    _library.impl("flash_backward", _launch_backward, _device)
 
 
 @torch.library.register_fake("cs336::flash_forward", lib=_library)
@@ -173,7 +166,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         check_inputs(Q, K, V, enable_gqa=enable_gqa)
         documents = () if cu_seqlens is None else (cu_seqlens,)
         direct = Q.is_cuda and _plain(Q, K, V, *documents)
-        forward = _launch_forward_on_gpu if direct else torch.ops.cs336.flash_forward
+        forward = _launch_forward if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens)
         else:
@@ -188,7 +181,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp, *documents = ctx.saved_tensors
         direct = q.is_cuda and _plain(q, k, v, grad_o, *documents)
-        backward = _launch_backward_on_gpu if direct else torch.ops.cs336.flash_backward
+        backward = _launch_backward if direct else torch.ops.cs336.flash_backward
         how, none = (ctx.is_causal, ctx.window, *documents), (None, None, None, None)
         if q.ndim == 4:
             return *backward(q, k, v, o, logsumexp, grad_o, *how), *none

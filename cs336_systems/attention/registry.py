@@ -3,6 +3,7 @@ its own and an entry here. Importing this needs no torch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,18 +46,11 @@ def _flash_cuda(q, k, v, is_causal, *_):
     return FlashAttentionCuda.apply(q, k, v, is_causal)
 
 
-def _flash_torch(q, k, v, is_causal, enable_gqa=False, *_):
-    from cs336_systems.attention.flash_torch import FlashAttentionTorch
+def _flash_torch(q, k, v, is_causal, enable_gqa=False, *_, function="FlashAttentionTorch"):
+    from cs336_systems.attention import flash_torch
     from cs336_systems.attention.inputs import repeated_heads
 
-    return FlashAttentionTorch.apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
-
-
-def _flash_compiled_backward(q, k, v, is_causal, enable_gqa=False, *_):
-    from cs336_systems.attention.flash_torch import FlashAttentionCompiledBackward
-    from cs336_systems.attention.inputs import repeated_heads
-
-    return FlashAttentionCompiledBackward.apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
+    return getattr(flash_torch, function).apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
 
 
 def _reference(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None):
@@ -95,7 +89,7 @@ IMPLEMENTATIONS = {
     ),
     "flash_compiled_backward": Implementation(
         "FlashAttention-2 tiled in PyTorch, its backward pass under torch.compile",
-        _flash_compiled_backward, features=("enable_gqa",),
+        functools.partial(_flash_torch, function="FlashAttentionCompiledBackward"), features=("enable_gqa",),
     ),
     "reference": Implementation(
         "plain PyTorch with materialized scores: the specification", _reference
