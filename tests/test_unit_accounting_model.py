@@ -262,6 +262,18 @@ def test_each_moment_where_it_is_the_peak(moment, mode, sizes, batch, sequence, 
     assert total[moment] == pytest.approx(counted, rel=5e-3)
 
 
+@pytest.mark.usefixtures("cuda_autocast_rule", "weights_not_drawn")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("mode", ["forward", "forward_graph", "forward_backward"])
+def test_peak_of_grouped_queries_that_plain_attention_repeats(mode, num_kv_heads, dtype):
+    config = ModelConfig(64, 128, 1, 4, 10, num_kv_heads=num_kv_heads)
+    sizes = (4, 256, mode, dtype, "reference")
+    assert sum(accounting.peak_bytes(config, *sizes).values()) == pytest.approx(
+        alive_peak(config, *sizes), rel=5e-3
+    )
+
+
 @pytest.mark.usefixtures("weights_not_drawn")
 @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
 def test_peak_of_grouped_queries(mode):

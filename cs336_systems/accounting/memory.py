@@ -129,6 +129,16 @@ class _Tensors:
         return self.batch > 1 and self.config.num_heads > 1 and not self.flash
 
     @property
+    def repeated(self) -> int:
+        """k and v of grouped queries, as the projections make them, beside those that plain attention repeats."""
+        grouped = self.config.d_kv < self.config.d_model and not self.flash
+        return 2 * self.element * self.tokens * self.config.d_kv if grouped else 0
+
+    def before_copies(self, number: int) -> int:
+        """The first `number` of q, k and v where copies of them are what is saved. Repeated k and v are not copied."""
+        return self.repeated + self.copied * (1 if self.repeated else number) * self.hidden
+
+    @property
     def logits(self) -> int:
         return self.element * self.tokens * self.config.vocab_size
 
@@ -290,12 +300,12 @@ def _forward_without_graph(t: _Tensors) -> dict[str, dict[str, int]]:
     if not t.flash:
         copies = {"autocast_copies": _copies(t, layers - 1, "qkv")}
         # the block's input, the norm's output, q, k, v
-        held = 2 * t.residual + converted + 3 * t.hidden
+        held = 2 * t.residual + converted + 3 * t.hidden + t.repeated
         # masked scores, perhaps their fp32 copy, the result
         softmax = t.scores + t.widened_scores + t.softmax
         moments["softmax, last block"] = {"temporaries": held + softmax, **copies}
         # masked scores (still named), probabilities, v's copy, o
-        output = t.scores + t.probabilities + (t.hidden if t.copied else 0) + t.hidden
+        output = t.scores + t.probabilities + (t.hidden if t.copied and not t.repeated else 0) + t.hidden
         moments["attention output, last block"] = {"temporaries": held + output, **copies}
     moments["swiglu, last block"] = {
         # the residual stream before and after attention, the norm's output; silu(w1 x), w3 x and their product
@@ -319,13 +329,13 @@ def _forward_with_graph(t: _Tensors) -> dict[str, dict[str, int]]:
         moments["softmax, last block"] = {
             "saved_activations": into_attention + 2 * t.hidden + t.mask + t.softmax,
             # masked scores and perhaps their fp32 copy; v, and q and k where their copies are what is saved
-            "temporaries": t.narrowed + t.scores + t.widened_scores + (3 if t.copied else 1) * t.hidden,
+            "temporaries": t.narrowed + t.scores + t.widened_scores + t.hidden + t.before_copies(2),
             **copies,
         }
         moments["attention output, last block"] = {
             "saved_activations": into_attention + layer["qkv"] + layer["attention"],
             # masked scores (still named); q, k, v where their copies are what is saved; o before its heads are joined
-            "temporaries": t.narrowed + t.scores + (3 * t.hidden if t.copied else 0) + t.hidden,
+            "temporaries": t.narrowed + t.scores + t.before_copies(3) + t.hidden,
             **copies,
         }
     moments["logits"] = {
