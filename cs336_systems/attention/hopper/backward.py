@@ -32,7 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_tile, dq_warp, put_dq
-from cs336_systems.attention.hopper.backward_state import GradientTiles, KeyTiles, QueryRing, TileScheduler
+from cs336_systems.attention.hopper.backward_state import (
+    GradientTiles,
+    KVTiles,
+    Program,
+    QueryRing,
+    TileScheduler,
+)
 from cs336_systems.attention.hopper.backward_steps import late_dq, late_step, no_key_seen, step, zero
 from cs336_systems.attention.hopper.common import (
     WG,
@@ -46,240 +52,238 @@ from cs336_systems.attention.hopper.common import (
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler,
-              DO_STEP: gl.constexpr):  # fmt: skip
-    BUFFERS: gl.constexpr = keys.BUFFERS
-    D: gl.constexpr = keys.D
+def _producer(program):
+    """Draws tiles of keys, and loads them and the queries that see them."""
+    kv, scheduler = program.kv, program.scheduler
+    BUFFERS: gl.constexpr = kv.BUFFERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
     # not program_id: programs may begin in any order, or late
-    item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
     turn = 0
     t = 0
     while item < scheduler.items():
         slot = turn % BUFFERS
         free = ((turn // BUFFERS) & 1) ^ 1
-        tile, head = scheduler.place(item)
+        tile, head = scheduler.tile_and_head(item)
         b, h = head // scheduler.heads, head % scheduler.heads
         q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
         kv_h = h // scheduler.PARTS
         first_key = tile * 2 * WG
         first = scheduler.first_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
-            queries.load(q_desc, do_desc, stats_desc, b, q_h, q_head, scheduler.nth_of(first, 0), t, DO_STEP)
-        mbarrier.wait(keys.k_empty.index(slot), free)
-        keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
-        mbarrier.expect(keys.k_full.index(slot), 2 * WG * D * 2)
-        async_load(k_desc, [b, kv_h, first_key, 0], keys.k_full.index(slot), keys.k.index(slot))
-        mbarrier.wait(keys.v_empty.index(slot), free)
-        mbarrier.expect(keys.v_full.index(slot), 2 * WG * D * 2)
+            program.load_queries(b, q_h, q_head, scheduler.nth_of(first, 0), t)
+        mbarrier.wait(kv.k_empty.index(slot), free)
+        kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
+        mbarrier.expect(kv.k_full.index(slot), 2 * WG * kv.D * 2)
+        async_load(program.k_desc, [b, kv_h, first_key, 0], kv.k_full.index(slot), kv.k.index(slot))
+        mbarrier.wait(kv.v_empty.index(slot), free)
+        full = kv.v_full.index(slot)
+        mbarrier.expect(full, 2 * WG * kv.D * 2)
         for g in gl.static_range(2):
-            async_load(
-                v_desc, [b, kv_h, first_key + g * WG, 0], keys.v_full.index(slot), keys.v.index(2 * slot + g)
-            )
+            async_load(program.v_desc, [b, kv_h, first_key + g * WG, 0], full, kv.v.index(2 * slot + g))
         loaded = 1
-        for i in range(scheduler.HEADS_PER_KV):
+        for nth_head in range(scheduler.HEADS_PER_KV):
             for n in range(loaded, scheduler.query_tiles - first):
-                queries.load(q_desc, do_desc, stats_desc, b, q_h + i, q_head + i, scheduler.nth_of(first, n), t + n,
-                             DO_STEP)  # fmt: skip
+                program.load_queries(b, q_h + nth_head, q_head + nth_head, scheduler.nth_of(first, n), t + n)
             loaded = 0
             t += scheduler.query_tiles - first
         turn += 1
-        item = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+        item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
+    # no tile is left: the number past the last tells the others, with no K
     slot = turn % BUFFERS
-    mbarrier.wait(keys.k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
-    keys.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
-    mbarrier.arrive(keys.k_full.index(slot), count=1)
+    mbarrier.wait(kv.k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
+    kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
+    mbarrier.arrive(kv.k_full.index(slot), count=1)
 
 
 @gluon.jit
-def _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G: gl.constexpr):
+def _store_results(program, dk, dv, at, G: gl.constexpr):
     """At D = 64: a group's dV and dK, which leave from tiles of their own."""
-    dk_tile = results_smem.index(2 * G)
-    dv_tile = results_smem.index(2 * G + 1)
+    dk_tile = program.results.index(2 * G)
+    dv_tile = program.results.index(2 * G + 1)
     tma.store_wait(0)  # the results before have left
     store_parts(dv, dv_tile.reshape([WG, 64]))
-    store_parts([x * scale for x in dk], dk_tile.reshape([WG, 64]))
+    store_parts([x * program.scale for x in dk], dk_tile.reshape([WG, 64]))
     fence_async_shared()
-    async_store(dv_desc, at, dv_tile)
-    async_store(dk_desc, at, dk_tile)
+    async_store(program.dv_desc, at, dv_tile)
+    async_store(program.dk_desc, at, dk_tile)
 
 
 @gluon.jit
-def _end(dk_desc, dv_desc, keys, gradients, results_smem, scheduler, dk, dv, at, first, t, scale, G: gl.constexpr,
-         REST: gl.constexpr):  # fmt: skip
+def _end(program, dk, dv, at, first, t, G: gl.constexpr):
     """At D = 128: a group's half of dQ of the last tile, the t-th, then its dV and dK, which leave from the places of V
     and of dQ."""
-    D: gl.constexpr = keys.D
-    dq = late_dq(keys, gradients, t, G, REST)
-    store_parts(dv, keys.v.index(G).reshape([WG, D]))
+    kv, gradients = program.kv, program.gradients
+    dq = late_dq(program, t, G)
+    store_parts(dv, kv.v.index(G).reshape([WG, kv.D]))
     fence_async_shared()
-    async_store(dv_desc, at, keys.v.index(G))
+    async_store(program.dv_desc, at, kv.v.index(G))
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(keys.k_empty.index(0), count=1)
-    if first < scheduler.query_tiles:
+    mbarrier.arrive(kv.k_empty.index(0), count=1)
+    if first < program.scheduler.query_tiles:
         put_dq(dq, gradients, G, t)
         mbarrier.wait(gradients.dq_empty.index(G), t & 1)  # dQ has left
     tma.store_wait(0)
-    mbarrier.arrive(keys.v_empty.index(0), count=1)
-    store_parts([x * scale for x in dk], results_smem.index(G).reshape([WG, D]))
+    mbarrier.arrive(kv.v_empty.index(0), count=1)
+    store_parts([x * program.scale for x in dk], program.results.index(G).reshape([WG, kv.D]))
     fence_async_shared()
-    async_store(dk_desc, at, results_smem.index(G))
+    async_store(program.dk_desc, at, program.results.index(G))
 
 
 @gluon.jit
-def _head_of_queries(queries, keys, gradients, scheduler, slot, first_key, first, masked, begun, num_keys, scale_log2,
-                     p, dk, dv, G: gl.constexpr):  # fmt: skip
-    """At D = 64: what the tiles of one head of queries, the program's from the `begun`-th on, add to dK and dV."""
+def _head_of_queries(program, slot, first_key, first, masked_end, head_t, p, dk, dv, G: gl.constexpr):
+    """At D = 64: what the tiles of one head of queries, the program's from the head_t-th on, add to dK and dV."""
+    query_tiles = program.scheduler.query_tiles
     dk, dv = dk[0], dv[0]
-    for MASKED in gl.static_range(1, -1, -1):  # first the tiles that meet the diagonal
-        for i in range(first if MASKED else masked, masked if MASKED else scheduler.query_tiles):
-            t = begun + i - first
-            k = keys.k_of(slot + zero(t), G)
-            v = keys.v.index(2 * slot + G + zero(t)).reshape([WG, keys.D])
-            p, dk, dv = step(queries, keys, gradients, k, v, first_key, i, t, scheduler.query_tiles, num_keys,
-                             scale_log2, p, dk, dv, MASKED, scheduler.IS_CAUSAL, G)  # fmt: skip
+    for MASKED in gl.static_range(1, -1, -1):  # first the tiles that need a mask
+        for i in range(first if MASKED else masked_end, masked_end if MASKED else query_tiles):
+            t = head_t + i - first
+            k = program.kv.k_of(slot + zero(t), G)
+            v = program.kv.v.index(2 * slot + G + zero(t)).reshape([WG, program.kv.D])
+            p, dk, dv = step(program, k, v, first_key, i, t, p, dk, dv, MASKED, G)
     return p, (dk,), (dv,)
 
 
 @gluon.jit
-def _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start, unmasked, begun, begun_here,
-                          num_keys, scale_log2, s, v, dk, dv, SKIPS: gl.constexpr, G: gl.constexpr,
-                          REST: gl.constexpr):  # fmt: skip
-    """The same at D = 128, from the last tile to the first. The tile of keys began with the `begun_here`-th tile of
+def _late_head_of_queries(program, first_key, first, group_first, unmasked, head_t, keys_t, s, v, dk, dv,
+                          SKIPS: gl.constexpr, G: gl.constexpr):  # fmt: skip
+    """The same at D = 128, from the last tile to the first. The tile of keys began with the keys_t-th tile of
     queries."""
-    for MASKED in gl.static_range(2):  # first the tiles that do not meet the diagonal
-        for n in range(unmasked if MASKED else 0, scheduler.query_tiles - start if MASKED else unmasked):
-            i = scheduler.query_tiles - 1 - n
-            s, dk, dv = late_step(queries, keys, gradients, first_key, i, begun + n, begun_here, i > start, num_keys,
-                                  scale_log2, s, v, dk, dv, MASKED, scheduler.IS_CAUSAL, G, REST)  # fmt: skip
-    if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
-        if first < scheduler.query_tiles:
-            no_key_seen(
-                queries, keys, gradients, begun + scheduler.query_tiles - 1 - first, begun_here, G, REST
+    query_tiles = program.scheduler.query_tiles
+    for MASKED in gl.static_range(2):  # last the tiles that need a mask
+        for n in range(unmasked if MASKED else 0, query_tiles - group_first if MASKED else unmasked):
+            i = query_tiles - 1 - n
+            s, dk, dv = late_step(
+                program, first_key, i, head_t + n, keys_t, i > group_first, s, v, dk, dv, MASKED, G
             )
+    if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
+        if first < query_tiles:
+            no_key_seen(program, head_t + query_tiles - 1 - first, keys_t, G)
     return s, dk, dv
 
 
 @gluon.jit
-def _group(dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-           G: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _begin(program, turn, t, SKIPS: gl.constexpr, G: gl.constexpr):
+    """The turn-th tile of keys, once K is there: its number and what that stands for, the first tile of queries that
+    sees any of its keys, the first that sees any of this group's; and, issued, the scores of the t-th tile of
+    queries."""
+    scheduler = program.scheduler
+    item = program.kv.wait_for_item(turn, 4)
+    tile, head = scheduler.tile_and_head(gl.minimum(item, scheduler.items() - 1))
+    first = scheduler.first_of(tile)
+    group_first = first
+    if SKIPS:
+        group_first = gl.minimum(first + 1, scheduler.query_tiles)
+    more = (item < scheduler.items()) & (group_first < scheduler.query_tiles)
+    s = program.scores(program.kv.k_of(turn % program.kv.BUFFERS, G), t, more)
+    return item, tile, head, first, group_first, s
+
+
+@gluon.jit
+def _group(program, G: gl.constexpr):
     """dK and dV of 64 of the 128 keys of each tile."""
-    BUFFERS: gl.constexpr = keys.BUFFERS
-    D: gl.constexpr = keys.D
-    BLOCK_M: gl.constexpr = queries.BLOCK_M
+    kv, scheduler = program.kv, program.scheduler
+    BUFFERS: gl.constexpr = kv.BUFFERS
+    D: gl.constexpr = kv.D
+    BLOCK_M: gl.constexpr = scheduler.BLOCK_M
+    REST: gl.constexpr = program.REST
     IS_CAUSAL: gl.constexpr = scheduler.IS_CAUSAL
-    SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128  # a tile of queries sees no key of this group
+    # the first tile of queries sees no key of this group
+    SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     # queries that meet the diagonal, from the tile's first key on
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
-    begun = 0  # tiles of queries of the turns before
-    item = keys.wait_for_item(turn, 4)
-    tile, head = scheduler.place(gl.minimum(item, scheduler.items() - 1))
-    first = scheduler.first_of(tile)
-    k = keys.k_of(0, G)
-    start = first
-    if SKIPS:
-        start = gl.minimum(first + 1, scheduler.query_tiles)
-    more = (item < scheduler.items()) & (start < scheduler.query_tiles)
-    s = queries.scores(k, begun, REST, more)
+    head_t = 0  # tiles of queries before those of this head
+    item, tile, head, first, group_first, s = _begin(program, turn, head_t, SKIPS, G)
     s = warpgroup_mma_wait(0, deps=(s,))
     if D == 64:
-        p = queries.weights(s, tile * 2 * WG, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
+        p = program.probabilities(s, tile * 2 * WG, first, head_t, True, G)
     while item < scheduler.items():
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
-        masked = 0
+        # tiles of queries from the first to this end need a mask
+        masked_end = 0
         if IS_CAUSAL:
-            masked = gl.minimum(first + meeting // BLOCK_M, scheduler.query_tiles)
-        if first_key + 2 * WG > num_keys:  # P of a key that is not there, exp(−L), may be infinite
-            masked = scheduler.query_tiles
+            masked_end = gl.minimum(first + meeting // BLOCK_M, scheduler.query_tiles)
+        if first_key + 2 * WG > program.num_keys:  # P of a key that is not there, exp(−L), may be infinite
+            masked_end = scheduler.query_tiles
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
-        mbarrier.wait(keys.v_full.index(slot), (turn // BUFFERS) & 1)
+        mbarrier.wait(kv.v_full.index(slot), (turn // BUFFERS) & 1)
         if D == 128:
             tma.store_wait(0)  # dK has left the place of dQ
-        unmasked = scheduler.query_tiles - masked
+        unmasked = scheduler.query_tiles - masked_end
         v = ()
         if D == 128 and (REST or not IS_CAUSAL):
-            v = columns_in_registers(keys.v.index(G).reshape([WG, D]), s_layout, REST)
-        begun_here = begun
-        for of_group in range(scheduler.HEADS_PER_KV):
+            v = columns_in_registers(kv.v.index(G).reshape([WG, D]), s_layout, REST)
+        keys_t = head_t
+        for nth_head in range(scheduler.HEADS_PER_KV):
             if D == 64:
-                p, dk, dv = _head_of_queries(queries, keys, gradients, scheduler, slot, first_key, first, masked, begun,
-                                             num_keys, scale_log2, p, dk, dv, G)  # fmt: skip
+                p, dk, dv = _head_of_queries(
+                    program, slot, first_key, first, masked_end, head_t, p, dk, dv, G
+                )
             else:
-                s, dk, dv = _late_head_of_queries(queries, keys, gradients, scheduler, first_key, first, start,
-                                                  unmasked, begun, begun_here, num_keys, scale_log2, s, v, dk, dv,
-                                                  SKIPS, G, REST)  # fmt: skip
-            begun += scheduler.query_tiles - first
+                s, dk, dv = _late_head_of_queries(program, first_key, first, group_first, unmasked, head_t, keys_t, s,
+                                                  v, dk, dv, SKIPS, G)  # fmt: skip
+            head_t += scheduler.query_tiles - first
             # scores for the next head; after the last one nothing is awaited, nor used
             if scheduler.HEADS_PER_KV > 1:
-                more = (of_group + 1 < scheduler.HEADS_PER_KV) & (start < scheduler.query_tiles)
-                s = queries.scores(keys.k_of(slot + zero(begun), G), begun, REST, more)
+                more = (nth_head + 1 < scheduler.HEADS_PER_KV) & (group_first < scheduler.query_tiles)
+                s = program.scores(kv.k_of(slot + zero(head_t), G), head_t, more)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if D == 64:
-                    p = queries.weights(s, first_key, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
+                    p = program.probabilities(s, first_key, first, head_t, True, G)
         turn += 1
         at = [head // scheduler.heads, head % scheduler.heads, first_key + G * WG, 0]
         if D == 64:
-            mbarrier.arrive(keys.k_empty.index(slot), count=1)
-            mbarrier.arrive(keys.v_empty.index(slot), count=1)
+            mbarrier.arrive(kv.k_empty.index(slot), count=1)
+            mbarrier.arrive(kv.v_empty.index(slot), count=1)
         else:
-            _end(dk_desc, dv_desc, keys, gradients, results_smem, scheduler, dk, dv, at, first, begun - 1, scale, G,
-                 REST)  # fmt: skip
-        item = keys.wait_for_item(turn, 4)
-        tile, head = scheduler.place(gl.minimum(item, scheduler.items() - 1))
-        first = scheduler.first_of(tile)
-        start = first
-        if SKIPS:
-            start = gl.minimum(first + 1, scheduler.query_tiles)
-        more = (item < scheduler.items()) & (start < scheduler.query_tiles)
-        k = keys.k_of(turn % BUFFERS, G)
-        s = queries.scores(k, begun, REST, more)
+            _end(program, dk, dv, at, first, head_t - 1, G)
+        item, tile, head, first, group_first, s = _begin(program, turn, head_t, SKIPS, G)
         if D == 64:  # beside that matmul
-            _store_results(dk_desc, dv_desc, results_smem, dk, dv, at, scale, G)
+            _store_results(program, dk, dv, at, G)
         s = warpgroup_mma_wait(0, deps=(s,))
         if D == 64:
-            p = queries.weights(s, tile * 2 * WG, first, begun, num_keys, scale_log2, True, IS_CAUSAL, G)
+            p = program.probabilities(s, tile * 2 * WG, first, head_t, True, G)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _dq_group(dq_desc, keys, gradients, scheduler, ZEROED: gl.constexpr):
+def _dq_group(program):
     """dQᵀ = Kᵀ dSᵀ of each tile of queries, while the other groups go on. Kᵀ stays in registers. ZEROED: this group
     also adds it to the sum; otherwise `dq_warp` does."""
-    BUFFERS: gl.constexpr = keys.BUFFERS
-    D: gl.constexpr = keys.D
-    BLOCK_M: gl.constexpr = scheduler.BLOCK_M
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    kv, gradients, scheduler = program.kv, program.gradients, program.scheduler
+    D: gl.constexpr = kv.D
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, scheduler.BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    empty = gl.zeros([D, BLOCK_M], gl.float32, layout)
+    empty = gl.zeros([D, scheduler.BLOCK_M], gl.float32, layout)
     turn = 0
     t = 0
-    item = keys.wait_for_item(turn, 4)
+    item = kv.wait_for_item(turn, 4)
     while item < scheduler.items():
-        tile, head = scheduler.place(item)
-        k = keys.k.index(turn % BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
-        mbarrier.arrive(keys.k_empty.index(turn % BUFFERS), count=1)
-        for of_group in range(scheduler.HEADS_PER_KV):
+        tile, head = scheduler.tile_and_head(item)
+        k = kv.k.index(turn % kv.BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
+        mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)
+        for nth_head in range(scheduler.HEADS_PER_KV):
             for i in range(scheduler.first_of(tile), scheduler.query_tiles):
                 slot = t & 1
                 mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
                 dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
                 mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
-                if ZEROED:
+                if program.ZEROED:
                     tma.store_wait(1)  # the addition before the last one has read its tile
-                    q_head = head * scheduler.HEADS_PER_KV + of_group
-                    add_tile(dq_desc, dq, gradients.dq.index(slot), q_head, i)
+                    q_head = head * scheduler.HEADS_PER_KV + nth_head
+                    add_tile(program.dq_desc, dq, gradients.dq.index(slot), q_head, i)
                 else:
                     put_dq(dq, gradients, slot, t // 2)
                 t += 1
         turn += 1
-        item = keys.wait_for_item(turn, 4)
+        item = kv.wait_for_item(turn, 4)
     tma.store_wait(0)
 
 
@@ -338,35 +342,21 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
-    keys = KeyTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
+    kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D,
                               HEADS_PER_KV, PARTS)  # fmt: skip
-    if D == 64 and ZEROED:
-        gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      0, REST)),
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      1, REST)),
-            (_dq_group, (dq_desc, keys, gradients, scheduler, ZEROED)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
-        ], [4, 4, 1], [192, 104, 24])  # fmt: skip
-    elif D == 64:
-        gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      0, REST)),
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      1, REST)),
-            (_dq_group, (dq_desc, keys, gradients, scheduler, ZEROED)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
-            (dq_warp, (dq_desc, counters_ptr + 1, keys, gradients, scheduler, REST, ZEROED)),
-        ], [4, 4, 1, 1], [192, 104, 24, 24])  # fmt: skip
+    program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr,
+                      counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
+                      DO_STEP, REST, ZEROED)  # fmt: skip
+    # as in `forward`: functions, warps, registers
+    if D == 128:
+        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_producer, (program,)),
+                            (dq_warp, (program,))], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    elif ZEROED:
+        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_dq_group, (program,)),
+                            (_producer, (program,))], [4, 4, 1], [192, 104, 24])  # fmt: skip
     else:
-        gl.warp_specialize([
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      0, REST)),
-            (_group, (dk_desc, dv_desc, queries, keys, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      1, REST)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, stats_desc, counters_ptr, queries, keys, scheduler, DO_STEP)),
-            (dq_warp, (dq_desc, counters_ptr + 1, keys, gradients, scheduler, REST, ZEROED)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_dq_group, (program,)),
+                            (_producer, (program,)), (dq_warp, (program,))],
+                           [4, 4, 1, 1], [192, 104, 24, 24])  # fmt: skip

@@ -47,9 +47,9 @@ def add_tile(dq_desc, dq, tile, head, index):
 
 
 @gluon.jit
-def put_dq(dq, gradients, slot, turn):
-    """Leaves a tile of dQ in one of two places of shared memory, where `turn` tiles were before."""
-    mbarrier.wait(gradients.dq_empty.index(slot), (turn & 1) ^ 1)
+def put_dq(dq, gradients, slot, use):
+    """Leaves a tile of dQ in one of two places of shared memory, whose use-th it is."""
+    mbarrier.wait(gradients.dq_empty.index(slot), (use & 1) ^ 1)
     store_dq(dq, gradients.dq.index(slot))
     fence_async_shared()
     mbarrier.arrive(gradients.dq_full.index(slot), count=1)
@@ -93,31 +93,30 @@ def _send(dq_desc, tile, head, row, stores, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def dq_warp(dq_desc, reports_ptr, keys, gradients, scheduler, REST: gl.constexpr, ZEROED: gl.constexpr):
-    """Sends dQ of all tiles of this program's keys, at D = 128 in halves of its columns. reports_ptr: int32, a number
-    for each head of queries."""
-    BUFFERS: gl.constexpr = keys.BUFFERS
-    D: gl.constexpr = keys.D
+def dq_warp(program):
+    """Sends dQ of all tiles of this program's keys, at D = 128 in halves of its columns."""
+    kv, gradients, scheduler, dq_desc = program.kv, program.gradients, program.scheduler, program.dq_desc
+    REST: gl.constexpr = program.REST
     turn = 0
     t = 0
-    item = keys.wait_for_item(turn, 1)
+    item = kv.wait_for_item(turn, 1)
     while item < scheduler.items():
-        mbarrier.arrive(keys.k_empty.index(turn % BUFFERS), count=1)  # this warp needs no K
-        tile, head = scheduler.place(item)
+        mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)  # this warp needs no K
+        tile, head = scheduler.tile_and_head(item)
         first = scheduler.first_of(tile)
-        stores = (tile == 0) & (not ZEROED)
-        for of_group in range(scheduler.HEADS_PER_KV):
-            q_head = head * scheduler.HEADS_PER_KV + of_group
+        stores = (tile == 0) & (not program.ZEROED)
+        for nth_head in range(scheduler.HEADS_PER_KV):
+            q_head = head * scheduler.HEADS_PER_KV + nth_head
             reported = 0
             for n in range(scheduler.query_tiles - first):
                 i = scheduler.nth_of(first, n)
                 before = scheduler.nth_of(0, i)  # tiles that the head's first keys have before this one
-                if not ZEROED:
+                if not program.ZEROED:
                     if stores:
-                        _report(reports_ptr + q_head, n)
+                        _report(program.reports_ptr + q_head, n)
                     elif reported <= before:
-                        reported = _wait_for_report(reports_ptr + q_head, before + 1)
-                if D == 64:
+                        reported = _wait_for_report(program.reports_ptr + q_head, before + 1)
+                if kv.D == 64:
                     mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
                     _send(dq_desc, gradients.dq.index(t & 1), q_head, i * DQ_ROWS, stores, 64)
                     mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
@@ -129,6 +128,6 @@ def dq_warp(dq_desc, reports_ptr, keys, gradients, scheduler, REST: gl.constexpr
                         mbarrier.arrive(gradients.dq_empty.index(half), count=1)
                 t += 1
             if stores:
-                _report(reports_ptr + q_head, scheduler.query_tiles)
+                _report(program.reports_ptr + q_head, scheduler.query_tiles)
         turn += 1
-        item = keys.wait_for_item(turn, 1)
+        item = kv.wait_for_item(turn, 1)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.hopper.backward_state import weights
+from cs336_systems.attention.hopper.backward_state import probabilities
 from cs336_systems.attention.hopper.common import (
     WG,
     accumulators,
@@ -28,10 +28,10 @@ from cs336_systems.attention.hopper.common import (
     async_store,
     mma_of_part,
     mma_over_columns,
-    place,
     reinterpreted,
     rounded,
     store_parts,
+    tile_and_head,
     wait_for_both,
     widened,
 )
@@ -89,7 +89,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
 
     gdc_wait()
     gdc_launch_dependents()
-    tile, head = place(gl.program_id(0), key_tiles, batch_heads, section)
+    tile, head = tile_and_head(gl.program_id(0), key_tiles, batch_heads, section)
     b, h, first_key = head // heads, head % heads, tile * WG
     # for each tile of queries what its scores need, then the rest; K and V come with the first
     of_tile: gl.constexpr = WG * D * 2
@@ -121,7 +121,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         dp = mma_over_columns(v, do, empty, REST)
         s = warpgroup_mma_wait(PARTS, deps=(s,))
         minus_l = stats_smem.index(2 * i).reshape([WG]).load(gl.SliceLayout(0, s_layout))
-        p = weights(s, minus_l, first_key, i, num_keys, scale_log2, True, IS_CAUSAL, 0, WG)
+        p = probabilities(s, minus_l, first_key, i, num_keys, scale_log2, True, IS_CAUSAL, 0, WG)
         p16 = rounded(p, dtype)
         dv = [mma_of_part(p16, do, x) for x in dv]
         minus_delta = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))

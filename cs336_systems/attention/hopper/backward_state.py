@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, mma_over_columns, place
+from cs336_systems.attention.hopper.common import (
+    WG,
+    aggregate,
+    async_load,
+    exp2,
+    mma_over_columns,
+    tile_and_head,
+)
 
 
 @gluon.jit
-def weights(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
             G: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
     """Pᵀ of tile i of the queries, of which minus_l is −L · log2(e), and the G-th 64 keys from `first_key` on."""
     of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
@@ -69,12 +76,14 @@ class QueryRing:
         return mma_over_columns(k, self.q.index(slot).reshape([self.BLOCK_M, self.D]), empty, REST)
 
     @gluon.jit
-    def weights(self, s, first_key, i, t, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    def probabilities(self, s, first_key, i, t, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                 G: gl.constexpr):  # fmt: skip
-        """Pᵀ of tile i of the queries, the t-th of this program (see `weights`)."""
+        """Pᵀ of tile i of the queries, the t-th of this program (see `probabilities`)."""
         of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
         minus_l = self.stats.index(2 * (t % self.STAGES)).reshape([self.BLOCK_M]).load(of_query)
-        return weights(s, minus_l, first_key, i, num_keys, scale_log2, MASKED, IS_CAUSAL, G, self.BLOCK_M)
+        return probabilities(
+            s, minus_l, first_key, i, num_keys, scale_log2, MASKED, IS_CAUSAL, G, self.BLOCK_M
+        )
 
     @gluon.jit
     def minus_delta(self, slot, s_layout: gl.constexpr):
@@ -82,7 +91,7 @@ class QueryRing:
 
 
 @aggregate
-class KeyTiles:
+class KVTiles:
     """K and V of the program's tiles of 128 keys, in BUFFERS places by turns, and the number of the tile that was
     drawn, which arrives with K."""
 
@@ -145,9 +154,9 @@ class TileScheduler:
         return self.key_tiles * self.batch_heads
 
     @gluon.jit
-    def place(self, item):
+    def tile_and_head(self, item):
         """The (tile, head) of a number."""
-        return place(item, self.key_tiles, self.batch_heads, self.section)
+        return tile_and_head(item, self.key_tiles, self.batch_heads, self.section)
 
     @gluon.jit
     def first_of(self, tile):
@@ -165,3 +174,47 @@ class TileScheduler:
             return first + n
         else:
             return self.query_tiles - 1 - n
+
+
+@aggregate
+class Program:
+    """What all warps of a program share. DO_STEP is 0 where one tile of dO serves all queries, otherwise 1; ZEROED: see
+    `backward_dq`."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    dq_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    counters_ptr: gl.tensor
+    reports_ptr: gl.tensor
+    queries: QueryRing
+    kv: KVTiles
+    gradients: GradientTiles
+    results: gl.shared_memory_descriptor
+    scheduler: TileScheduler
+    num_keys: gl.tensor
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    DO_STEP: gl.constexpr
+    REST: gl.constexpr
+    ZEROED: gl.constexpr
+
+    @gluon.jit
+    def probabilities(self, s, first_key, i, t, MASKED: gl.constexpr, G: gl.constexpr):
+        """Pᵀ of tile i of the queries, the t-th of this program, and of the keys of group G."""
+        return self.queries.probabilities(s, first_key, i, t, self.num_keys, self.scale_log2, MASKED,
+                                          self.scheduler.IS_CAUSAL, G)  # fmt: skip
+
+    @gluon.jit
+    def scores(self, k, t, awaited=True):
+        """Issues Sᵀ = K Qᵀ of the t-th tile of queries (see `QueryRing.scores`)."""
+        return self.queries.scores(k, t, self.REST, awaited)
+
+    @gluon.jit
+    def load_queries(self, b, h, head, i, t):
+        """The producer: tile i of the queries, the t-th of this program, when its place is free."""
+        self.queries.load(self.q_desc, self.do_desc, self.stats_desc, b, h, head, i, t, self.DO_STEP)

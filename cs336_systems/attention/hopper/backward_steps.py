@@ -26,10 +26,10 @@ from cs336_systems.attention.hopper.common import (
 
 
 @gluon.jit
-def step(queries, keys, gradients, k, v, first_key, i, t, last, num_keys, scale_log2, p, dk, dv, MASKED: gl.constexpr,
-         IS_CAUSAL: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    """Tile i of the queries, the t-th of this program; `last`: one past the last tile. p has been computed already, and
-    that of the next tile is computed here: its exponentials overlap dK's matmul. dQ is left to a group of its own."""
+def step(program, k, v, first_key, i, t, p, dk, dv, MASKED: gl.constexpr, G: gl.constexpr):
+    """Tile i of the queries, the t-th of this program. p has been computed already, and that of the next tile is
+    computed here: its exponentials overlap dK's matmul. dQ is left to a group of its own."""
+    queries, gradients = program.queries, program.gradients
     BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
     STAGES: gl.constexpr = queries.STAGES
@@ -48,8 +48,9 @@ def step(queries, keys, gradients, k, v, first_key, i, t, last, num_keys, scale_
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
     minus_delta = queries.minus_delta(slot, s_layout)
-    following = gl.where(i + 1 < last, t + 1, t)  # at the end the scores are of this tile again, and unused
-    s = queries.scores(k, following, 0)
+    # at the end the scores are of this tile again, and unused
+    following = gl.where(i + 1 < program.scheduler.query_tiles, t + 1, t)
+    s = program.scores(k, following)
     dp = warpgroup_mma_wait(2, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
@@ -63,10 +64,9 @@ def step(queries, keys, gradients, k, v, first_key, i, t, last, num_keys, scale_
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     dv, s = warpgroup_mma_wait(1, deps=(dv, s))
     mbarrier.arrive(queries.do_empty.index(slot), count=1)
-    p = queries.weights(s, first_key, i + 1, following, num_keys, scale_log2, MASKED, IS_CAUSAL, G)
-    mbarrier.wait(
-        queries.do_full.index(slot), parity
-    )  # complete; keeps the next wait behind the exponentials
+    p = program.probabilities(s, first_key, i + 1, following, MASKED, G)
+    # complete long ago; keeps the next wait behind the exponentials
+    mbarrier.wait(queries.do_full.index(slot), parity)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return p, dk, dv
@@ -80,27 +80,27 @@ def zero(t):
 
 
 @gluon.jit
-def late_dq(keys, gradients, t, G: gl.constexpr, REST: gl.constexpr):
+def late_dq(program, t, G: gl.constexpr):
     """Issues a group's half of dQ of tile t: of its columns, over the keys of both groups."""
-    D: gl.constexpr = keys.D
+    kv, gradients = program.kv, program.gradients
+    REST: gl.constexpr = program.REST
     WIDTH: gl.constexpr = REST if REST and G else 64
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = (t + 3) % 3
     # before the first tile: a matmul whose result is unused
     mbarrier.wait(gradients.ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
     empty = gl.zeros([WG, WIDTH], gl.float32, half_layout)
-    k_half = keys.k.index(zero(t + 1)).reshape([2 * WG, D]).slice(G * 64, WIDTH, 1)
+    k_half = kv.k.index(zero(t + 1)).reshape([2 * WG, kv.D]).slice(G * 64, WIDTH, 1)
     return warpgroup_mma(
         gradients.ds.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True
     )
 
 
 @gluon.jit
-def late_step(queries, keys, gradients, first_key, i, t, begun, more, num_keys, scale_log2, s, v, dk, dv,
-              MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, G: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.constexpr, G: gl.constexpr):
     """`step` in which the two groups need not run in lockstep: dQ of the previous tile is computed beside dV,
     not right after both have stored their dSᵀ, and the scores, s, of the next tile, if there are more, are issued
-    before dK is done. The first tile of these keys was the program's `begun`-th. v (with REST): both parts of V in
+    before dK is done. The first tile of these keys was the program's keys_t-th. v (with REST): both parts of V in
     registers.
 
     Accumulators of 128 columns leave room for the first 64 of V only, and only where fewer matmuls are under way at
@@ -109,33 +109,35 @@ def late_step(queries, keys, gradients, first_key, i, t, begun, more, num_keys, 
 
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
+    queries, kv, gradients = program.queries, program.kv, program.gradients
     BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    REST: gl.constexpr = program.REST
     PARTS: gl.constexpr = 2 if REST else 1
     DTYPE: gl.constexpr = queries.q.dtype
     slot = t % STAGES
     q = queries.q.index(slot).reshape([BLOCK_M, D])
     do = queries.do.index(slot).reshape([BLOCK_M, D])
-    k = keys.k_of(zero(t), G)
-    HALF_OF_V: gl.constexpr = not REST and not IS_CAUSAL
+    k = kv.k_of(zero(t), G)
+    HALF_OF_V: gl.constexpr = not REST and not program.scheduler.IS_CAUSAL
     gl.static_assert(STAGES == 2)
     if not REST:
-        whole = keys.v.index(G + zero(t)).reshape([WG, D])
+        v_tile = kv.v.index(G + zero(t)).reshape([WG, D])
 
     mbarrier.wait(queries.do_full.index(slot), (t // STAGES) & 1)
     dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
     if REST:
         dp = mma_of_columns(v, do, dp)
     elif not HALF_OF_V:
-        dp = mma_over_columns(whole, do, dp, REST)
-    p16 = rounded(queries.weights(s, first_key, i, t, num_keys, scale_log2, MASKED, IS_CAUSAL, G), DTYPE)
+        dp = mma_over_columns(v_tile, do, dp, REST)
+    p16 = rounded(program.probabilities(s, first_key, i, t, MASKED, G), DTYPE)
     if HALF_OF_V:
-        dp = mma_of_columns((v[0], whole.slice(64, 64, 1)), do, dp)
+        dp = mma_of_columns((v[0], v_tile.slice(64, 64, 1)), do, dp)
     dv = [mma_of_part(p16, do, x) for x in dv]
     if not HALF_OF_V:
-        dq = late_dq(keys, gradients, t - 1, G, REST)
+        dq = late_dq(program, t - 1, G)
     minus_delta = queries.minus_delta(slot, s_layout)
     dp = warpgroup_mma_wait(PARTS if HALF_OF_V else PARTS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
@@ -145,29 +147,30 @@ def late_step(queries, keys, gradients, first_key, i, t, begun, more, num_keys, 
     fence_async_shared()
     mbarrier.arrive(gradients.ds_full.index(ds_slot), count=1)
     if HALF_OF_V:
-        dq = late_dq(keys, gradients, t - 1, G, REST)
+        dq = late_dq(program, t - 1, G)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(PARTS, dv, dq)
     mbarrier.arrive(queries.do_empty.index(slot), count=1)
-    if t > begun:  # while dK's matmul runs
+    if t > keys_t:  # while dK's matmul runs
         put_dq(dq, gradients, G, t - 1)
     if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
-    s = queries.scores(k, gl.where(more, t + 1, t), REST)
+    s = program.scores(k, gl.where(more, t + 1, t))
     dk, s = wait_for_both(0, dk, s)
     mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return s, dk, dv
 
 
 @gluon.jit
-def no_key_seen(queries, keys, gradients, t, begun, G: gl.constexpr, REST: gl.constexpr):
+def no_key_seen(program, t, keys_t, G: gl.constexpr):
     """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
     zero. What is left is dQ of the tile before, if that was for the same keys."""
+    queries, gradients = program.queries, program.gradients
     BLOCK_M: gl.constexpr = queries.BLOCK_M
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    if t > begun:
-        dq = warpgroup_mma_wait(0, deps=(late_dq(keys, gradients, t - 1, G, REST),))
+    if t > keys_t:
+        dq = warpgroup_mma_wait(0, deps=(late_dq(program, t - 1, G),))
         put_dq(dq, gradients, G, t - 1)
     gradients.ds.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], queries.q.dtype, s_layout))
     fence_async_shared()

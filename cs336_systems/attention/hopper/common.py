@@ -205,7 +205,7 @@ def mma_of_columns(a, b, empty):
 
 
 @gluon.jit
-def place(program, tiles, batch_heads, section):
+def tile_and_head(program, tiles, batch_heads, section):
     """The program's (tile, head). Heads come in sections (of `section` heads) whose tensors the L2 cache can hold
     together; within one, tile 0 of all heads first, then tile 1, …"""
     first = program // (tiles * section) * section

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper.common import (
     WG,
     accumulators,
+    aggregate,
     async_store,
     mma_of_part,
     mma_over_columns,
@@ -29,25 +30,45 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward_state import KeyRing, Queries, TileScheduler, first_softmax
+from cs336_systems.attention.hopper.forward_state import KVRing, QueryTiles, TileScheduler, first_softmax
+
+
+@aggregate
+class Program:
+    """What all warps of a program share."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    o_desc: tma.tensor_descriptor
+    l_ptr: gl.tensor
+    queries: QueryTiles
+    kv: KVRing
+    scheduler: TileScheduler
+    scale_log2: gl.tensor
+    OVERLAP: gl.constexpr
+    REST: gl.constexpr
+    HALVE: gl.constexpr
 
 
 @gluon.jit
-def _load_tile(q_desc, k_desc, v_desc, queries, keys, scheduler, first_query, head, done, begun):
+def _load_tile(program, first_query, head, done, begun):
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
     before, with `begun` uses of the ring; the new number of these is returned."""
+    scheduler = program.scheduler
     b, h = head // scheduler.heads, head % scheduler.heads
     kv_head = h // scheduler.HEADS_PER_KV
     for g in gl.static_range(scheduler.GROUPS):
-        queries.load(q_desc, b, h, first_query, done, g)
+        program.queries.load(program.q_desc, b, h, first_query, done, g)
     steps = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
     for t in range(steps + 1):
-        keys.load(k_desc, v_desc, b, kv_head, begun, t, steps)
+        program.kv.load(program.k_desc, program.v_desc, b, kv_head, begun, t, steps)
     return begun + steps + 1
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, queries, keys, scheduler):
+def _producer(program):
+    scheduler = program.scheduler
     if scheduler.PERSISTENT:
         done = 0
         begun = 0
@@ -55,23 +76,22 @@ def _producer(q_desc, k_desc, v_desc, queries, keys, scheduler):
             for second in range(2 if scheduler.IS_CAUSAL else 1):
                 first, _, head, there = scheduler.tile(item, second)
                 if there:
-                    begun = _load_tile(
-                        q_desc, k_desc, v_desc, queries, keys, scheduler, first, head, done, begun
-                    )
+                    begun = _load_tile(program, first, head, done, begun)
                     done += 1
     else:
         first, _, head, _ = scheduler.tile(gl.program_id(0), 0)
-        _load_tile(q_desc, k_desc, v_desc, queries, keys, scheduler, first, head, None, 0)
+        _load_tile(program, first, head, None, 0)
 
 
 @gluon.jit
-def _attend(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, head, done, begun, G: gl.constexpr,
-            OVERLAP: gl.constexpr, REST: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
+def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
     """64 queries of a tile, those of group G: the online softmax over their keys, then O and L. `done` and `begun` as
     for `_load_tile`."""
+    queries, kv, scheduler, scale_log2 = program.queries, program.kv, program.scheduler, program.scale_log2
     GROUPS: gl.constexpr = scheduler.GROUPS
-    BLOCK_N: gl.constexpr = keys.BLOCK_N
-    D: gl.constexpr = keys.D
+    BLOCK_N: gl.constexpr = kv.BLOCK_N
+    D: gl.constexpr = kv.D
+    REST: gl.constexpr = program.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     PARTS: gl.constexpr = 2 if REST else 1
@@ -85,26 +105,26 @@ def _attend(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, 
 
     t = begun
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
-        keys.skip(t)
+        kv.skip(t)
         t += 1
 
-    q_slot, q_parity = queries.place(done, G)
+    q_slot, q_parity = queries.slot_and_parity(done, G)
     q = queries.q.index(q_slot).reshape([WG, D])
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
     # HALVE: the first half of the queries sees nothing of the diagonal's second half of the keys
-    MET: gl.constexpr = WG if HALVE and G == 0 else BLOCK_N
+    MET: gl.constexpr = WG if program.HALVE and G == 0 else BLOCK_N
     met_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MET, 16])
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    slot = t % keys.STAGES
+    slot = t % kv.STAGES
     queries.wait(q_slot, q_parity)
-    keys.wait(t)
-    met_k = keys.k_tile(slot).slice(0, MET, 0)
+    kv.wait(t)
+    met_k = kv.k_tile(slot).slice(0, MET, 0)
     met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
     if queries.IN_PLACE:
         queries.release_last(done, G)
     met = warpgroup_mma_wait(0, deps=(met,))
-    keys.release(slot)
+    kv.release(slot)
     first_key = (steps - 1) * BLOCK_N
     softmax, p32 = first_softmax(
         met, first_query, first_key, scheduler.num_keys, scale_log2, scheduler.IS_CAUSAL
@@ -117,19 +137,19 @@ def _attend(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, 
 
     for _ in range(steps - 1):
         t += 1
-        slot, parity = keys.place(t)
-        k = keys.k_tile(slot)
-        v = keys.v_tile(slot)
-        mbarrier.wait(keys.full.index(slot), parity)
-        if OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
+        slot, parity = kv.slot_and_parity(t)
+        k = kv.k_tile(slot)
+        v = kv.v_tile(slot)
+        mbarrier.wait(kv.full.index(slot), parity)
+        if program.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(PARTS, deps=(s,))
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
-            mbarrier.wait(keys.full.index(slot), parity)
+            mbarrier.wait(kv.full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            keys.release(slot)
+            kv.release(slot)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -137,58 +157,57 @@ def _attend(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, 
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            keys.release(slot)
+            kv.release(slot)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
 
     if done is not None and not queries.IN_PLACE:
         queries.release(q_slot)
     t += 1
-    slot = t % keys.STAGES
-    keys.wait(t)
-    v = keys.v_tile(slot)
+    slot = t % kv.STAGES
+    kv.wait(t)
+    v = kv.v_tile(slot)
     acc = [mma_of_part(p, v, x) for x in acc]
     num_queries = scheduler.num_queries
     logsumexp = softmax.logsumexp(scale_log2)
-    gl.store(l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
+    gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
     if done is not None:
-        keys.release(slot)
+        kv.release(slot)
         if not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
     acc = [times_rows(x, share) for x in acc]
     o = queries.o.index(q_slot if queries.IN_PLACE else G)
     store_parts(acc, o.reshape([WG, D]))
     fence_async_shared()
-    async_store(o_desc, [head // scheduler.heads, head % scheduler.heads, first_query, 0], o)
+    async_store(program.o_desc, [head // scheduler.heads, head % scheduler.heads, first_query, 0], o)
 
 
 @gluon.jit
-def _share(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, end, head, done, begun, G: gl.constexpr,
-           OVERLAP: gl.constexpr, REST: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
+def _share(program, first_of_tile, end, head, done, begun, G: gl.constexpr):
     """`_attend`, if the tile has queries for this group; otherwise the group lets the others go on. Returns how many
     uses of the ring have begun then."""
+    queries, scheduler = program.queries, program.scheduler
     steps = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
     if first_of_tile + G * WG < end:
-        _attend(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first_of_tile, head, done, begun, G, OVERLAP,
-                REST, HALVE)  # fmt: skip
+        _attend(program, first_of_tile, head, done, begun, G)
     else:
-        q_slot, q_parity = queries.place(done, G)
+        q_slot, q_parity = queries.slot_and_parity(done, G)
         queries.wait(q_slot, q_parity)
         if queries.IN_PLACE:
             queries.release_last(done, G)
         elif done is not None:
             queries.release(q_slot)
         for t in range(begun, begun + steps + 1):
-            keys.skip(t)
+            program.kv.skip(t)
     return begun + steps + 1
 
 
 @gluon.jit
-def _group(o_desc, l_ptr, queries, keys, scheduler, scale_log2, G: gl.constexpr, OVERLAP: gl.constexpr,
-           REST: gl.constexpr, HALVE: gl.constexpr):  # fmt: skip
+def _group(program, G: gl.constexpr):
     """64 queries of this program's tile, or of all its tiles."""
+    scheduler = program.scheduler
     if scheduler.PERSISTENT:
         done = 0
         begun = 0
@@ -196,13 +215,11 @@ def _group(o_desc, l_ptr, queries, keys, scheduler, scale_log2, G: gl.constexpr,
             for second in range(2 if scheduler.IS_CAUSAL else 1):
                 first, end, head, there = scheduler.tile(item, second)
                 if there:
-                    begun = _share(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first, end, head, done, begun,
-                                   G, OVERLAP, REST, HALVE)  # fmt: skip
+                    begun = _share(program, first, end, head, done, begun, G)
                     done += 1
     else:
         first, end, head, _ = scheduler.tile(gl.program_id(0), 0)
-        _share(o_desc, l_ptr, queries, keys, scheduler, scale_log2, first, end, head, None, 0, G, OVERLAP, REST,
-               HALVE)  # fmt: skip
+        _share(program, first, end, head, None, 0, G)
     tma.store_wait(0)
 
 
@@ -240,27 +257,19 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
-    queries = Queries(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
-    keys = KeyRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
+    queries = QueryTiles(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
+    kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, IS_CAUSAL,
                               GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
-    # a tuple of arguments that is made before the call loses its constants
+    program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, scale_log2, OVERLAP, REST,
+                      HALVE)  # fmt: skip
+    # functions with their arguments; of all but the first, whose warps are the launch's four, how many warps; and the
+    # registers that each of their threads keeps (setmaxnreg): the producer gives its own to the groups
     if GROUPS == 3:
-        gl.warp_specialize([
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 0, OVERLAP, REST, HALVE)),
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 1, OVERLAP, REST, HALVE)),
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 2, OVERLAP, REST, HALVE)),
-            (_producer, (q_desc, k_desc, v_desc, queries, keys, scheduler)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
-    elif GROUPS == 1:
-        # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
-        gl.warp_specialize([
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 0, OVERLAP, REST, HALVE)),
-            (_producer, (q_desc, k_desc, v_desc, queries, keys, scheduler)),
-        ], [1], [24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 0, OVERLAP, REST, HALVE)),
-            (_group, (o_desc, l_ptr, queries, keys, scheduler, scale_log2, 1, OVERLAP, REST, HALVE)),
-            (_producer, (q_desc, k_desc, v_desc, queries, keys, scheduler)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_group, (program, 2)),
+                            (_producer, (program,))], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_producer, (program,))],
+                           [4, 1], [240, 24])  # fmt: skip
+    else:  # two programs fit a multiprocessor, if a thread has no more than 128 registers on average
+        gl.warp_specialize([(_group, (program, 0)), (_producer, (program,))], [1], [24])

@@ -25,8 +25,8 @@ from cs336_systems.attention.hopper.common import (
     async_store,
     mma_of_part,
     mma_over_columns,
-    place,
     store_parts,
+    tile_and_head,
     times_rows,
     wait_for_both,
 )
@@ -78,7 +78,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     mbarrier.init(full, count=1)
     fence_async_shared()  # the TMA unit sees them initialized
 
-    which, head = place(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
+    which, head = tile_and_head(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
     b, h = head // heads, head % heads
     kv_head = h // HEADS_PER_KV  # of the heads of keys
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest

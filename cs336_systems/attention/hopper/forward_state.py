@@ -1,4 +1,4 @@
-"""What travels together in the forward kernels: `Queries` and `KeyRing` are tiles in shared memory and the barriers
+"""What travels together in the forward kernels: `QueryTiles` and `KVRing` are tiles in shared memory and the barriers
 that say when they are full and when they are free; `TileScheduler` says what a program works on; `Softmax` is what the
 online softmax of 64 queries knows of its rows (algorithm 1 of `attention.triton`, lines 8 to 9).
 """
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, place
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, tile_and_head
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -25,7 +25,7 @@ def key_tiles(first_query, num_queries, num_keys, IS_CAUSAL: gl.constexpr, BLOCK
 
 
 @aggregate
-class Queries:
+class QueryTiles:
     """Tiles of 64 queries, one for each group, and the barriers that say when Q has arrived and when its place is free;
     and where the groups leave O. A persistent program has two places for Q of each group, by turns, the next one comes
     while one is read: `done` counts its tiles of queries before this one. Otherwise `done` is None.
@@ -41,7 +41,7 @@ class Queries:
     D: gl.constexpr
 
     @gluon.jit
-    def place(self, done, g):
+    def slot_and_parity(self, done, g):
         """Where Q of group g lies, and the parity of its barriers."""
         slot = g
         parity = 0
@@ -53,7 +53,7 @@ class Queries:
     @gluon.jit
     def load(self, q_desc, b, h, first_query, done, g):
         """Q of group g of the tile that begins with first_query, when its place is free."""
-        slot, parity = self.place(done, g)
+        slot, parity = self.slot_and_parity(done, g)
         if done is not None:
             mbarrier.wait(self.empty.index(slot), parity ^ 1)
         mbarrier.expect(self.full.index(slot), WG * self.D * 2)
@@ -71,13 +71,13 @@ class Queries:
     @gluon.jit
     def release_last(self, done, g):
         """IN_PLACE: waits until O of the tile before has left, whose place is then free for the next Q."""
-        last, _ = self.place(done - 1, g)
+        last, _ = self.slot_and_parity(done - 1, g)
         tma.store_wait(0)
         mbarrier.arrive(self.empty.index(last), count=1, pred=done > 0)
 
 
 @aggregate
-class KeyRing:
+class KVRing:
     """The ring of tiles of K and V. Its t-th use is for tile t of K and t − 1 of V (of a tile of queries), which are
     needed together. The producer acquires a place and loads; groups wait, read and release."""
 
@@ -105,7 +105,7 @@ class KeyRing:
         async_load(v_desc, [b, h, first_key + self.BLOCK_N, 0], full, self.v.index(slot), pred=t > 0)
 
     @gluon.jit
-    def place(self, t):
+    def slot_and_parity(self, t):
         """Of the t-th use: where it is, and the parity of the barriers."""
         return t % self.STAGES, (t // self.STAGES) & 1
 
@@ -170,16 +170,18 @@ class TileScheduler:
                 tile += second * (self.row_tiles - 1 - 2 * tile)
                 there = head < self.batch_heads
             else:
-                tile, head = place(item, self.row_tiles, self.batch_heads, self.section)
+                tile, head = tile_and_head(item, self.row_tiles, self.batch_heads, self.section)
             first = (self.row_tiles - 1 - tile) * self.GROUPS * WG
         else:
             full = self.full_tiles * self.batch_heads
             if item < full:
-                tile, head = place(item, self.full_tiles, self.batch_heads, self.section)
+                tile, head = tile_and_head(item, self.full_tiles, self.batch_heads, self.section)
                 first = tile * self.GROUPS * WG
             else:
                 item -= full
-                tile, head = place(item, self.row_tiles - self.full_tiles, self.batch_heads, self.section)
+                tile, head = tile_and_head(
+                    item, self.row_tiles - self.full_tiles, self.batch_heads, self.section
+                )
                 first = (self.full_tiles * self.GROUPS + tile) * WG
                 end = first + WG
         return first, end, head, there

@@ -105,8 +105,8 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
 
 
 def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
-    """How many heads make a section (see `common.place`): as many as have their tensors in the L2 cache together, or
-    (not `exact`) the power of two below."""
+    """How many heads make a section (see `common.tile_and_head`): as many as have their tensors in the L2 cache
+    together, or (not `exact`) the power of two below."""
     section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
     return section if exact else 1 << (section.bit_length() - 1)
 
