@@ -45,6 +45,7 @@ from cs336_systems.attention.hopper.common import (
     accumulators,
     async_load,
     async_store,
+    barriers,
     columns_in_registers,
     reinterpreted,
     store_parts,
@@ -311,35 +312,13 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         results_smem = gl.allocate_shared_memory(dtype, [4, 1, 1, WG, D], dk_desc.layout)
     else:  # 64 rows in 16 bits take as much as 64 x 64 numbers in fp32
         results_smem = reinterpreted(dq_smem, dtype, [2, 1, 1, WG, D], dk_desc.layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_TILES, 1], barrier)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=2)
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=3 if D == 128 or ZEROED else 4)  # all but the producer
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(DS_TILES):
-        mbarrier.init(ds_full.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_empty.index(i), count=1)
-        mbarrier.init(dq_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
+    # all but the producer are done with K when they have read it; the two groups alone read the others
+    k_full, k_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 3 if D == 128 or ZEROED else 4)
+    v_full, v_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    ds_full, ds_empty = barriers(DS_TILES, 2), barriers(2, 1)
+    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     fence_async_shared()
     queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
     kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)

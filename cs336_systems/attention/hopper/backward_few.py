@@ -26,6 +26,7 @@ from cs336_systems.attention.hopper.common import (
     async_atomic_add,
     async_load,
     async_store,
+    barriers,
     mma_of_part,
     mma_over_columns,
     reinterpreted,
@@ -82,9 +83,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     dq_smem = gl.allocate_shared_memory(gl.float32, [TILES * HALVES, 1, 4, 8, 128], dq_desc.layout)
     rows_smem = reinterpreted(dq_smem, dtype, [2 * TILES, 1, 1, WG, D], q_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * TILES, 1, WG], stats_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * TILES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * TILES):
-        mbarrier.init(full.index(i), count=1)
+    full = barriers(2 * TILES, 1)
     fence_async_shared()
 
     gdc_wait()

@@ -8,7 +8,12 @@ import typing
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate
 
 
@@ -51,6 +56,15 @@ def aggregate(cls: type) -> type:
     init.__triton_builtin__ = True  # no part of a kernel's source, by which triton knows it again
     cls.__init__ = init
     return _aggregate(cls)
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, arrivals: gl.constexpr):
+    """So many mbarriers in shared memory, whose phases are complete after so many arrivals each."""
+    memory = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(memory.index(i), count=arrivals)
+    return memory
 
 
 WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator

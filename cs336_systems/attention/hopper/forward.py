@@ -24,6 +24,7 @@ from cs336_systems.attention.hopper.common import (
     accumulators,
     aggregate,
     async_store,
+    barriers,
     mma_of_part,
     mma_over_columns,
     store_parts,
@@ -242,20 +243,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
         o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, WG, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], barrier)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    q_empty = q_full
-    if PERSISTENT:
-        q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], barrier)
-    for i in gl.static_range(Q_TILES):
-        mbarrier.init(q_full.index(i), count=1)
-        if PERSISTENT:
-            mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    q_full, full, empty = barriers(Q_TILES, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    q_empty = barriers(Q_TILES, 1) if PERSISTENT else q_full
     fence_async_shared()  # the TMA unit sees them initialized
     queries = QueryTiles(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
     kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)

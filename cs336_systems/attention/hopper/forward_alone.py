@@ -23,6 +23,7 @@ from cs336_systems.attention.hopper.common import (
     accumulators,
     async_load,
     async_store,
+    barriers,
     mma_of_part,
     mma_over_columns,
     store_parts,
@@ -72,10 +73,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     q_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], v_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full, full = barriers.index(0), barriers.index(1)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(full, count=1)
+    both = barriers(2, 1)
+    q_full, full = both.index(0), both.index(1)
     fence_async_shared()  # the TMA unit sees them initialized
 
     which, head = tile_and_head(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
