@@ -1,21 +1,34 @@
-"""Backward: 128 keys at a time, two groups of 64, and all queries that see them. Scores are keys by queries:
+"""Backward: 128 keys at a time, two groups of 64, and all queries that see them (algorithm 2 of FlashAttention-2, its
+line in brackets). Scores are keys by queries, so that Pᵀ and dSᵀ, where dV and dK need them, stay in registers:
 
-    Sᵀ = K Qᵀ                       dPᵀ = V dOᵀ
-    Pᵀ = exp2(scale_log2 · Sᵀ − L · log2(e))   dSᵀ = Pᵀ ∘ (dPᵀ − delta)
-    dV += Pᵀ dO                     dK += dSᵀ Q              Pᵀ and dSᵀ come from registers
-    dQ += dS K        dSᵀ of both groups comes from shared memory; TMA brings dQ to its fp32 sum in memory
+    sᵀ = K Qᵀ                                       (10) not scaled
+    Pᵀ = exp2(scale_log2 · sᵀ − L · log2(e))        (11) scale_log2 = scale · log2(e)
+    dV += Pᵀ dO                                     (12)
+    dPᵀ = V dOᵀ                                     (13)
+    dSᵀ = Pᵀ ∘ (dPᵀ − delta)                        (14) without its factor scale: dK gets that when written, dQ at last
+    dQ += dS K                                      (15) dSᵀ of both groups, from shared memory
+    dK += dSᵀ Q                                     (16)
 
-All five matmuls run once, against seven in the two passes of `attention.triton`; in exchange programs
-accumulate dQ in any order, so that its last bits differ from run to run (`backward_dq` says how its sum begins). A
-small kernel before this one computes the statistics, one after it turns the sum into dQ (`backward_ends`).
+dK and dV of 64 keys are in a group's registers until all queries have passed, and are written once. dQ of a tile of
+queries is a sum over programs, to which TMA adds what each has, in fp32, in global memory. So all five matmuls run
+once, against seven in the two passes of `attention.triton`; in exchange the order of additions, and dQ's last bits,
+differ from run to run (`backward_dq` says how the sum begins): where torch wants deterministic algorithms the portable
+kernels compute. Small kernels before and after this one make the statistics, and dQ of the sum (`backward_ends`).
+
+dQ of a tile is computed at D = 64 by a third group (`_dq_group`), at D = 128, where registers do not suffice for one,
+in halves of its columns by both groups, a tile later (`backward_steps.late_dq`). A warp adds it (`backward_dq.dq_warp`)
+or, where there are zeros to add to (ZEROED), the third group.
 
 There are at most as many programs as multiprocessors, and each takes tiles of keys, one after another, until none is
 left. So the first queries of the next tile, and at D = 64, where shared memory has room for two, its K and V arrive
-while the matmuls of this one run, and dK and dV leave while those of the next one run. Which tile comes next is drawn
-from a counter: a program that shares its multiprocessor with another kernel takes fewer.
+while the matmuls of this one run, and dK and dV leave while those of the next one run. Which tile comes next the
+producer draws from a counter, and others learn of it with K: a program that shares its multiprocessor with another
+kernel takes fewer. In all warps `item` is what was drawn, `turn` counts the program's tiles of keys, `t` those of
+queries: slots and parities come from these.
 
 At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal: all keys of a head
-begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`).
+begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`). Queries
+before the diagonal are not loaded (`TileScheduler.first_of`), those on it are masked (`_group`: masked_end).
 """
 
 from __future__ import annotations
@@ -67,7 +80,7 @@ def _producer(program):
     while item < scheduler.items():
         slot = turn % BUFFERS
         free = ((turn // BUFFERS) & 1) ^ 1
-        tile, head = scheduler.tile_and_head(item)
+        tile, head = scheduler.locate(item)
         b, h = head // scheduler.heads, head % scheduler.heads
         q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
         kv_h = h // scheduler.PARTS
@@ -167,18 +180,17 @@ def _late_head_of_queries(program, first_key, first, group_first, unmasked, head
 
 @gluon.jit
 def _begin(program, turn, t, SKIPS: gl.constexpr, G: gl.constexpr):
-    """The turn-th tile of keys, once K is there: its number and what that stands for, the first tile of queries that
-    sees any of its keys, the first that sees any of this group's; and, issued, the scores of the t-th tile of
-    queries."""
+    """The turn-th tile of keys, once K is there: its number, (tile, head), the first tiles of queries that see any of
+    its keys and any of this group's; and, issued, the scores of the t-th tile of queries."""
     scheduler = program.scheduler
     item = program.kv.wait_for_item(turn, 4)
-    tile, head = scheduler.tile_and_head(gl.minimum(item, scheduler.items() - 1))
+    tile, head = scheduler.locate(gl.minimum(item, scheduler.items() - 1))
     first = scheduler.first_of(tile)
     group_first = first
     if SKIPS:
         group_first = gl.minimum(first + 1, scheduler.query_tiles)
     more = (item < scheduler.items()) & (group_first < scheduler.query_tiles)
-    s = program.scores(program.kv.k_of(turn % program.kv.BUFFERS, G), t, more)
+    s = program.queries.scores(program.kv.k_of(turn % program.kv.BUFFERS, G), t, more)
     return item, tile, head, first, group_first, s
 
 
@@ -194,7 +206,7 @@ def _group(program, G: gl.constexpr):
     # the first tile of queries sees no key of this group
     SKIPS: gl.constexpr = IS_CAUSAL and G == 1 and D == 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    # queries that meet the diagonal, from the tile's first key on
+    # queries that meet the diagonal of this group's keys, from the tile's first key on
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
     head_t = 0  # tiles of queries before those of this head
@@ -205,7 +217,7 @@ def _group(program, G: gl.constexpr):
     while item < scheduler.items():
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
-        # tiles of queries from the first to this end need a mask
+        # tiles of queries before this one need a mask
         masked_end = 0
         if IS_CAUSAL:
             masked_end = gl.minimum(first + meeting // BLOCK_M, scheduler.query_tiles)
@@ -233,7 +245,7 @@ def _group(program, G: gl.constexpr):
             # scores for the next head; after the last one nothing is awaited, nor used
             if scheduler.HEADS_PER_KV > 1:
                 more = (nth_head + 1 < scheduler.HEADS_PER_KV) & (group_first < scheduler.query_tiles)
-                s = program.scores(kv.k_of(slot + zero(head_t), G), head_t, more)
+                s = program.queries.scores(kv.k_of(slot + zero(head_t), G), head_t, more)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if D == 64:
                     p = program.probabilities(s, first_key, first, head_t, True, G)
@@ -266,7 +278,7 @@ def _dq_group(program):
     t = 0
     item = kv.wait_for_item(turn, 4)
     while item < scheduler.items():
-        tile, head = scheduler.tile_and_head(item)
+        tile, head = scheduler.locate(item)
         k = kv.k.index(turn % kv.BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
         mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)
         for nth_head in range(scheduler.HEADS_PER_KV):
@@ -294,7 +306,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                          IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                          DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
                          HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """dK and dV of all `batch_heads` heads (see `TileScheduler`), and dQ's sum, by any number of programs.
+    """dK and dV of all `batch_heads` heads (see `TileScheduler`), and dQ's sum, by any number of programs: the grid.
     counters_ptr: int32, of drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start.
     ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
@@ -312,7 +324,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
         results_smem = gl.allocate_shared_memory(dtype, [4, 1, 1, WG, D], dk_desc.layout)
     else:  # 64 rows in 16 bits take as much as 64 x 64 numbers in fp32
         results_smem = reinterpreted(dq_smem, dtype, [2, 1, 1, WG, D], dk_desc.layout)
-    # all but the producer are done with K when they have read it; the two groups alone read the others
+    # `empty`: who lets go; of K all but the producer (see `KVTiles`)
     k_full, k_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 3 if D == 128 or ZEROED else 4)
     v_full, v_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
     q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -320,7 +332,8 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     ds_full, ds_empty = barriers(DS_TILES, 2), barriers(2, 1)
     dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     fence_async_shared()
-    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES)
+    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES,
+                        REST)  # fmt: skip
     kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D,

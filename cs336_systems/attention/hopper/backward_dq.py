@@ -1,10 +1,10 @@
 """dQ's sum in the backward kernel: groups leave their tiles in shared memory, and a warp of its own adds them to what
-other programs have added.
+other programs have added, in fp32 and in no particular order.
 
 Zeros to add to have to be written, and read again: for short rows that is a good part of all traffic. Without them (not
 ZEROED) the program of a head's first keys, which all its queries see, stores its tiles. It reports how many it has
 stored, and the others wait until it is ahead of them. Those keys are drawn before the head's others: a program never
-waits for one that has not begun.
+waits for one that has not begun. All others are still added in any order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def dq_warp(program):
     item = kv.wait_for_item(turn, 1)
     while item < scheduler.items():
         mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)  # this warp needs no K
-        tile, head = scheduler.tile_and_head(item)
+        tile, head = scheduler.locate(item)
         first = scheduler.first_of(tile)
         stores = (tile == 0) & (not program.ZEROED)
         for nth_head in range(scheduler.HEADS_PER_KV):

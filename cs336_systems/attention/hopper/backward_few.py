@@ -1,9 +1,9 @@
-"""Backward of a few queries and many keys: 64 keys per program, which holds all the queries at once.
+"""Backward of a few queries (`configs.few_queries`): 64 keys per program, which holds all the queries at once.
 
-Almost all time goes into reading K and V and writing dK and dV. So there is no loop whose tiles one would load ahead:
-several small programs share a multiprocessor, and while one waits for memory others compute. The matmuls are those of
-`backward`, in one group, and all results leave from where what they are made of lay: dQ's sum from Q and dO, dK from K,
-dV from V.
+Almost all time goes into reading K and V and writing dK and dV. So there is no loop whose tiles one would load ahead,
+hence no producer, no ring, and a barrier has one phase: several small programs share a multiprocessor, and while one
+waits for memory others compute. The matmuls are those of `backward`, in one group, which masks every tile. All results
+leave from where what they are made of lay: dQ's sum, to which TMA adds, from Q and dO, dK from K, dV from V.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cs336_systems.attention.hopper.common import (
     async_load,
     async_store,
     barriers,
+    locate,
     mma_of_part,
     mma_over_columns,
     reinterpreted,
     rounded,
     store_parts,
-    tile_and_head,
     wait_for_both,
     widened,
 )
@@ -74,7 +74,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    PARTS: gl.constexpr = 2 if REST else 1
+    MMAS: gl.constexpr = 2 if REST else 1  # that a product of D columns takes
     HALVES: gl.constexpr = D // 64
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], v_desc.layout)
@@ -88,7 +88,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
 
     gdc_wait()
     gdc_launch_dependents()
-    tile, head = tile_and_head(gl.program_id(0), key_tiles, batch_heads, section)
+    tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
     b, h, first_key = head // heads, head % heads, tile * WG
     # for each tile of queries what its scores need, then the rest; K and V come with the first
     of_tile: gl.constexpr = WG * D * 2
@@ -118,13 +118,13 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         s = mma_over_columns(k, q, empty, REST)
         mbarrier.wait(full.index(2 * i + 1), 0)
         dp = mma_over_columns(v, do, empty, REST)
-        s = warpgroup_mma_wait(PARTS, deps=(s,))
+        s = warpgroup_mma_wait(MMAS, deps=(s,))
         minus_l = stats_smem.index(2 * i).reshape([WG]).load(gl.SliceLayout(0, s_layout))
         p = probabilities(s, minus_l, first_key, i, num_keys, scale_log2, True, IS_CAUSAL, 0, WG)
         p16 = rounded(p, dtype)
         dv = [mma_of_part(p16, do, x) for x in dv]
         minus_delta = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))
-        dp = warpgroup_mma_wait(PARTS, deps=(dp,))
+        dp = warpgroup_mma_wait(MMAS, deps=(dp,))
         ds = rounded(widened(p16) * (dp + minus_delta[None, :]), dtype)
         ds_smem.store(ds)
         fence_async_shared()

@@ -1,5 +1,5 @@
 """What travels together in the backward kernels: tiles in shared memory and the barriers that say when they are full
-and when they are free again, and what a program works on."""
+and when they are free again; what a program works on; all of this (`Program`)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import (
-    WG,
-    aggregate,
-    async_load,
-    exp2,
-    mma_over_columns,
-    tile_and_head,
-)
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, locate, mma_over_columns
 
 
 @gluon.jit
 def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-            G: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+                  G: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
     """Pᵀ of tile i of the queries, of which minus_l is −L · log2(e), and the G-th 64 keys from `first_key` on."""
     of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     p = exp2(s * scale_log2 + minus_l[None, :])
@@ -36,7 +29,7 @@ def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.con
 @aggregate
 class QueryRing:
     """The ring of tiles of queries: Q with the statistics of its rows, −L · log2(e) and −delta, and dO, for which there
-    are barriers of its own. The t-th use has slot t % STAGES, and parity (t // STAGES) & 1."""
+    are barriers of its own: it is needed later, and done with earlier. Both groups free them."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -48,52 +41,29 @@ class QueryRing:
     BLOCK_M: gl.constexpr
     D: gl.constexpr
     STAGES: gl.constexpr
+    REST: gl.constexpr
 
     @gluon.jit
-    def load(self, q_desc, do_desc, stats_desc, b, h, head, i, t, DO_STEP: gl.constexpr):
-        """The producer: tile i of the queries, the t-th of this program, when its place is free."""
-        slot = t % self.STAGES
-        parity = ((t // self.STAGES) & 1) ^ 1
-        mbarrier.wait(self.q_empty.index(slot), parity)
-        full = self.q_full.index(slot)
-        mbarrier.expect(full, self.BLOCK_M * self.D * 2 + 2 * self.BLOCK_M * 4)
-        async_load(q_desc, [b, h, i * self.BLOCK_M, 0], full, self.q.index(slot))
-        for which in gl.static_range(2):
-            at = [2 * head + which, i * self.BLOCK_M]
-            async_load(stats_desc, at, full, self.stats.index(2 * slot + which))
-        mbarrier.wait(self.do_empty.index(slot), parity)
-        full = self.do_full.index(slot)
-        mbarrier.expect(full, self.BLOCK_M * self.D * 2)
-        async_load(do_desc, [b, h, i * self.BLOCK_M * DO_STEP, 0], full, self.do.index(slot))
-
-    @gluon.jit
-    def scores(self, k, t, REST: gl.constexpr, awaited=True):
-        """Issues Sᵀ = K Qᵀ of the t-th tile; of whatever lies there if it is not awaited."""
+    def scores(self, k, t, awaited=True):
+        """Issues sᵀ = K Qᵀ of the t-th tile; of whatever lies there if it is not awaited."""
         s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_M, 16])
         slot = t % self.STAGES
         mbarrier.wait(self.q_full.index(slot), (t // self.STAGES) & 1, pred=awaited)
         empty = gl.zeros([WG, self.BLOCK_M], gl.float32, s_layout)
-        return mma_over_columns(k, self.q.index(slot).reshape([self.BLOCK_M, self.D]), empty, REST)
+        return mma_over_columns(k, self.q.index(slot).reshape([self.BLOCK_M, self.D]), empty, self.REST)
 
     @gluon.jit
-    def probabilities(self, s, first_key, i, t, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                G: gl.constexpr):  # fmt: skip
-        """Pᵀ of tile i of the queries, the t-th of this program (see `probabilities`)."""
-        of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        minus_l = self.stats.index(2 * (t % self.STAGES)).reshape([self.BLOCK_M]).load(of_query)
-        return probabilities(
-            s, minus_l, first_key, i, num_keys, scale_log2, MASKED, IS_CAUSAL, G, self.BLOCK_M
-        )
-
-    @gluon.jit
-    def minus_delta(self, slot, s_layout: gl.constexpr):
-        return self.stats.index(2 * slot + 1).reshape([self.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
+    def statistic(self, which: gl.constexpr, t, s_layout: gl.constexpr):
+        """−L · log2(e), 0, or −delta, 1, of the t-th tile."""
+        tile = self.stats.index(2 * (t % self.STAGES) + which)
+        return tile.reshape([self.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
 
 
 @aggregate
 class KVTiles:
-    """K and V of the program's tiles of 128 keys, in BUFFERS places by turns, and the number of the tile that was
-    drawn, which arrives with K."""
+    """K and V of the program's tiles of 128 keys, a ring of BUFFERS places, and the number of the tile that was drawn,
+    which arrives with K. The two groups read V, and K all warps but the producer: one that needs no K frees it, too,
+    when it has read the number."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -122,7 +92,8 @@ class KVTiles:
 
 @aggregate
 class GradientTiles:
-    """dSᵀ of both groups, which dQ is made of, and two tiles of dQ on their way to its sum (`backward_dq`)."""
+    """dSᵀ of both groups, which dQ is made of, and two tiles of dQ on their way to its sum (`backward_dq`): at D = 64
+    by turns, at D = 128 one for each group's half. There ds_empty is not used (see `backward_steps.late_step`)."""
 
     ds: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
@@ -135,8 +106,9 @@ class GradientTiles:
 @aggregate
 class TileScheduler:
     """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
-    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another; where a group is
-    parted, to have more programs, they are PARTS times those of keys, with so many fewer heads of queries each."""
+    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another, so that dK and
+    dV are summed over them in registers. Where these heads are parted, to have more programs, `heads` are PARTS times
+    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -154,9 +126,9 @@ class TileScheduler:
         return self.key_tiles * self.batch_heads
 
     @gluon.jit
-    def tile_and_head(self, item):
+    def locate(self, item):
         """The (tile, head) of a number."""
-        return tile_and_head(item, self.key_tiles, self.batch_heads, self.section)
+        return locate(item, self.key_tiles, self.batch_heads, self.section)
 
     @gluon.jit
     def first_of(self, tile):
@@ -178,8 +150,7 @@ class TileScheduler:
 
 @aggregate
 class Program:
-    """What all warps of a program share. DO_STEP is 0 where one tile of dO serves all queries, otherwise 1; ZEROED: see
-    `backward_dq`."""
+    """What all warps of a program share. DO_STEP: 0 where one tile of dO serves all queries. ZEROED: `backward_dq`."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -204,17 +175,28 @@ class Program:
     ZEROED: gl.constexpr
 
     @gluon.jit
-    def probabilities(self, s, first_key, i, t, MASKED: gl.constexpr, G: gl.constexpr):
-        """Pᵀ of tile i of the queries, the t-th of this program, and of the keys of group G."""
-        return self.queries.probabilities(s, first_key, i, t, self.num_keys, self.scale_log2, MASKED,
-                                          self.scheduler.IS_CAUSAL, G)  # fmt: skip
-
-    @gluon.jit
-    def scores(self, k, t, awaited=True):
-        """Issues Sᵀ = K Qᵀ of the t-th tile of queries (see `QueryRing.scores`)."""
-        return self.queries.scores(k, t, self.REST, awaited)
-
-    @gluon.jit
     def load_queries(self, b, h, head, i, t):
         """The producer: tile i of the queries, the t-th of this program, when its place is free."""
-        self.queries.load(self.q_desc, self.do_desc, self.stats_desc, b, h, head, i, t, self.DO_STEP)
+        queries = self.queries
+        BYTES: gl.constexpr = queries.BLOCK_M * queries.D * 2
+        slot = t % queries.STAGES
+        parity = ((t // queries.STAGES) & 1) ^ 1
+        mbarrier.wait(queries.q_empty.index(slot), parity)
+        full = queries.q_full.index(slot)
+        mbarrier.expect(full, BYTES + 2 * queries.BLOCK_M * 4)
+        row = i * queries.BLOCK_M
+        async_load(self.q_desc, [b, h, row, 0], full, queries.q.index(slot))
+        for which in gl.static_range(2):
+            async_load(self.stats_desc, [2 * head + which, row], full, queries.stats.index(2 * slot + which))
+        mbarrier.wait(queries.do_empty.index(slot), parity)
+        full = queries.do_full.index(slot)
+        mbarrier.expect(full, BYTES)
+        async_load(self.do_desc, [b, h, row * self.DO_STEP, 0], full, queries.do.index(slot))
+
+    @gluon.jit
+    def probabilities(self, s, first_key, i, t, MASKED: gl.constexpr, G: gl.constexpr):
+        """Pᵀ of tile i of the queries, the t-th of this program, and of the keys of group G."""
+        layout: gl.constexpr = s.type.layout
+        minus_l = self.queries.statistic(0, t, layout)
+        return probabilities(s, minus_l, first_key, i, self.num_keys, self.scale_log2, MASKED,
+                             self.scheduler.IS_CAUSAL, G, self.queries.BLOCK_M)  # fmt: skip

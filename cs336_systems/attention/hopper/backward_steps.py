@@ -28,7 +28,8 @@ from cs336_systems.attention.hopper.common import (
 @gluon.jit
 def step(program, k, v, first_key, i, t, p, dk, dv, MASKED: gl.constexpr, G: gl.constexpr):
     """Tile i of the queries, the t-th of this program. p has been computed already, and that of the next tile is
-    computed here: its exponentials overlap dK's matmul. dQ is left to a group of its own."""
+    computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes nothing after
+    the last tile that needs it. dQ is left to a group of its own."""
     queries, gradients = program.queries, program.gradients
     BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
@@ -47,10 +48,10 @@ def step(program, k, v, first_key, i, t, p, dk, dv, MASKED: gl.constexpr, G: gl.
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
-    minus_delta = queries.minus_delta(slot, s_layout)
+    minus_delta = queries.statistic(1, t, s_layout)
     # at the end the scores are of this tile again, and unused
     following = gl.where(i + 1 < program.scheduler.query_tiles, t + 1, t)
-    s = program.scores(k, following)
+    s = queries.scores(k, following)
     dp = warpgroup_mma_wait(2, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
@@ -115,7 +116,7 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     REST: gl.constexpr = program.REST
-    PARTS: gl.constexpr = 2 if REST else 1
+    MMAS: gl.constexpr = 2 if REST else 1  # that a product of D columns takes
     DTYPE: gl.constexpr = queries.q.dtype
     slot = t % STAGES
     q = queries.q.index(slot).reshape([BLOCK_M, D])
@@ -138,8 +139,8 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     dv = [mma_of_part(p16, do, x) for x in dv]
     if not HALF_OF_V:
         dq = late_dq(program, t - 1, G)
-    minus_delta = queries.minus_delta(slot, s_layout)
-    dp = warpgroup_mma_wait(PARTS if HALF_OF_V else PARTS + 1, deps=(dp,))
+    minus_delta = queries.statistic(1, t, s_layout)
+    dp = warpgroup_mma_wait(MMAS if HALF_OF_V else MMAS + 1, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers
     ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
     ds_slot = t % 3
@@ -149,13 +150,13 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     if HALF_OF_V:
         dq = late_dq(program, t - 1, G)
     dk = [mma_of_part(ds, q, x) for x in dk]
-    dv, dq = wait_for_both(PARTS, dv, dq)
+    dv, dq = wait_for_both(MMAS, dv, dq)
     mbarrier.arrive(queries.do_empty.index(slot), count=1)
     if t > keys_t:  # while dK's matmul runs
         put_dq(dq, gradients, G, t - 1)
     if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
-    s = program.scores(k, gl.where(more, t + 1, t))
+    s = queries.scores(k, gl.where(more, t + 1, t))
     dk, s = wait_for_both(0, dk, s)
     mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return s, dk, dv

@@ -8,12 +8,7 @@ import typing
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate
 
 
@@ -219,10 +214,10 @@ def mma_of_columns(a, b, empty):
 
 
 @gluon.jit
-def tile_and_head(program, tiles, batch_heads, section):
-    """The program's (tile, head). Heads come in sections (of `section` heads) whose tensors the L2 cache can hold
-    together; within one, tile 0 of all heads first, then tile 1, …"""
-    first = program // (tiles * section) * section
-    within = program - first * tiles
+def locate(number, tiles, batch_heads, section):
+    """The (tile, head) of a program's number. Heads come in sections (of `section` heads) whose tensors the L2 cache
+    can hold together; within one, tile 0 of all heads first, then tile 1, …"""
+    first = number // (tiles * section) * section
+    within = number - first * tiles
     width = gl.minimum(section, batch_heads - first)
     return within // width, first + within % width

@@ -231,13 +231,11 @@ def causal_rule(shape: Shape) -> Forward:
         return FORWARD_OF_LONG[columns]
     if columns == 64:
         return one_group_of_64_columns(shape)
-    if (
-        triton.cdiv(shape.groups, 2) * 2 > 1.06 * shape.groups
-    ):  # the last program of two groups would be half empty
+    # the last program of two groups would be half empty
+    if triton.cdiv(shape.groups, 2) * 2 > 1.06 * shape.groups:
         return FORWARD_OF_SHORT[columns]
-    if seen > (
-        256 if shape.num_keys >= shape.num_queries else 768
-    ):  # enough matmuls for what begins and ends
+    # enough matmuls for what begins and ends
+    if seen > (256 if shape.num_keys >= shape.num_queries else 768):
         return large
     if 2 * seen >= 256 and even_pairs(large, *of_shape):  # for a persistent program half as many are enough
         return large
@@ -246,7 +244,8 @@ def causal_rule(shape: Shape) -> Forward:
 
 def full_rule(shape: Shape) -> Forward:
     """Without a mask, where small programs are more than the multiprocessors: all programs have the same work, and how
-    evenly they are shared decides. Times are those of a row."""
+    evenly they are shared decides. The numbers are times of a row: that of three groups is longer with few keys, and
+    shorter with many, which they read less often."""
     columns, long = shape.columns, FORWARD_OF_LONG[shape.columns]
     if columns == 64:
         return shape.first_done(

@@ -1,11 +1,25 @@
-"""Forward: GROUPS · 64 queries at a time, keys from the right end to the left, so that only the first step needs a
-mask. Groups do not synchronize with each other, and that is the point: while one waits for a matmul, the softmax of
-another keeps the arithmetic units busy, and vice versa. A producer's warp loads their tiles (`forward_alone` has
-programs without a producer).
+"""Forward: GROUPS · 64 queries at a time, keys from the right end to the left (algorithm 1 of FlashAttention-2):
 
-A PERSISTENT program takes tiles of queries one after another: Q and the first K of the next one arrive during the last
-matmuls of this one. With a causal mask it takes them in pairs that have the same work. Without one, small tiles even
-out what multiprocessors get: 64 queries, for one group, which take about half as long.
+    s = Q Kᵀ                             line 8, of a tile of keys; not scaled: S = scale · s
+    m = max(m, rowmax(s))                line 9, in units of s
+    P = exp2(scale_log2 · (s − m))       scale_log2 = scale · log2(e); P goes to 16 bits in registers
+    ℓ = α ℓ + rowsum(P)                  α = exp2(scale_log2 · (m_before − m))
+    O = α O + P V                        line 10
+    O / ℓ, L = scale · m + log ℓ         lines 12 and 13, L by way of log2
+
+Tiles of keys begin at multiples of 64, as groups of queries do, and are as long or longer: the diagonal of a group's
+64 queries lies in one tile, its first, and this alone needs a mask (`first_softmax`). What lies to the right of the
+last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by.
+
+The groups of a program read the same tiles of K and V: the more there are, the less often a tile is loaded, and the
+fewer registers a thread has. They do not synchronize with each other, and that is the point: while one waits for a
+matmul, the softmax of another keeps the arithmetic units busy, and vice versa. With OVERLAP a group also does so by
+itself. A producer's warp loads their tiles (`forward_alone` has programs without a producer).
+
+A PERSISTENT program takes tiles of queries one after another: the producer runs ahead as far as the rings have room, so
+that Q and the first K of the next one arrive during the last matmuls of this one. With a causal mask it takes them in
+pairs that have the same work. Without one, small tiles even out what multiprocessors get: 64 queries, for one group,
+which take about half as long.
 """
 
 from __future__ import annotations
@@ -36,7 +50,7 @@ from cs336_systems.attention.hopper.forward_state import KVRing, QueryTiles, Til
 
 @aggregate
 class Program:
-    """What all warps of a program share."""
+    """What all warps of a program share. OVERLAP: see `configs.Forward`; REST: `common`; HALVE: `forward_kernel`."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -53,9 +67,9 @@ class Program:
 
 
 @gluon.jit
-def _load_tile(program, first_query, head, done, begun):
+def _load_tile(program, first_query, head, done, uses):
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
-    before, with `begun` uses of the ring; the new number of these is returned."""
+    before, with `uses` uses of the ring; the new number of these is returned."""
     scheduler = program.scheduler
     b, h = head // scheduler.heads, head % scheduler.heads
     kv_head = h // scheduler.HEADS_PER_KV
@@ -63,8 +77,8 @@ def _load_tile(program, first_query, head, done, begun):
         program.queries.load(program.q_desc, b, h, first_query, done, g)
     steps = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
     for t in range(steps + 1):
-        program.kv.load(program.k_desc, program.v_desc, b, kv_head, begun, t, steps)
-    return begun + steps + 1
+        program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, t, steps)
+    return uses + steps + 1
 
 
 @gluon.jit
@@ -72,12 +86,12 @@ def _producer(program):
     scheduler = program.scheduler
     if scheduler.PERSISTENT:
         done = 0
-        begun = 0
+        uses = 0
         for item in range(gl.program_id(0), scheduler.items(), gl.num_programs(0)):
             for second in range(2 if scheduler.IS_CAUSAL else 1):
                 first, _, head, there = scheduler.tile(item, second)
                 if there:
-                    begun = _load_tile(program, first, head, done, begun)
+                    uses = _load_tile(program, first, head, done, uses)
                     done += 1
     else:
         first, _, head, _ = scheduler.tile(gl.program_id(0), 0)
@@ -85,8 +99,8 @@ def _producer(program):
 
 
 @gluon.jit
-def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
-    """64 queries of a tile, those of group G: the online softmax over their keys, then O and L. `done` and `begun` as
+def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
+    """64 queries of a tile, those of group G: the online softmax over their keys, then O and L. `done` and `uses` as
     for `_load_tile`."""
     queries, kv, scheduler, scale_log2 = program.queries, program.kv, program.scheduler, program.scale_log2
     GROUPS: gl.constexpr = scheduler.GROUPS
@@ -95,7 +109,7 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
     REST: gl.constexpr = program.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    PARTS: gl.constexpr = 2 if REST else 1
+    MMAS: gl.constexpr = 2 if REST else 1  # that P V takes
     LAZY: gl.constexpr = D == 128 and not REST  # with fewer columns there is less to rescale than to decide
     DTYPE: gl.constexpr = queries.q.dtype
 
@@ -104,7 +118,7 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
     all_steps = scheduler.key_tiles(first_of_tile, GROUPS * WG)
     steps = scheduler.key_tiles(first_query, WG)
 
-    t = begun
+    t = uses
     for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
         kv.skip(t)
         t += 1
@@ -123,7 +137,7 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
     met_k = kv.k_tile(slot).slice(0, MET, 0)
     met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
     if queries.IN_PLACE:
-        queries.release_last(done, G)
+        queries.release_previous(done, G)
     met = warpgroup_mma_wait(0, deps=(met,))
     kv.release(slot)
     first_key = (steps - 1) * BLOCK_N
@@ -145,7 +159,7 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
         if program.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
-            s = warpgroup_mma_wait(PARTS, deps=(s,))
+            s = warpgroup_mma_wait(MMAS, deps=(s,))
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(kv.full.index(slot), parity)
@@ -174,7 +188,7 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
     gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-    if done is not None:
+    if done is not None:  # otherwise nothing is loaded any more
         kv.release(slot)
         if not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
@@ -186,23 +200,23 @@ def _attend(program, first_of_tile, head, done, begun, G: gl.constexpr):
 
 
 @gluon.jit
-def _share(program, first_of_tile, end, head, done, begun, G: gl.constexpr):
-    """`_attend`, if the tile has queries for this group; otherwise the group lets the others go on. Returns how many
-    uses of the ring have begun then."""
+def _share(program, first_of_tile, end, head, done, uses, G: gl.constexpr):
+    """`_attend`, if the tile has queries for this group; otherwise the group lets the others go on. Returns the new
+    number of uses of the ring."""
     queries, scheduler = program.queries, program.scheduler
     steps = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
     if first_of_tile + G * WG < end:
-        _attend(program, first_of_tile, head, done, begun, G)
+        _attend(program, first_of_tile, head, done, uses, G)
     else:
         q_slot, q_parity = queries.slot_and_parity(done, G)
         queries.wait(q_slot, q_parity)
         if queries.IN_PLACE:
-            queries.release_last(done, G)
+            queries.release_previous(done, G)
         elif done is not None:
             queries.release(q_slot)
-        for t in range(begun, begun + steps + 1):
+        for t in range(uses, uses + steps + 1):
             program.kv.skip(t)
-    return begun + steps + 1
+    return uses + steps + 1
 
 
 @gluon.jit
@@ -211,12 +225,12 @@ def _group(program, G: gl.constexpr):
     scheduler = program.scheduler
     if scheduler.PERSISTENT:
         done = 0
-        begun = 0
+        uses = 0
         for item in range(gl.program_id(0), scheduler.items(), gl.num_programs(0)):
             for second in range(2 if scheduler.IS_CAUSAL else 1):
                 first, end, head, there = scheduler.tile(item, second)
                 if there:
-                    begun = _share(program, first, end, head, done, begun, G)
+                    uses = _share(program, first, end, head, done, uses, G)
                     done += 1
     else:
         first, end, head, _ = scheduler.tile(gl.program_id(0), 0)
@@ -252,8 +266,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
                               GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, scale_log2, OVERLAP, REST,
                       HALVE)  # fmt: skip
-    # functions with their arguments; of all but the first, whose warps are the launch's four, how many warps; and the
-    # registers that each of their threads keeps (setmaxnreg): the producer gives its own to the groups
+    # functions and their arguments; of all but the first, which has the four warps of the launch: warps, and registers
     if GROUPS == 3:
         gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_group, (program, 2)),
                             (_producer, (program,))], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward in small programs: one group, 64 queries at a time, that loads its own tiles. Three or four of them share a
 multiprocessor, and while one waits for memory or begins or ends, others compute. So a program holds one tile of K and
-one of V, loaded together when matmuls have read the last ones, and waits for every load.
+one of V, loaded together when matmuls have read the last ones, and waits for every load: there are no `empty` barriers.
 
 A program takes a chain of tiles of queries of a head, one after another: Q and the first keys of the next one arrive
 while the last matmul of this one runs, and O leaves while the next one begins. The hardware deals out chains as others
@@ -24,10 +24,10 @@ from cs336_systems.attention.hopper.common import (
     async_load,
     async_store,
     barriers,
+    locate,
     mma_of_part,
     mma_over_columns,
     store_parts,
-    tile_and_head,
     times_rows,
     wait_for_both,
 )
@@ -35,10 +35,10 @@ from cs336_systems.attention.hopper.forward_state import first_softmax, key_tile
 
 
 @gluon.jit
-def _load_keys(k_desc, k_smem, full, b, h, steps):
-    """The first tile of K, at the right end."""
-    mbarrier.expect(full, WG * k_smem.shape[4] * 2)
-    async_load(k_desc, [b, h, (steps - 1) * WG, 0], full, k_smem.index(0))
+def _load(desc, smem, full, b, h, first_row):
+    """A tile of Q, or the first one of K."""
+    mbarrier.expect(full, WG * smem.shape[4] * 2)
+    async_load(desc, [b, h, first_row, 0], full, smem.index(0))
 
 
 @gluon.jit
@@ -52,12 +52,6 @@ def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps):
     else:
         mbarrier.expect(full, BYTES)
     async_load(v_desc, [b, h, first_key + WG, 0], full, v_smem.index(0))
-
-
-@gluon.jit
-def _load_queries(q_desc, q_smem, q_full, b, h, first_query):
-    mbarrier.expect(q_full, WG * q_smem.shape[4] * 2)
-    async_load(q_desc, [b, h, first_query, 0], q_full, q_smem.index(0))
 
 
 @gluon.jit(
@@ -77,15 +71,15 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     q_full, full = both.index(0), both.index(1)
     fence_async_shared()  # the TMA unit sees them initialized
 
-    which, head = tile_and_head(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
+    which, head = locate(gl.program_id(0), (row_tiles + chain - 1) // chain, batch_heads, section)
     b, h = head // heads, head % heads
     kv_head = h // HEADS_PER_KV  # of the heads of keys
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest
     tiles = gl.minimum(row_tiles - which * chain, chain)
     phases = 0  # of `full`: steps + 1 for each tile of queries
     steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
-    _load_queries(q_desc, q_smem, q_full, b, h, first_query)
-    _load_keys(k_desc, k_smem, full, b, kv_head, steps)
+    _load(q_desc, q_smem, q_full, b, h, first_query)
+    _load(k_desc, k_smem, full, b, kv_head, (steps - 1) * WG)
 
     q = q_smem.index(0).reshape([WG, D])
     k = k_smem.index(0).reshape([WG, D])
@@ -122,8 +116,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         first_query -= WG
         if done + 1 < tiles:  # Q and K have been read
             steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
-            _load_queries(q_desc, q_smem, q_full, b, h, first_query)
-            _load_keys(k_desc, k_smem, full, b, kv_head, steps)
+            _load(q_desc, q_smem, q_full, b, h, first_query)
+            _load(k_desc, k_smem, full, b, kv_head, (steps - 1) * WG)
         acc = [mma_of_part(p, v, x) for x in acc]
         logsumexp = softmax.logsumexp(scale_log2)
         gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)

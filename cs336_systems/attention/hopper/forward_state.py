@@ -1,6 +1,6 @@
 """What travels together in the forward kernels: `QueryTiles` and `KVRing` are tiles in shared memory and the barriers
 that say when they are full and when they are free; `TileScheduler` says what a program works on; `Softmax` is what the
-online softmax of 64 queries knows of its rows (algorithm 1 of `attention.triton`, lines 8 to 9).
+online softmax of 64 queries knows of its rows (algorithm 1, line 9).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, tile_and_head
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, locate
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -69,7 +69,7 @@ class QueryTiles:
         mbarrier.arrive(self.empty.index(slot), count=1)
 
     @gluon.jit
-    def release_last(self, done, g):
+    def release_previous(self, done, g):
         """IN_PLACE: waits until O of the tile before has left, whose place is then free for the next Q."""
         last, _ = self.slot_and_parity(done - 1, g)
         tma.store_wait(0)
@@ -79,7 +79,8 @@ class QueryTiles:
 @aggregate
 class KVRing:
     """The ring of tiles of K and V. Its t-th use is for tile t of K and t − 1 of V (of a tile of queries), which are
-    needed together. The producer acquires a place and loads; groups wait, read and release."""
+    needed together. The producer waits until all groups have released a place, and loads; groups wait for the bytes,
+    read, and release, also what they do not need."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -90,14 +91,14 @@ class KVRing:
     STAGES: gl.constexpr
 
     @gluon.jit
-    def load(self, k_desc, v_desc, b, h, begun, t, steps):
-        """Tile t of K and t − 1 of V, counted from the right, of `steps`, where there are such; `begun` uses of the
-        ring came before tile 0."""
+    def load(self, k_desc, v_desc, b, h, uses, t, steps):
+        """Tile t of K and t − 1 of V, counted from the right, of `steps`, where there are such; so many uses of
+        the ring came before tile 0."""
         BYTES: gl.constexpr = self.BLOCK_N * self.D * 2
-        slot = (begun + t) % self.STAGES
+        slot = (uses + t) % self.STAGES
         first_key = (steps - 1 - t) * self.BLOCK_N
         both = (t > 0) & (t < steps)
-        mbarrier.wait(self.empty.index(slot), (((begun + t) // self.STAGES) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(slot), (((uses + t) // self.STAGES) & 1) ^ 1)
         full = self.full.index(slot)
         mbarrier.expect(full, 2 * BYTES, pred=both)
         mbarrier.expect(full, BYTES, pred=both ^ True)
@@ -106,7 +107,6 @@ class KVRing:
 
     @gluon.jit
     def slot_and_parity(self, t):
-        """Of the t-th use: where it is, and the parity of the barriers."""
         return t % self.STAGES, (t // self.STAGES) & 1
 
     @gluon.jit
@@ -170,18 +170,16 @@ class TileScheduler:
                 tile += second * (self.row_tiles - 1 - 2 * tile)
                 there = head < self.batch_heads
             else:
-                tile, head = tile_and_head(item, self.row_tiles, self.batch_heads, self.section)
+                tile, head = locate(item, self.row_tiles, self.batch_heads, self.section)
             first = (self.row_tiles - 1 - tile) * self.GROUPS * WG
         else:
             full = self.full_tiles * self.batch_heads
             if item < full:
-                tile, head = tile_and_head(item, self.full_tiles, self.batch_heads, self.section)
+                tile, head = locate(item, self.full_tiles, self.batch_heads, self.section)
                 first = tile * self.GROUPS * WG
             else:
                 item -= full
-                tile, head = tile_and_head(
-                    item, self.row_tiles - self.full_tiles, self.batch_heads, self.section
-                )
+                tile, head = locate(item, self.row_tiles - self.full_tiles, self.batch_heads, self.section)
                 first = (self.full_tiles * self.GROUPS + tile) * WG
                 end = first + WG
         return first, end, head, there
@@ -234,7 +232,7 @@ class Softmax:
 @gluon.jit
 def first_softmax(s, first_query, first_key, num_keys, scale_log2, IS_CAUSAL: gl.constexpr):
     """The softmax, and P in fp32, of a group's first tile of keys, the only one that meets the diagonal or the end of
-    the keys."""
+    the keys (see `forward`). Each row sees a key of it, so that its maximum is finite."""
     keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     seen = (keys < num_keys)[None, :]
     if IS_CAUSAL:

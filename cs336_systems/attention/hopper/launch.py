@@ -81,7 +81,8 @@ def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | N
 
 def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
-    (batch, heads, n, d)."""
+    (batch, heads, n, d); if not, the portable ones are. Which kernel here then takes them `configs.forward_config` and
+    `configs.few_queries` say."""
     if q.dtype == torch.float32 or k.shape[2] < MIN_LENGTH:
         return False
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
@@ -98,14 +99,15 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
     if q.shape[1] != k.shape[1]:
         return False
     # with more keys than queries a portable program for queries has more to do than any here
-    few = few_programs_of(batch * heads, num_queries) <= PORTABLE_BACKWARD * multiprocessors
+    programs = few_programs_of(batch * heads, num_queries)
+    if num_keys <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors:
+        return False
     programs_of_keys = batch * k.shape[1] * triton.cdiv(num_keys, KEYS)
-    few_of_keys = programs_of_keys <= PORTABLE_BACKWARD_OF_KEYS * multiprocessors
-    return not ((num_keys <= num_queries and few) or (CROSS * num_keys <= num_queries and few_of_keys))
+    return CROSS * num_keys > num_queries or programs_of_keys > PORTABLE_BACKWARD_OF_KEYS * multiprocessors
 
 
 def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
-    """How many heads make a section (see `common.tile_and_head`): as many as have their tensors in the L2 cache
+    """How many heads make a section (see `common.locate`): as many as have their tensors in the L2 cache
     together, or (not `exact`) the power of two below."""
     section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
     return section if exact else 1 << (section.bit_length() - 1)

@@ -1,7 +1,8 @@
 """The backward kernels: symbols and names as in `kernels`.
 
 Two passes, each writing its outputs once and in a fixed order, so gradients are deterministic: the first gives a
-program a tile of queries (delta and dQ), the second a tile of keys (dK and dV). P is computed twice for that.
+program a tile of queries (delta and dQ), the second, which reads delta, a tile of keys (dK and dV). Each has its share
+of algorithm 2, lines 10 to 16; P and dP are computed twice for that, seven matmuls in all for the paper's five.
 """
 
 from __future__ import annotations

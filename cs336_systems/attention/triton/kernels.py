@@ -6,7 +6,8 @@ Symbols, with the equations of Dao, "FlashAttention-2" (2023), section 3:
     Q (n_q, d), K and V (n_k, d)     inputs of one head; `scale` = 1/sqrt(d)
     S = scale · Q Kᵀ                 scores; never stored (eq. 1)
     L_i = log Σ_j exp(S_ij)          logsumexp of a row, natural logarithm; the one statistic that forward saves
-    P = exp(S − L)                   probabilities, recomputed in backward (algorithm 2, line 11)
+    P = exp(S − L)                   probabilities, recomputed in backward (algorithm 2, line 11); in forward p and its
+                                     sums, acc and row_sum, are relative to the row's maximum so far, max_log2
     O = P V                          output (eq. 3)
     dP = dO Vᵀ
     delta = rowsum(dO ∘ O)           the paper's D
