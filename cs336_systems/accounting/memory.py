@@ -41,9 +41,8 @@ class _Tensors:
 
     def __post_init__(self) -> None:
         check_sizes(batch=self.batch, sequence=self.sequence)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("attention", self.attention, ATTENTIONS)
-        check_choice("device", self.device, DEVICES)
+        for name, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("device", DEVICES)):
+            check_choice(name, getattr(self, name), allowed)
 
     @property
     def autocast(self) -> bool:
@@ -167,13 +166,12 @@ class _Tensors:
         }
 
     def saved(self) -> dict[str, int]:
-        targets = _INT64 * self.tokens
         return {
             "embedding": _INT64 * self.tokens,
             "layers": self.config.num_layers * sum(self.saved_in_layer().values()),
             "final_norm": self.norm,
             "head": self.hidden,
-            "loss": self.log_probabilities + self.narrow_log_probabilities + targets + _FP32,
+            "loss": self.log_probabilities + self.narrow_log_probabilities + _INT64 * self.tokens + _FP32,
         }
 
 
@@ -244,24 +242,15 @@ def memory_moments(
     check_choice("mode", mode, MEMORY_MODES)
     check_choice("optimizer", optimizer, OPTIMIZERS)
     t = _Tensors(config, batch, sequence, dtype, attention, device)
-    every_step = {
-        "weights": _FP32 * num_parameters(config),
-        "optimizer_state": 2 * _FP32 * num_parameters(config) if mode == "train_step" else 0,
-    }
+    weights, trains = _FP32 * num_parameters(config), mode == "train_step"
+    every_step = {"weights": weights, "optimizer_state": 2 * weights * trains}
     moments = _forward_without_graph(t) if mode == "forward" else _forward_with_graph(t)
     if mode in ("forward_backward", "train_step"):
         moments |= _backward(t)
-    if mode == "train_step":
-        weights = every_step["weights"]
-        moments["optimizer step"] = {
-            "gradients": weights,
-            "temporaries": weights if optimizer == "foreach" else 0,
-        }
+    if trains:
+        moments["optimizer step"] = {"gradients": weights, "temporaries": weights * (optimizer == "foreach")}
     items = ("weights", "autocast_copies", "gradients", "optimizer_state", "saved_activations", "temporaries")
-    return {
-        moment: {item: {**every_step, **alive}.get(item, 0) for item in items}
-        for moment, alive in moments.items()
-    }
+    return {name: {x: (every_step | alive).get(x, 0) for x in items} for name, alive in moments.items()}
 
 
 def peak_bytes(

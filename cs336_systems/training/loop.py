@@ -74,15 +74,14 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.model = build(sizes, modes.attention_of(config.model.attention, self.device), device=self.device)
         self._whose = f"model.size={config.model.size!r}"  # weights
-        if config.checkpoints.init_from:
-            weights = checkpoints.weights_of(Path(config.checkpoints.init_from))
-            checkpoints.into(self.model, weights, self._whose)
+        if begun := config.checkpoints.init_from:
+            checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
         begin, n = begins_documents(config.text.documents, data.end_of_text), sizes.context_length
         self.batches = Batches(data.train, n, config.batch.sequences, config.batch.seed, begin=begin)
         self.held_out = Batches(data.valid, n, 1, 0, "valid", begin)
-        with_loss = modes.WithLoss(self.model)
         # before weights are sharded, which groups them by their shapes
         self.optimizer = optimizer.make(self.model, config.optimizer)
+        with_loss = modes.WithLoss(self.model)
         self.wrapped, self.finish = modes.wrap(with_loss, config.run, config.parallel, self.world, self.dtype)
         self.whole = whole.of(self.wrapped, self.model)
         device = self.device.split(":")[0]
