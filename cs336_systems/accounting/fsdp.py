@@ -6,8 +6,10 @@ Symbols: N ranks; Ψ parameters, of which Ψ_w are weights of linear layers and 
 
 from __future__ import annotations
 
-from cs336_systems.accounting.memory import memory_moments
-from cs336_systems.accounting.model import check_choice, num_parameters, parameter_counts
+import dataclasses
+
+from cs336_systems.accounting.memory import autocast_copy_bytes, memory_moments, saved_layer_bytes
+from cs336_systems.accounting.model import check_choice, num_parameters, parameter_counts, residual_bytes
 from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.accounting.zero import adamw_state_bytes, shards, tensor_sizes
 from cs336_systems.sizes import ModelConfig
@@ -46,29 +48,37 @@ def held_bytes(config: ModelConfig, kind: str, num_ranks: int) -> dict[str, int]
 
 def step_peak_bytes(
     config: ModelConfig, batch: int, sequence: int, kind: str, num_ranks: int, dtype: str = "fp32",
-    attention: str = "reference", device: str = "cuda",
+    attention: str = "reference", device: str = "cuda", recompute: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Component → bytes at the peak of a step that is not the first, with B × S tokens a rank and a fused optimizer.
 
     The moments are those of training on one device (`accounting.memory_moments`), each with this kind's share of
     weights, gradients and state. dtype "bf16" is autocast for ddp and sharded; fsdp computes with weights that have
     come in bf16, so that nothing is cast and no copies are kept, and saves the same activations. What is gathered, and
-    gradients on their way (`lent_bytes`), are not counted, nor buckets. Errors as `held_bytes` and `memory_moments`.
+    gradients on their way (`lent_bytes`), are not counted, nor buckets. recompute: each block holds its input alone,
+    and is computed again in backward. Errors as `held_bytes` and `memory_moments`.
     """
-    held = held_bytes(config, kind, num_ranks)
-    whole = _FP32 * num_parameters(config)
+    held, whole = held_bytes(config, kind, num_ranks), num_parameters(config)
+    alone = dataclasses.replace(config, num_layers=1) if recompute else config
+    others, shape, how = whole - num_parameters(alone), (batch, sequence), (dtype, attention, device)
+    residual, block = residual_bytes(config, *shape), sum(saved_layer_bytes(config, *shape, *how).values())
+    copies = autocast_copy_bytes(config) - autocast_copy_bytes(alone) if dtype == "bf16" else 0
     found = []
-    for items in memory_moments(
-        config, batch, sequence, "train_step", dtype, attention, device, "fused"
-    ).values():
-        copies = 0 if kind == "fsdp" else items["autocast_copies"]
+    for moment, items in memory_moments(alone, *shape, "train_step", *how, "fused").items():
+        passed = "first block" in moment or moment in ("embedding, backward", "optimizer step")
+        here = items["saved_activations"] + items["temporaries"]
+        if (
+            recompute and not passed
+        ):  # of the other blocks the inputs; at the head and the loss of this one, too
+            here += (config.num_layers - 1) * residual + (0 if "block" in moment else residual - block)
+        if kind != "fsdp":
+            here += items["autocast_copies"] + copies * ("backward" not in moment and not passed)
+        gradients = items["gradients"] + _FP32 * others * passed
         found.append({
-            "parameters": held["parameters"],
-            "gradients": held["gradients"] * items["gradients"] // whole,
-            "optimizer_state": held["optimizer_state"],
-            "activations": items["saved_activations"] + items["temporaries"] + copies,
+            "parameters": held["parameters"], "gradients": held["gradients"] * gradients // (_FP32 * whole),
+            "optimizer_state": held["optimizer_state"], "activations": here,
         })  # fmt: skip
-    return max(found, key=lambda items: sum(items.values()))
+    return max(found, key=lambda alive: sum(alive.values()))
 
 
 def unit_sizes(config: ModelConfig) -> list[int]:

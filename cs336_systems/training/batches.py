@@ -78,11 +78,8 @@ class Batches:
         begins = ids == self.begin
         begins[:, 0] = True
         places = np.flatnonzero(begins)
-        return (
-            ids,
-            targets,
-            np.concatenate([places, np.full(ids.size + 1 - len(places), ids.size)]).astype(np.int32),
-        )
+        fill = np.full(ids.size + 1 - len(places), ids.size)
+        return ids, targets, np.concatenate([places, fill]).astype(np.int32)
 
     def _window(self, place: int) -> int:
         epoch, slot = divmod(place, self.windows)

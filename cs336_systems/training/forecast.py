@@ -10,21 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cs336_systems.accounting import (
-    autocast_copy_bytes,
-    memory_moments,
-    model_flops,
-    num_parameters,
-    residual_bytes,
-    saved_layer_bytes,
-)
-from cs336_systems.accounting.fsdp import held_bytes, lent_bytes
+from cs336_systems.accounting import fsdp, model_flops, num_parameters
 from cs336_systems.attention.registry import availability
 from cs336_systems.store.machine import free_memory_bytes
 from cs336_systems.training.config import TrainingConfig, for_ranks, load
 from cs336_systems.training.log import check_trackers
 
-NARROW = ("bf16", "fp16")
 _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of scores, or may
 _STEPS = 3
 
@@ -37,35 +28,23 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     that are computed again hold their input, or already gradients, but for one; a selective plan is counted as none.
     """
     sizes, asked = config.model.sizes(config.tokenizer.vocab_size), config.model.attention
-    narrow, sharded = dtype in NARROW, config.parallel.wrapper == "fsdp" and world_size > 1
-    again = config.run.recompute == "blocks"
-    alone = dataclasses.replace(sizes, num_layers=1) if again else sizes
+    narrow, again = dtype in ("bf16", "fp16"), config.run.recompute == "blocks"
     rows, length, masks = for_ranks(config, world_size), sizes.context_length, 0
     if config.text.documents == "packed":
         if asked == "sdpa" or (asked == "auto" and device == "cpu"):  # see `modes.attention_of`
             # each block keeps its mask of all pairs of tokens, as numbers, made of one of bools
-            masks = (alone.num_layers * (2 if narrow else 4) + 1) * (rows * length) ** 2
+            blocks = 1 if again else sizes.num_layers
+            masks = (blocks * (2 if narrow else 4) + 1) * (rows * length) ** 2
         elif asked in _PLAIN:  # they lie in one row, of all whose pairs the scores are kept
             rows, length = 1, rows * length
-    shape, plain = (rows, length), "reference" if asked in _PLAIN else "flash"
-    how = "bf16" if narrow else "fp32", plain, device.split(":")[0]
-    residual, block = residual_bytes(sizes, *shape), sum(saved_layer_bytes(sizes, *shape, *how).values())
-    others = num_parameters(sizes) - num_parameters(alone)
-    copies = autocast_copy_bytes(sizes) - autocast_copy_bytes(alone) if narrow else 0
-    kind = "fsdp" if sharded else "sharded" if config.optimizer.sharded else "ddp"
-    held = held_bytes(sizes, kind, world_size)
-    peak = 0
-    for moment, alive in memory_moments(alone, *shape, "train_step", *how, "fused").items():
-        passed = "first block" in moment or moment in ("embedding, backward", "optimizer step")
-        here = alive["saved_activations"] + alive["temporaries"]
-        if again and not passed:  # of the other blocks the inputs; at the head and the loss of this one, too
-            here += (sizes.num_layers - 1) * residual + (0 if "block" in moment else residual - block)
-        if not sharded:
-            here += alive["autocast_copies"] + copies * ("backward" not in moment and not passed)
-        gradients = alive["gradients"] + 4 * others * passed
-        peak = max(peak, here + gradients * held["gradients"] // (4 * num_parameters(sizes)))
-    lent = lent_bytes(sizes, 2 if narrow else 4) if sharded else 0
-    return held["parameters"] + held["optimizer_state"] + peak + masks + lent
+    kind, lent = "sharded" if config.optimizer.sharded else "ddp", 0
+    if config.parallel.wrapper == "fsdp" and world_size > 1:
+        kind, lent = "fsdp", fsdp.lent_bytes(sizes, 2 if narrow else 4)
+    alive = fsdp.step_peak_bytes(
+        sizes, rows, length, kind, world_size, "bf16" if narrow else "fp32",
+        "reference" if asked in _PLAIN else "flash", device.split(":")[0], again,
+    )  # fmt: skip
+    return sum(alive.values()) + masks + lent
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:

@@ -73,7 +73,7 @@ class Trainer:
         sizes = self.sizes = config.model.sizes(data.vocab_size)
         torch.manual_seed(config.run.seed)
         self.model = build(sizes, modes.attention_of(config.model.attention, self.device), device=self.device)
-        self._whose = f"model.size={config.model.size!r}"  # weights
+        self._whose = f"model.size={config.model.size!r}"  # what errors about weights name
         if begun := config.checkpoints.init_from:
             checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
         begin, n = begins_documents(config.text.documents, data.end_of_text), sizes.context_length

@@ -52,9 +52,8 @@ def prepare(candidate: Candidate, work: Workload) -> None:
         work.drop_gradients()
     if any(p.grad is None for p in work.parameters):
         give_back(work.device)
-        for (
-            p
-        ) in work.parameters:  # not in pieces of what activations leave, which would be lost for large ones
+        # not in pieces of what activations leave, which would be lost for large ones
+        for p in work.parameters:
             p.grad = torch.zeros_like(p)
         step()  # the first of a group also loads libraries, which keep some memory
     metrics |= _peak(step, work)
@@ -172,9 +171,8 @@ def _changes(step: Callable[[], None], work: Workload) -> str:
     with _memory(work) as (now, _):
 
         def watch(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            given[0].register_hook(
-                lambda grad: found.append(now())
-            )  # all behind this tensor has its gradients
+            # when all behind this tensor has its gradients
+            given[0].register_hook(lambda grad: found.append(now()))
 
         with _before_each((*work.model.layers, work.model.ln_final), watch):
             step()
