@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 from cs336_systems.chapters.checkpointing import strategies  # noqa: E402
 from cs336_systems.chapters.shared.step import Workload  # noqa: E402
 from cs336_systems.measure.clocks.turns import Candidate  # noqa: E402
+from cs336_systems.measure.memory.tensors import watching_tensors  # noqa: E402
 from cs336_systems.model import TransformerLM  # noqa: E402
 
 GIB = 2**30
@@ -121,6 +122,16 @@ def test_each_block_trades_what_it_saved_for_its_gradients(narrow):
     assert saved == sum(accounting.saved_layer_bytes(NARROW, 2, 96, device="cpu").values())
     gradients = sum(p.nbytes for p in work.model.layers[0].parameters())
     assert [int(x) for x in found["backward_bytes_each"].split()] == [gradients - saved] * 3
+
+
+@without_gpu
+def test_what_residuals_looks_at_is_freed():
+    """Softmax saves its own result: what packed it as it is would make a circle, which nothing breaks."""
+    block = torch.nn.Softmax(-1)
+    x = torch.randn(8, 64)
+    with watching_tensors() as (_, snapshot):
+        strategies.residuals(block, x)
+        assert snapshot().active()[-1] == x.nbytes < snapshot().active().max()
 
 
 @without_gpu

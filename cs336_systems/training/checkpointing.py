@@ -12,7 +12,8 @@ On torch's non-reentrant checkpoint. With N equal blocks that save A bytes each 
     nested                    log2(N)·c + A                     N·log2(N) / 2 + 1
 
 A selective block keeps the results of some operations. A plan measures each operation of a block once: how long it
-takes, and what its result holds. It keeps those that take longest for their bytes, until what is left is cheap.
+takes, and what its result holds. It keeps those that take longest for their bytes, matmuls before elementwise ones, up
+to a share of all bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cs336_systems.parallel.units import derive
 from cs336_systems.training.config import RECOMPUTE
 
-CHEAP = 0.1  # of a block's forward pass that a selective block may compute again
+KEPT = 0.25  # of the bytes of all results, at most, that a selective block keeps: about what its matmuls make
 _MIB = 2**20
 Key = tuple[str, int]  # an operation's name, and its how-manieth call in a block
 
@@ -113,21 +114,18 @@ class Plan:
         return "\n".join(out)
 
 
-def choose(operations: Sequence[Operation], cheap: float = CHEAP) -> Plan:
-    """Keeps the operations that take the most ms a byte, until the others take at most `cheap` of all the time.
+def choose(operations: Sequence[Operation], share: float = KEPT) -> Plan:
+    """Keeps the operations that take the most ms a byte, as many as hold at most `share` of the bytes of all.
 
     What allocates nothing (views) is never kept. ValueError for a share outside [0, 1].
     """
-    if not 0 <= cheap <= 1:
-        raise ValueError(f"cheap={cheap}; it must lie between 0 and 1")
-    left, kept = sum(op.ms for op in operations), set()
-    enough = cheap * left
+    if not 0 <= share <= 1:
+        raise ValueError(f"share={share}; it must lie between 0 and 1")
+    left, kept = share * sum(op.num_bytes for op in operations), set()
     for op in sorted(operations, key=lambda op: op.ms / max(op.num_bytes, 1), reverse=True):
-        if left <= enough:
-            break
-        if op.num_bytes:
+        if 0 < op.num_bytes <= left:
             kept.add(op.key)
-            left -= op.ms
+            left -= op.num_bytes
     return Plan(tuple(operations), frozenset(kept))
 
 
@@ -195,8 +193,8 @@ def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
 
 
 # ------------------------------------------------------------------------------------------ a model's blocks
-def recompute(blocks: Iterable[nn.Module], how: str, cheap: float = CHEAP) -> None:
-    """Makes each block compute its activations again in backward, all ("blocks") or the cheap ones ("selective").
+def recompute(blocks: Iterable[nn.Module], how: str, share: float = KEPT) -> None:
+    """Makes each block compute its activations again in backward, all ("blocks") or those that are cheap ("selective").
 
     Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
     plan, which the first call with gradients makes. ValueError for an unknown `how`.
@@ -208,7 +206,7 @@ def recompute(blocks: Iterable[nn.Module], how: str, cheap: float = CHEAP) -> No
         if isinstance(block, _Again):
             object.__setattr__(block, "__class__", type(block).__bases__[1])
         if how != "none":
-            block.__dict__["_again"] = (how == "selective", plans, cheap)
+            block.__dict__["_again"] = (how == "selective", plans, share)
             derive(block, _Again)
 
 
@@ -219,10 +217,10 @@ class _Again:
         call = super().__call__
         if not torch.is_grad_enabled():
             return call(*inputs)
-        chooses, plans, cheap = self.__dict__["_again"]
+        chooses, plans, share = self.__dict__["_again"]
         if not chooses:
             return checkpoint(call, *inputs, use_reentrant=False)
         if not plans:
             with torch.no_grad():
-                plans.append(choose(operations(call, *inputs), cheap))
+                plans.append(choose(operations(call, *inputs), share))
         return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)

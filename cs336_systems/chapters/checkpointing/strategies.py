@@ -120,15 +120,16 @@ def residuals(block: nn.Module, x: Tensor, *rest: Tensor) -> list[tuple[str, int
     held = [t.untyped_storage() for t in (*block.parameters(), *rest)]
     seen, found = {s.data_ptr() for s in held}, []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(
+        tensor: Tensor,
+    ) -> None:  # to no backward; an operation that held its own result would never be freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             held.append(storage)  # so that no other gets its address
             found.append((naming.name, storage.nbytes()))
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Naming() as naming:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing), _Naming() as naming:
         block(x.detach().requires_grad_(), *rest)
     return found
 
