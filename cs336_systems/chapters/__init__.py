@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 TABLES = {
     "leaderboard": (
-        "leaderboard", "leaderboard_kernels", "leaderboard_shapes", "leaderboard_ladder", "leaderboard_counters",
-        "leaderboard_first_calls",
+        "leaderboard", "leaderboard_kernels", "leaderboard_shapes", "leaderboard_models", "leaderboard_ladder",
+        "leaderboard_counters", "leaderboard_first_calls",
     ),
     "training": ("training", "training_ladder", "training_run", "training_fits", "training_sweep"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ This table is the leaderboard's own code: a compiled function, the sum of its ou
 
     leaderboard_kernels      forward and backward alone, without the host: replays of a CUDA graph
     leaderboard_shapes       the same at the shapes that people train with
+    leaderboard_models       the same with grouped queries, windows, packed documents, and head dimensions 192 and 256
     leaderboard_ladder       the steps that led to today's kernels
     leaderboard_counters     what Nsight Compute counts while the kernels run
     leaderboard_first_calls  the first call in a fresh process, and how many kernels it compiles

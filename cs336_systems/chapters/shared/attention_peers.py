@@ -1,19 +1,23 @@
 """No table: the implementations of attention that chapters time, ours and others', built alike, their inputs and calls.
 
     build("sdpa_cudnn", is_causal=True, device="cuda", seq_len=4096).apply(q, k, v)
+    build("fa4", True, "cuda", 32768, window=1024).apply(q, k, v)
 
-Ours are those of `attention.registry`; the others are listed in MAKERS, here and nowhere else.
+Ours are those of `attention.registry`; the others are listed in MAKERS, here and nowhere else. What models ask for
+beside a causal mask (grouped queries, a window, packed documents) each is asked for in its own words, never emulated by
+repeated keys or a stored mask; SERVES says who serves what.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
+from cs336_systems.attention.registry import FEATURES, IMPLEMENTATIONS, availability
 from cs336_systems.ladder import steps
 from cs336_systems.measure.device import torch_dtype
 from cs336_systems.store.machine import cpp_compiler, has_module
@@ -64,35 +68,71 @@ class Attention:
         return x.contiguous() if any(x.stride()) else x
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What an implementation is built for: what `build` is given."""
+
+    is_causal: bool
+    device: str
+    seq_len: int
+    grouped: bool
+    window: int
+    lengths: tuple[int, ...]
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Those of `attention.registry.FEATURES` that are asked for, as `attention` takes them."""
+        given = {"enable_gqa": self.grouped, "window": self.window}
+        given = {name: value for name, value in given.items() if value}
+        return given | ({"cu_seqlens": self.cu_seqlens()} if self.lengths else {})
+
+    def cu_seqlens(self) -> torch.Tensor:
+        """Where documents begin, and the end: (documents + 1,), int32."""
+        import torch
+
+        ends = [0, *itertools.accumulate(self.lengths)]
+        return torch.tensor(ends, dtype=torch.int32, device=self.device)
+
+
 @functools.cache
-def build(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+def build(
+    impl: str, is_causal: bool, device: str, seq_len: int, grouped: bool = False, window: int = 0,
+    lengths: tuple[int, ...] = (),
+) -> Attention:  # fmt: skip
     """One of MAKERS. `seq_len` is for masks that are made beforehand, and for compilers that look at shapes.
 
-    Raises `Skip` where this machine cannot run it, ValueError for an unknown name.
+    `grouped`: k and v have fewer heads than q, on the axis before the last two. `window`: keys that a query sees, 0 for
+    all up to its own. `lengths`: of documents, packed into tensors (1, heads, their sum, d); none where there are none.
+
+    Raises `Skip` where this machine cannot run it and for what it does not serve, ValueError for an unknown name.
     """
     if impl not in MAKERS:
         raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(MAKERS)}")
     if device == "cpu" and impl in FOR_GPUS:  # the interpreter is for tests; its time says nothing
         raise Skip("needs a CUDA device")
-    return MAKERS[impl](is_causal, device, seq_len)
+    asked = Asked(is_causal, device, seq_len, grouped, window, lengths)
+    if lacking := [FEATURES[name] for name in asked.features if name not in SERVES.get(impl, ())]:
+        raise Skip(f"does not serve {', '.join(lacking)}")
+    return MAKERS[impl](asked)
 
 
-def _own(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+def _own(impl: str, asked: Asked) -> Attention:
     from cs336_systems.attention import attention
 
     if reason := availability()[impl]:
         raise Skip(f"needs another machine: {reason}")
-    return Attention(functools.partial(attention, is_causal=is_causal, impl=impl), "eager")
+    apply = functools.partial(attention, is_causal=asked.is_causal, impl=impl, **asked.features)
+    return Attention(apply, "eager")
 
 
-def _reference_compiled(is_causal: bool, device: str, seq_len: int) -> Attention:
+def _reference_compiled(asked: Asked) -> Attention:
     import torch
 
-    if device == "cpu" and cpp_compiler() is None:
+    if asked.device == "cpu" and cpp_compiler() is None:
         raise Skip("needs a C++ compiler")
-    if device != "cpu" and not has_module("triton"):
+    if asked.device != "cpu" and not has_module("triton"):
         raise Skip("needs triton")
-    plain = _own("reference", is_causal, device, seq_len).apply
+    plain = _own("reference", asked).apply
     return Attention(torch.compile(plain, fullgraph=True, dynamic=False), "inductor")
 
 
@@ -103,7 +143,7 @@ def _on_four_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
     return on_four_axes
 
 
-def _sdpa(name: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+def _sdpa(name: str, asked: Asked) -> Attention:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from cs336_systems.attention import attention
@@ -112,23 +152,34 @@ def _sdpa(name: str, is_causal: bool, device: str, seq_len: int) -> Attention:
 
     def forced(q, k, v):
         with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
-            return attention(q, k, v, is_causal, impl="sdpa")
+            return attention(q, k, v, asked.is_causal, impl="sdpa", enable_gqa=asked.grouped)
 
     return Attention(_on_four_axes(forced), name.lower())
 
 
-def _flex(is_causal: bool, device: str, seq_len: int) -> Attention:
+def _flex(asked: Asked) -> Attention:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = None
-    if is_causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device=device)
+    window, document, mask = asked.window, None, None
+    if asked.lengths:
+        numbers = torch.arange(len(asked.lengths), device=asked.device)
+        document = numbers.repeat_interleave(torch.tensor(asked.lengths, device=asked.device))
+
+    def sees(b, h, i, j):
+        seen = i >= j
+        if window:
+            seen = seen & (i - j < window)
+        return seen if document is None else seen & (document[i] == document[j])
+
+    if asked.is_causal:
+        mask = create_block_mask(sees, None, None, asked.seq_len, asked.seq_len, device=asked.device)
     flex = torch.compile(flex_attention, dynamic=False)
-    return Attention(_on_four_axes(functools.partial(flex, block_mask=mask)), "inductor")
+    call = functools.partial(flex, block_mask=mask, enable_gqa=asked.grouped)
+    return Attention(_on_four_axes(call), "inductor")
 
 
-def _pair(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
+def _pair(impl: str, asked: Asked) -> Attention:
     from cs336_systems.ladder import function, launch
 
     for name in _PAIRS[impl]:
@@ -136,26 +187,51 @@ def _pair(impl: str, is_causal: bool, device: str, seq_len: int) -> Attention:
             raise Skip(f"needs {reason}")
 
     def pair(q, k, v):
-        return function.LadderAttention.apply(q, k, v, is_causal, *_PAIRS[impl])
+        return function.LadderAttention.apply(q, k, v, asked.is_causal, *_PAIRS[impl])
 
     return Attention(pair, "+".join(_PAIRS[impl]))
 
 
-def _fa4(is_causal: bool, device: str, seq_len: int) -> Attention:
+def _flash_attn(package: Any, asked: Asked) -> Callable[..., Any]:
+    """What FlashAttention's packages all call alike, on (batch, tokens, heads, d). Keys may have fewer heads; their
+    window counts the keys before a query's own."""
+    options: dict[str, Any] = {"causal": asked.is_causal}
+    if asked.window:
+        options["window_size"] = (asked.window - 1, 0)
+    if not asked.lengths:
+        return _first(functools.partial(package.flash_attn_func, **options))
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), asked.cu_seqlens())
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(asked.lengths))
+    return _on_three_axes(_first(functools.partial(package.flash_attn_varlen_func, **options)))
+
+
+def _first(call: Callable[..., Any]) -> Callable[..., Any]:
+    def first(q, k, v):
+        found = call(q, k, v)
+        return found[0] if isinstance(found, tuple) else found
+
+    return first
+
+
+def _on_three_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def on_three_axes(q, k, v):  # squeezed, not indexed, whose gradient would be a copy
+        return apply(*(x.squeeze(0) for x in (q, k, v))).unsqueeze(0)
+
+    return on_three_axes
+
+
+def _fa4(asked: Asked) -> Attention:
     try:
         import flash_attn.cute as fa4
     except ImportError as error:
         raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
 
-    def forward(q, k, v):
-        found = fa4.flash_attn_func(q, k, v, causal=is_causal)
-        return found[0] if isinstance(found, tuple) else found
-
     version = importlib.metadata.version("flash-attn-4")
-    return Attention(_on_four_axes(forward), f"flash_attn.cute {version}", tokens_first=True)
+    forward = _on_four_axes(_flash_attn(fa4, asked))
+    return Attention(forward, f"flash_attn.cute {version}", tokens_first=True)
 
 
-def _fa3(is_causal: bool, device: str, seq_len: int) -> Attention:
+def _fa3(asked: Asked) -> Attention:
     import torch
 
     try:
@@ -163,15 +239,26 @@ def _fa3(is_causal: bool, device: str, seq_len: int) -> Attention:
     except ImportError as error:
         raise Skip(f"needs FlashAttention-3's forward, the package fa3-fwd ({error})") from None
 
-    @torch.no_grad()
-    def forward(q, k, v):
-        return fa3.flash_attn_func(q, k, v, causal=is_causal)
-
     version = importlib.metadata.version("fa3-fwd")
-    return Attention(_on_four_axes(forward), f"fa3-fwd {version}", tokens_first=True, backward=False)
+    forward = torch.no_grad()(_on_four_axes(_flash_attn(fa3, asked)))
+    return Attention(forward, f"fa3-fwd {version}", tokens_first=True, backward=False)
 
 
-MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
+def _varlen(asked: Asked) -> Attention:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not asked.lengths:
+        raise Skip("is asked for packed sequences alone")
+    ends, longest = asked.cu_seqlens(), max(asked.lengths)
+
+    def packed(q, k, v):
+        size = (asked.window - 1, 0)  # without a window (-1, 0): causal
+        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=size, enable_gqa=asked.grouped)
+
+    return Attention(_on_three_axes(packed), "torch varlen_attn", tokens_first=True)
+
+
+MAKERS: dict[str, Callable[[Asked], Attention]] = {
     **{name: functools.partial(_own, name) for name in IMPLEMENTATIONS},
     "plain_triton": functools.partial(_pair, "plain_triton"),
     "reference_compiled": _reference_compiled,
@@ -181,6 +268,12 @@ MAKERS: dict[str, Callable[[bool, str, int], Attention]] = {
     "flex_compiled": _flex,
     "fa4": _fa4,
     "fa3": _fa3,
+    "varlen": _varlen,
+}
+SERVES: dict[str, tuple[str, ...]] = {  # of FEATURES
+    **{name: found.features for name, found in IMPLEMENTATIONS.items()},
+    **dict.fromkeys(("sdpa_flash", "sdpa_cudnn"), ("enable_gqa",)),
+    **dict.fromkeys(("flex_compiled", "fa4", "fa3", "varlen"), tuple(FEATURES)),
 }
 FOR_GPUS = (
     "flash_triton",
@@ -191,8 +284,9 @@ FOR_GPUS = (
     "flex_compiled",
     "fa4",
     "fa3",
+    "varlen",
 )
-TOKENS_FIRST = ("fa4", "fa3")
+TOKENS_FIRST = ("fa4", "fa3", "varlen")
 FORWARD_ONLY = ("fa3",)  # whose package has no backward pass
 
 
