@@ -35,6 +35,7 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "plain_triton": ("ours, portable", "#004a75", "h"),
     "fa4": ("FlashAttention-4", "#222222", "p"),
     "fa3": ("FlashAttention-3", "#222222", "d"),
+    "varlen": ("varlen_attn", "#56B4E9", ">"),
     "bf16": ("bf16", "#0072B2", "o"),
     "fp16": ("fp16", "#56B4E9", "v"),
     "tf32": ("TF32", "#D55E00", "D"),
@@ -173,7 +174,8 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
 
 
 def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None) -> None:
-    """A map of ratios with the number in each cell: blue above 1, red below it, on a logarithmic scale.
+    """A map of ratios with the number in each cell: blue above 1, red below it, on a logarithmic scale up to `limit`;
+    with a limit below 1 blue is below it, for ratios of which the small ones are good.
 
     `table` has one row for each y value and one column for each x value; `words` (of the same shape) says
     what stands in a cell without a number.

@@ -45,6 +45,7 @@ PEERS = {  # by kind of shape; FlexAttention, which compiles for each, also at t
     "d 192 and 256": ("flash_triton", "fa4", "fa3", "sdpa_cudnn"),
 }
 KINDS = tuple(PEERS)
+IMPLS = tuple(dict.fromkeys(impl for impls in PEERS.values() for impl in impls))
 _SHAPES = (  # batch, heads, heads of K and V, tokens, head dimension, causal, window, documents
     (4, 32, 4, 4096, 128, True, 0, NO_DOCUMENTS),
     (16, 32, 4, 1024, 128, True, 0, NO_DOCUMENTS),
@@ -152,6 +153,8 @@ def flops(case: Case) -> float:
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one pass and shape in turns."""
+    import torch._functorch.config
+
     device, case, first = default_device(), cases[0], []
     data = _data(case, device)
     lengths = document_lengths(case.documents, case.num_tokens)
@@ -172,7 +175,8 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     clock = Calls(
         device, num_rounds=shapes.ROUNDS, warmup_ms=shapes.WARMUP_MS, rep_ms=shapes.REP_MS, watched=False
     )
-    with comparable():
+    # the timed backward passes keep their graphs, which donated buffers do not allow
+    with comparable(), torch._functorch.config.patch(donated_buffer=False):
         candidates = prepared(cases, prepare, device)
         for candidate in time_together(candidates, clock):
             candidate.metrics |= candidate.samples.row(case.part, prefix="")

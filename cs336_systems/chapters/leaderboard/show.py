@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,12 +12,14 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs
-from cs336_systems.chapters.leaderboard import shapes
+from cs336_systems.chapters.leaderboard import models, shapes
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import LEAST_NOISE, published
+from cs336_systems.report.tables import fmt, in_order
+from cs336_systems.store.table import Table
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
@@ -245,15 +248,8 @@ OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ that is more than rounding
 
 def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
-    fastest peer, and `over_best`, our time over its. A peer whose results are wrong there does not
-    count."""
-    index = ["machine", *(field for field in shapes.TABLE.group if field != "part"), "part"]
-    rows = rows[(rows["repeat"] == 0) & ~(rows["apart"].astype(float) > OTHER_RESULTS)]
-    wide = rows.loc[rows["impl"] == "flash_triton", index]
-    for impl in shapes.PEERS:
-        times = rows.loc[rows["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
-        wide = wide.merge(times, on=index, how="left")
-    wide = wide[wide["flash_triton"].notna()]
+    fastest peer, and `over_best`, our time over its."""
+    wide = _beside(rows, shapes.TABLE, shapes.PEERS)
     peers = wide[list(PEERS)].astype(float)
     known = peers.notna().any(axis=1)
     return wide.assign(
@@ -263,6 +259,18 @@ def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
         over_best=wide["flash_triton"] / peers.min(axis=1),
         counts=peers.min(axis=1) >= LEAST_MS,
     )
+
+
+def _beside(rows: pd.DataFrame, table: Table, impls: Sequence[str]) -> pd.DataFrame:
+    """A row for each machine, shape and pass that ours has a time for, with our `tflops` and each implementation's time
+    in ms. One whose results are wrong there has none."""
+    index = ["machine", *table.group]
+    rows = rows[(rows["repeat"] == 0) & ~(rows["apart"].astype(float) > OTHER_RESULTS)]
+    wide = rows.loc[rows["impl"] == "flash_triton", [*index, "tflops"]]
+    for impl in impls:
+        times = rows.loc[rows["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
+        wide = wide.merge(times, on=index, how="left")
+    return wide[wide["flash_triton"].notna()]
 
 
 def _shape(row: Any) -> str:
@@ -324,4 +332,54 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
     ax.invert_yaxis()
     ax.margins(y=0.02)
     ax.legend(loc="lower left")
+    return drawn
+
+
+# ------------------------------------------------------------------------------------------------ what models ask for
+def models_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each machine, shape and pass: our time in ms, our TFLOP/s, and our time over each peer's."""
+    found = _beside(rows, models.TABLE, models.IMPLS)
+    peers = {f"× {label(i)}": found["flash_triton"] / found[i].astype(float) for i in models.IMPLS[1:]}
+    frame = pd.DataFrame({
+        "machine": found["machine"], "kind": [models.kind_of(row) for row in found.itertuples()],
+        "shape": [_asked(row) for row in found.itertuples()], "pass": found["part"],
+        "ms": found["flash_triton"], "TFLOP/s": found["tflops"],
+    } | peers)  # fmt: skip
+    return in_order(frame, ["machine", "kind", "pass"], models.KINDS, shapes.PARTS)
+
+
+def _asked(row: Any) -> str:
+    heads = f"{row.heads}" + (f":{row.kv_heads}" if row.kv_heads < row.heads else "")
+    more = [
+        f"window {row.window:,}" if row.window else "",
+        "" if row.documents == models.NO_DOCUMENTS else "packed",
+        "" if row.is_causal else "no mask",
+    ]
+    return ", ".join([f"{row.batch} × {heads} × {row.num_tokens:,}, d {row.head_dim}", *filter(None, more)])
+
+
+def models_figure(rows: pd.DataFrame) -> Figure:
+    """Both passes as maps: shapes down; across our ms and TFLOP/s, then our time over each peer's that has one. Of the
+    first machine."""
+    frame = models_table(rows)
+    if frame.empty:
+        drawn, axes = figures.panels(height=0.6)
+        figures.nothing(axes[0, 0])
+        return drawn
+    frame = frame[frame["machine"] == frame["machine"].iloc[0]]
+    lines = frame[["kind", "shape"]].drop_duplicates()
+    drawn, axes = figures.panels(2, height=1.3 + 0.19 * len(lines), sharey=True)
+    for ax, part in zip(axes[0], shapes.PARTS, strict=True):
+        cells = frame[frame["pass"] == part].set_index("shape").reindex(lines["shape"])
+        peers = [head for head in cells if head.startswith("×") and cells[head].notna().any()]
+        cells = cells[["ms", "TFLOP/s", *peers]].astype(float)
+        words = cells.map(fmt)
+        ratios = cells.assign(**{"ms": math.nan, "TFLOP/s": math.nan})
+        figures.heat(ax, ratios.set_axis(range(cells.shape[1]), axis=1), limit=0.5, words=words)
+        ax.set_xticks(range(cells.shape[1]), cells.columns, rotation=90, fontsize=7.5)
+        ax.tick_params(axis="y", labelsize=7.5)
+        ax.set_title(part)
+        for at in range(1, len(lines)):
+            if lines["kind"].iloc[at] != lines["kind"].iloc[at - 1]:
+                ax.axhline(at - 0.5, color="white", lw=3)
     return drawn
