@@ -13,6 +13,7 @@ from cs336_systems.chapters.leaderboard import counters as leaderboard_counters
 from cs336_systems.chapters.leaderboard import kernels as leaderboard_kernels
 from cs336_systems.chapters.leaderboard import ladder as leaderboard_ladder
 from cs336_systems.chapters.leaderboard import measure as leaderboard
+from cs336_systems.chapters.leaderboard import models as leaderboard_models
 from cs336_systems.chapters.leaderboard import shapes as leaderboard_shapes
 from cs336_systems.chapters.leaderboard import show as page
 from cs336_systems.ladder import steps
@@ -135,4 +136,30 @@ def test_shapes_are_held_against_their_best_peer():
     drawn = {line.get_label(): list(line.get_xdata()) for line in page.shapes_figure(found).axes[0].lines}
     assert drawn["forward"] == [1.5, 0.5]
     nothing = page.shapes_figure(found.iloc[:0]).axes[0]
+    assert [text.get_text() for text in nothing.texts] == ["not measured"]
+
+
+def test_what_models_ask_for_stands_beside_each_peer():
+    plain = {"part": "forward", "batch": 4, "heads": 16, "kv_heads": 16, "num_tokens": 4096, "head_dim": 256,
+             "window": 0, "documents": "none", "apart": 0.0}  # fmt: skip
+    window = plain | {"batch": 1, "kv_heads": 4, "window": 1024}
+    given = [
+        plain | {"impl": "flash_triton", "ms_p50": 3.0, "tflops": 400.0}, plain | {"impl": "fa4", "ms_p50": 2.0},
+        plain | {"impl": "sdpa_cudnn", "ms_p50": 1.0, "apart": 0.5},
+        plain | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1},
+        window | {"impl": "flash_triton", "ms_p50": 1.0}, window | {"impl": "flex_compiled", "ms_p50": 4.0},
+        plain | {"impl": "fa4", "ms_p50": 2.0, "part": "backward"},
+    ]  # fmt: skip
+    found = step_rows.frame(leaderboard_models.TABLE, *given, is_causal=True, dtype="bf16")
+    table = page.models_table(found)
+    assert table["shape"].to_list() == ["1 × 16:4 × 4,096, d 256, window 1,024", "4 × 16 × 4,096, d 256"]
+    assert (
+        table["× FlashAttention-4"].isna().to_list() == [True, False]
+        and table["× FlashAttention-4"][1] == 1.5
+    )
+    assert table["× FlexAttention"][0] == 0.25 and table["TFLOP/s"][1] == 400
+    assert table["× SDPA (cuDNN)"].isna().all()  # whose results are wrong there
+    forward, backward = ([text.get_text() for text in ax.texts] for ax in page.models_figure(found).axes)
+    assert forward == ["1.00", "–", "–", "0.250", "3.00", "400", "1.50", "–"] and set(backward) == {"–"}
+    nothing = page.models_figure(found.iloc[:0]).axes[0]
     assert [text.get_text() for text in nothing.texts] == ["not measured"]

@@ -14,6 +14,7 @@ from cs336_systems.chapters.leaderboard import first_calls as leaderboard_first_
 from cs336_systems.chapters.leaderboard import kernels as leaderboard_kernels
 from cs336_systems.chapters.leaderboard import ladder as leaderboard_ladder
 from cs336_systems.chapters.leaderboard import measure as leaderboard
+from cs336_systems.chapters.leaderboard import models as leaderboard_models
 from cs336_systems.chapters.leaderboard import shapes as leaderboard_shapes  # fmt: skip
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
@@ -63,7 +64,7 @@ def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, pres
             assert dataclasses.replace(again, repeat=0) in group
 
 
-@pytest.mark.parametrize(("preset", "budget_s"), [("full", 1000), ("smoke", 25)])
+@pytest.mark.parametrize(("preset", "budget_s"), [("full", 1150), ("smoke", 35)])
 def test_the_budget(preset, budget_s):
     assert sum(t.estimate_s(g) for t in TABLES for g in store.groups(t, t.grid(preset))) < budget_s
 
@@ -90,6 +91,12 @@ def test_the_work_is_the_leaderboards():
     assert not any(
         c.is_causal for c in others if c.num_queries != c.num_keys
     )  # whose last query would see what?
+    asked = leaderboard_models.grid("full")
+    assert {leaderboard_models.kind_of(c) for c in asked} == set(leaderboard_models.KINDS)
+    assert {c.impl for c in asked} == set(leaderboard_models.IMPLS)
+    assert {leaderboard_models.kind_of(c) for c in asked if c.impl == "flex_compiled"} == set(
+        leaderboard_models.KINDS
+    )
 
 
 def test_filters_choose_among_all_tables():
@@ -118,7 +125,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
     counts = {table.name: len(table.measured()) for table in chapter.tables}
-    assert list(counts.values()) == [1, 0, 0, 2, 4, 0]  # shapes and first calls have other implementations
+    assert list(counts.values()) == [1, 0, 0, 0, 2, 4, 0]  # the others have other implementations
     assert list(counts) == list(chapters.tables("leaderboard"))
     assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
     assert chapter.table("first_calls").rows().empty and chapter.table("first_calls").stale().empty
@@ -167,6 +174,53 @@ def test_a_peer_may_refuse_a_shape_and_ours_may_not(monkeypatch):
     )
     assert theirs["status"] == "skipped: AssertionError: only even lengths"
     assert ours["status"].startswith("error: ") and "only even lengths" in ours["status"]
+
+
+@without_gpu
+@pytest.mark.parametrize("part", leaderboard_models.PARTS)
+def test_what_models_ask_for_is_the_same_of_all(part, monkeypatch):
+    for name in ("WARMUP_MS", "REP_MS"):
+        monkeypatch.setattr(leaderboard_shapes, name, 1)
+    given = (part, 1, 4, 2, 50, 16, True, 7, "5-20", "fp32")
+    impls = ("reference", "sdpa", "sdpa_flash", "flash_triton")
+    cases = [leaderboard_models.Case(impl, *given) for impl in impls]
+    plain, fused, peer, ours = leaderboard_models.run_group(cases)
+    lengths = leaderboard_models.document_lengths("5-20", 50)
+    pairs = sum(0 <= i - j < 7 for n in lengths for i in range(n) for j in range(n))
+    flops = {"forward": 2, "backward": 5}[part] * 2 * 4 * pairs * 16
+    for metrics in (plain, fused):
+        assert set(metrics) == set(leaderboard_models.TABLE.metrics) and metrics["apart"] < 1e-5
+        assert metrics["tflops"] == pytest.approx(flops / metrics["ms_p50"] / 1e9)
+    assert peer == {"status": "skipped: does not serve sliding window, packed sequences"}
+    assert ours == {"status": "skipped: needs a CUDA device"}
+
+
+def test_seen_pairs_and_lengths():
+    """Against the mask of the specification; no window is one that is long enough."""
+    from cs336_systems.attention.reference import causal_mask
+
+    for length, window in ((1, 1), (6, 3), (7, 7), (5, 9), (4, 1)):
+        mask = causal_mask(length, length, "cpu", window, None)
+        assert leaderboard_models.seen_pairs((length,), window) == mask.sum()
+    assert leaderboard_models.seen_pairs((3, 5), 0) == leaderboard_models.seen_pairs((3, 5), 5) == 6 + 15
+    lengths = leaderboard_models.document_lengths("100-4000", 32768)
+    assert sum(lengths) == 32768 and all(100 <= n <= 4000 for n in lengths[:-1])
+    assert lengths == leaderboard_models.document_lengths("100-4000", 32768)
+    assert leaderboard_models.document_lengths("none", 32768) == ()
+
+
+@without_gpu
+def test_a_peer_may_refuse_what_models_ask_for(monkeypatch):
+    def refuses(q, k, v):
+        raise ValueError("no windows")
+
+    monkeypatch.setattr(leaderboard_models.peers, "build", lambda *_: peers.Attention(refuses, "eager"))
+    given = ("forward", 1, 2, 2, 17, 16, True, 3, "none", "fp32")
+    theirs, ours = leaderboard_models.run_group(
+        [leaderboard_models.Case(impl, *given) for impl in ("fa4", "flash_triton")]
+    )
+    assert theirs["status"] == "skipped: ValueError: no windows"
+    assert ours["status"] == "error: ValueError: no windows"
 
 
 @without_gpu

@@ -173,7 +173,9 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
         ax.set_ylim(0, max(ax.get_ylim()[1], value * 1.12))
 
 
-def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None) -> None:
+def heat(
+    ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame | None = None, digits: int = 2
+) -> None:
     """A map of ratios with the number in each cell: blue above 1, red below it, on a logarithmic scale up to `limit`;
     with a limit below 1 blue is below it, for ratios of which the small ones are good.
 
@@ -189,7 +191,7 @@ def heat(ax: Axes, table: pd.DataFrame, limit: float = 8.0, words: pd.DataFrame 
     for i in range(values.shape[0]):
         for j in range(values.shape[1]):
             empty = np.isnan(values[i, j])
-            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], 2)
+            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], digits)
             color = "white" if not empty and abs(strength[i, j]) > 0.62 else "#222222"
             ax.text(j, i, text, ha="center", va="center", fontsize=7 if empty else 8, color=color)
     ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])

@@ -375,7 +375,7 @@ def models_figure(rows: pd.DataFrame) -> Figure:
         cells = cells[["ms", "TFLOP/s", *peers]].astype(float)
         words = cells.map(fmt)
         ratios = cells.assign(**{"ms": math.nan, "TFLOP/s": math.nan})
-        figures.heat(ax, ratios.set_axis(range(cells.shape[1]), axis=1), limit=0.5, words=words)
+        figures.heat(ax, ratios.set_axis(range(cells.shape[1]), axis=1), 0.5, words, digits=3)
         ax.set_xticks(range(cells.shape[1]), cells.columns, rotation=90, fontsize=7.5)
         ax.tick_params(axis="y", labelsize=7.5)
         ax.set_title(part)
