@@ -1,6 +1,6 @@
 """A table of chapter `leaderboard`: kernels alone, ours beside the best peers, with what models ask of attention now.
 
-    cs336 run leaderboard -p window=1024
+    cs336 run leaderboard -p window=1024,4096
 
 Grouped queries, a sliding window, documents packed into one sequence, head dimensions of 192 and 256; forward and
 backward, timed as in `leaderboard_shapes`. Each peer is asked for the feature in its own words: none gets repeated keys
