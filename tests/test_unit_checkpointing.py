@@ -155,7 +155,7 @@ def test_what_is_dear_for_its_bytes_is_kept_first():
 
 
 def test_a_selective_model_holds_more_than_its_inputs_and_less_than_all():
-    """The results of operations, by which a plan counts, are more than what autograd saves: a plan may keep too many."""
+    """Results of operations, by which a plan counts, are more than what autograd saves: it may keep too many."""
     ids, peaks = torch.randint(64, (4, 32)), {}
     for how in checkpointing.RECOMPUTE:
         model = small()
