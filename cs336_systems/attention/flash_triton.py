@@ -41,36 +41,42 @@ def _launchers(device_index: int) -> dict[str, ModuleType]:
     return {"hopper": launch, "split": split_launch}
 
 
-def _kernels(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def _kernels(
+    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> str | None:
     """Which of `_launchers` is for `part` of the attention of tensors (batch, heads, n, d) on a GPU; None: portable."""
     for name, launcher in _launchers(q.get_device()).items():
-        if launcher.serves(part, q, k, v):
+        if launcher.serves(part, q, k, v, window):
             # those for 16 bits accumulate dQ in the order of arrival
             random = part == "backward" and name == "hopper" and torch.are_deterministic_algorithms_enabled()
             return None if random else name
     return None
 
 
-def kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, str]:
+def kernels_for(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> dict[str, str]:
     """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"`, `"split"` (fp32 on
     Hopper) or `"portable"`, for `"forward"` and `"backward"`."""
     four = [to_four_axes(x) for x in (q, k, v)]
-    return {part: (q.is_cuda and _kernels(part, *four)) or "portable" for part in ("forward", "backward")}
+    return {
+        part: (q.is_cuda and _kernels(part, *four, window)) or "portable" for part in ("forward", "backward")
+    }
 
 
-def _launcher(part, q, k, v, seen):
-    # those for Hopper have neither windows nor documents, and nothing for a CPU
-    name = _kernels(part, q, k, v) if q.is_cuda and not seen else None
+def _launcher(part, q, k, v, window=None, cu_seqlens=None):
+    # those for Hopper have no documents, and nothing for a CPU
+    name = _kernels(part, q, k, v, window) if q.is_cuda and cu_seqlens is None else None
     return _launchers(q.get_device())[name] if name else portable
 
 
 def _first_forward(q, k, v, o, logsumexp, is_causal, config, *seen):
-    first = _launcher("forward", q, k, v, seen).first_forward
+    first = _launcher("forward", q, k, v, *seen).first_forward
     return first(q, k, v, o, logsumexp, is_causal, config, *seen)
 
 
 def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen):
-    first = _launcher("backward", q, k, v, seen).first_backward
+    first = _launcher("backward", q, k, v, *seen).first_backward
     return first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)
 
 

@@ -169,7 +169,7 @@ def chain_of(
 @dataclass(frozen=True)
 class Shape:
     """What the rule looks at: heads of all sequences, lengths, the columns that matmuls compute with, the GPU's
-    multiprocessors."""
+    multiprocessors, the keys that a window shows at most."""
 
     batch_heads: int
     num_queries: int
@@ -177,6 +177,7 @@ class Shape:
     columns: int
     is_causal: bool
     multiprocessors: int
+    window: int | None = None
 
     @property
     def groups(self) -> int:
@@ -185,7 +186,8 @@ class Shape:
 
     @property
     def seen(self) -> int:
-        return seen_keys(self.num_queries, self.num_keys, self.is_causal)
+        seen = seen_keys(self.num_queries, self.num_keys, self.is_causal)
+        return min(seen, self.window or seen)
 
     def programs(self, groups: int) -> float:
         """Programs of so many groups for each multiprocessor."""
@@ -261,10 +263,13 @@ def full_rule(shape: Shape) -> Forward:
 
 
 def forward_config(
-    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int
-) -> Forward:
+    batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, multiprocessors: int,
+    window: int | None = None,
+) -> Forward:  # fmt: skip
     """The configuration for a shape. `batch_heads`: heads of all sequences; `multiprocessors`: the GPU's."""
-    shape = Shape(batch_heads, num_queries, num_keys, columns_of(head_dim), is_causal, multiprocessors)
+    shape = Shape(
+        batch_heads, num_queries, num_keys, columns_of(head_dim), is_causal, multiprocessors, window
+    )
     if shape.programs(1) <= 1:  # a multiprocessor has one program at most, and nothing to overlap it with
         return FORWARD[shape.columns]
     return causal_rule(shape) if is_causal else full_rule(shape)

@@ -9,7 +9,9 @@
 
 Tiles of keys begin at multiples of 64, as groups of queries do, and are as long or longer: the diagonal of a group's
 64 queries lies in one tile, its first, and this alone needs a mask (`first_softmax`). What lies to the right of the
-last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by.
+last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by. So with a window:
+what lies to the left of the first group's is not loaded (`first_key_tile`), and a group masks the one or two tiles in
+which its queries' windows begin (`in_window`); a row may see nothing of these, but has seen a key before.
 
 The groups of a program read the same tiles of K and V: the more there are, the less often a tile is loaded, and the
 fewer registers a thread has. They do not synchronize with each other, and that is the point: while one waits for a
@@ -75,9 +77,10 @@ def _load_tile(program, first_query, head, done, uses):
     kv_head = h // scheduler.HEADS_PER_KV
     for g in gl.static_range(scheduler.GROUPS):
         program.queries.load(program.q_desc, b, h, first_query, done, g)
-    steps = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
+    end = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
+    steps = end - scheduler.first_key_tile(first_query)
     for t in range(steps + 1):
-        program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, t, steps)
+        program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, t, steps, end)
     return uses + steps + 1
 
 
@@ -88,7 +91,7 @@ def _producer(program):
         done = 0
         uses = 0
         for item in range(gl.program_id(0), scheduler.items(), gl.num_programs(0)):
-            for second in range(2 if scheduler.IS_CAUSAL else 1):
+            for second in range(2 if scheduler.UNEVEN else 1):
                 first, _, head, there = scheduler.tile(item, second)
                 if there:
                     uses = _load_tile(program, first, head, done, uses)
@@ -115,11 +118,11 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     first_query = first_of_tile + G * WG
     rows = first_query + gl.arange(0, WG, s_rows)
-    all_steps = scheduler.key_tiles(first_of_tile, GROUPS * WG)
-    steps = scheduler.key_tiles(first_query, WG)
+    end_of_tile = scheduler.key_tiles(first_of_tile, GROUPS * WG)
+    end, begin = scheduler.key_tiles(first_query, WG), scheduler.first_key_tile(first_query)
 
     t = uses
-    for _ in range(all_steps - steps):  # tiles to the right of this group's diagonal are for the other groups
+    for _ in range(end_of_tile - end):  # tiles to the right of this group's diagonal are for the other groups
         kv.skip(t)
         t += 1
 
@@ -140,7 +143,8 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
         queries.release_previous(done, G)
     met = warpgroup_mma_wait(0, deps=(met,))
     kv.release(slot)
-    first_key = (steps - 1) * BLOCK_N
+    first_key = (end - 1) * BLOCK_N
+    met = scheduler.in_window(met, first_query, first_key)
     softmax, p32 = first_softmax(
         met, first_query, first_key, scheduler.num_keys, scale_log2, scheduler.IS_CAUSAL
     )
@@ -150,8 +154,9 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
         softmax = softmax.in_layout(s_rows)
     p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
 
-    for _ in range(steps - 1):
+    for _ in range(end - 1 - begin):
         t += 1
+        first_key = (end_of_tile - 1 - (t - uses)) * BLOCK_N
         slot, parity = kv.slot_and_parity(t)
         k = kv.k_tile(slot)
         v = kv.v_tile(slot)
@@ -160,6 +165,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(MMAS, deps=(s,))
+            s = scheduler.in_window(s, first_query, first_key)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(kv.full.index(slot), parity)
@@ -173,6 +179,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             kv.release(slot)
+            s = scheduler.in_window(s, first_query, first_key)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
 
@@ -188,15 +195,18 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-    if done is not None:  # otherwise nothing is loaded any more
+    if done is not None or scheduler.WINDOWED:  # otherwise nothing is loaded any more
         kv.release(slot)
-        if not queries.IN_PLACE:
+        if done is not None and not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
     acc = [times_rows(x, share) for x in acc]
     o = queries.o.index(q_slot if queries.IN_PLACE else G)
     store_parts(acc, o.reshape([WG, D]))
     fence_async_shared()
     async_store(program.o_desc, [head // scheduler.heads, head % scheduler.heads, first_query, 0], o)
+    for _ in range(begin - scheduler.first_key_tile(first_of_tile)):  # those before its windows, too
+        t += 1
+        kv.skip(t)
 
 
 @gluon.jit
@@ -204,7 +214,8 @@ def _share(program, first_of_tile, end, head, done, uses, G: gl.constexpr):
     """`_attend`, if the tile has queries for this group; otherwise the group lets the others go on. Returns the new
     number of uses of the ring."""
     queries, scheduler = program.queries, program.scheduler
-    steps = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
+    end_of_keys = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
+    steps = end_of_keys - scheduler.first_key_tile(first_of_tile)
     if first_of_tile + G * WG < end:
         _attend(program, first_of_tile, head, done, uses, G)
     else:
@@ -227,7 +238,7 @@ def _group(program, G: gl.constexpr):
         done = 0
         uses = 0
         for item in range(gl.program_id(0), scheduler.items(), gl.num_programs(0)):
-            for second in range(2 if scheduler.IS_CAUSAL else 1):
+            for second in range(2 if scheduler.UNEVEN else 1):
                 first, end, head, there = scheduler.tile(item, second)
                 if there:
                     uses = _share(program, first, end, head, done, uses, G)
@@ -239,9 +250,9 @@ def _group(program, G: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "full_tiles", "row_tiles", "num_queries",
-                              "num_keys"])  # fmt: skip
+                              "num_keys", "window"])  # fmt: skip
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, full_tiles, row_tiles,
-                   num_queries, num_keys, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
+                   num_queries, num_keys, window, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
                    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
                    REST: gl.constexpr, PERSISTENT: gl.constexpr, HALVE: gl.constexpr,
                    HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
@@ -262,7 +273,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     fence_async_shared()  # the TMA unit sees them initialized
     queries = QueryTiles(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
     kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
-    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, IS_CAUSAL,
+    WINDOWED: gl.constexpr = window is not None
+    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys,
+                              window if WINDOWED else num_keys, WINDOWED, IS_CAUSAL and not WINDOWED, IS_CAUSAL,
                               GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, scale_log2, OVERLAP, REST,
                       HALVE)  # fmt: skip

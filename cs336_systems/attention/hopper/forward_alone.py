@@ -31,7 +31,7 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward_state import first_softmax, key_tiles
+from cs336_systems.attention.hopper.forward_state import first_key_tile, first_softmax, in_window, key_tiles
 
 
 @gluon.jit
@@ -42,10 +42,11 @@ def _load(desc, smem, full, b, h, first_row):
 
 
 @gluon.jit
-def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps):
-    """Tile t of K, if there is one, and t − 1 of V: they are needed together, and there is one place for each."""
+def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps, end):
+    """Tile t of K, counted from tile `end` to the left, if it is one of `steps`, and t − 1 of V: they are needed
+    together, and there is one place for each."""
     BYTES: gl.constexpr = WG * k_smem.shape[4] * 2
-    first_key = (steps - 1 - t) * WG
+    first_key = (end - 1 - t) * WG
     if t < steps:
         mbarrier.expect(full, 2 * BYTES)
         async_load(k_desc, [b, h, first_key, 0], full, k_smem.index(0))
@@ -55,10 +56,19 @@ def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps):
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys", "chain"]
+    do_not_specialize=[
+        "heads",
+        "batch_heads",
+        "section",
+        "row_tiles",
+        "num_queries",
+        "num_keys",
+        "window",
+        "chain",
+    ]
 )
 def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries,
-                 num_keys, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+                 num_keys, window, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
                  HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of up to `chain` tiles of 64 queries of one head. Grid: (⌈row_tiles / chain⌉ · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -77,9 +87,9 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest
     tiles = gl.minimum(row_tiles - which * chain, chain)
     phases = 0  # of `full`: steps + 1 for each tile of queries
-    steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
+    end = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
     _load(q_desc, q_smem, q_full, b, h, first_query)
-    _load(k_desc, k_smem, full, b, kv_head, (steps - 1) * WG)
+    _load(k_desc, k_smem, full, b, kv_head, (end - 1) * WG)
 
     q = q_smem.index(0).reshape([WG, D])
     k = k_smem.index(0).reshape([WG, D])
@@ -87,6 +97,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     zeros = gl.zeros([WG, WG], gl.float32, s_layout)
     for done in range(tiles):
         queries = first_query + gl.arange(0, WG, s_rows)
+        steps = end - first_key_tile(first_query, window, WG)
         acc = accumulators(D, REST)
         p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
@@ -96,8 +107,9 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         s = warpgroup_mma_wait(0, deps=(s,))
         tma.store_wait(0)  # O of the tile before has left the place of V
         fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
-        _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, 1, steps)
-        softmax, p32 = first_softmax(s, first_query, (steps - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
+        _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, 1, steps, end)
+        s = in_window(s, first_query, (end - 1) * WG, window)
+        softmax, p32 = first_softmax(s, first_query, (end - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
         for t in range(1, steps):
@@ -105,7 +117,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
             acc = [mma_of_part(p, v, x) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, t + 1, steps)
+            _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, t + 1, steps, end)
+            s = in_window(s, first_query, (end - 1 - t) * WG, window)
             # not LAZY, by which these programs gain nothing
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, dtype, False)
             acc = [times_rows(x, alpha) for x in acc]
@@ -115,9 +128,9 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         this_query = first_query
         first_query -= WG
         if done + 1 < tiles:  # Q and K have been read
-            steps = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
+            end = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
             _load(q_desc, q_smem, q_full, b, h, first_query)
-            _load(k_desc, k_smem, full, b, kv_head, (steps - 1) * WG)
+            _load(k_desc, k_smem, full, b, kv_head, (end - 1) * WG)
         acc = [mma_of_part(p, v, x) for x in acc]
         logsumexp = softmax.logsumexp(scale_log2)
         gl.store(l_ptr + head.to(gl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)

@@ -24,6 +24,26 @@ def key_tiles(first_query, num_queries, num_keys, IS_CAUSAL: gl.constexpr, BLOCK
     return tiles
 
 
+@gluon.jit
+def first_key_tile(first_query, window, BLOCK_N: gl.constexpr):
+    """The first tile of keys that the queries from `first_query` on see. window: the keys that one sees, or None."""
+    first = 0
+    if window is not None:
+        first = gl.maximum(first_query - window + 1, 0) // BLOCK_N
+    return first
+
+
+@gluon.jit
+def in_window(s, first_query, first_key, window):
+    """s, −∞ where a key lies before its query's window: none does in a tile that the last query sees all of."""
+    if window is not None:  # noqa: SIM102 (known at compile time, the next one is not)
+        if first_key < first_query + s.shape[0] - window:
+            queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+            keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+            s = gl.where(queries[:, None] - keys[None, :] < window, s, float("-inf"))
+    return s
+
+
 @aggregate
 class QueryTiles:
     """Tiles of 64 queries, one for each group, and the barriers that say when Q has arrived and when its place is free;
@@ -91,12 +111,12 @@ class KVRing:
     STAGES: gl.constexpr
 
     @gluon.jit
-    def load(self, k_desc, v_desc, b, h, uses, t, steps):
-        """Tile t of K and t − 1 of V, counted from the right, of `steps`, where there are such; so many uses of
-        the ring came before tile 0."""
+    def load(self, k_desc, v_desc, b, h, uses, t, steps, end):
+        """Tile t of K and t − 1 of V, counted from the right, of the `steps` before tile `end`, where there are such;
+        so many uses of the ring came before tile 0."""
         BYTES: gl.constexpr = self.BLOCK_N * self.D * 2
         slot = (uses + t) % self.STAGES
-        first_key = (steps - 1 - t) * self.BLOCK_N
+        first_key = (end - 1 - t) * self.BLOCK_N
         both = (t > 0) & (t < steps)
         mbarrier.wait(self.empty.index(slot), (((uses + t) // self.STAGES) & 1) ^ 1)
         full = self.full.index(slot)
@@ -136,8 +156,11 @@ class KVRing:
 class TileScheduler:
     """Which tiles of queries a program takes, and which keys they see. Without a mask the first `full_tiles` of a
     head's `row_tiles` have queries for all groups; the others have 64, for one, and come last. PERSISTENT programs
-    share items: tiles, or with a causal mask pairs of them. HEADS_PER_KV heads of queries share one of keys; a
-    section's programs are of neighbors among them, and the L2 cache serves all."""
+    share items: tiles, or UNEVEN ones in pairs. HEADS_PER_KV heads of queries share one of keys; a
+    section's programs are of neighbors among them, and the L2 cache serves all.
+
+    WINDOWED: a query sees `window` keys at most. UNEVEN: the later a tile, the more keys it sees: with a causal mask
+    and no window. With one, tiles come in the order of those without a mask, all of them full."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -146,6 +169,9 @@ class TileScheduler:
     row_tiles: gl.tensor
     num_queries: gl.tensor
     num_keys: gl.tensor
+    window: gl.tensor
+    WINDOWED: gl.constexpr
+    UNEVEN: gl.constexpr
     IS_CAUSAL: gl.constexpr
     GROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
@@ -154,17 +180,17 @@ class TileScheduler:
 
     @gluon.jit
     def items(self):
-        return self.row_tiles * ((self.batch_heads + 1) // 2 if self.IS_CAUSAL else self.batch_heads)
+        return self.row_tiles * ((self.batch_heads + 1) // 2 if self.UNEVEN else self.batch_heads)
 
     @gluon.jit
     def tile(self, item, second):
-        """A tile's first query, an end that its queries lie before, its head, and whether there is one. With a causal
-        mask the last queries are the heaviest and come first; in pairs (`second`: 0, 1) the i-th heaviest tile of a
+        """A tile's first query, an end that its queries lie before, its head, and whether there is one. UNEVEN: the
+        last queries are the heaviest and come first; in pairs (`second`: 0, 1) the i-th heaviest tile of a
         head and the i-th lightest of the next: all pairs have the same work. Of an odd number of heads the last has no
         next one."""
         there: gl.constexpr = True
         end = self.num_queries
-        if self.IS_CAUSAL:
+        if self.UNEVEN:
             if self.PERSISTENT:
                 tile, head = item % self.row_tiles, item // self.row_tiles * 2 + second
                 tile += second * (self.row_tiles - 1 - 2 * tile)
@@ -187,6 +213,14 @@ class TileScheduler:
     @gluon.jit
     def key_tiles(self, first_query, num_queries):
         return key_tiles(first_query, num_queries, self.num_keys, self.IS_CAUSAL, self.BLOCK_N)
+
+    @gluon.jit
+    def first_key_tile(self, first_query):
+        return first_key_tile(first_query, self.window if self.WINDOWED else None, self.BLOCK_N)
+
+    @gluon.jit
+    def in_window(self, s, first_query, first_key):
+        return in_window(s, first_query, first_key, self.window if self.WINDOWED else None)
 
 
 @aggregate

@@ -79,16 +79,16 @@ def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | N
     return None
 
 
-def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
-    (batch, heads, n, d); if not, the portable ones are. Which kernel here then takes them `configs.forward_config` and
-    `configs.few_queries` say."""
+    (batch, heads, n, d), with or without a window; if not, the portable ones are. Which kernel here then takes them
+    `configs.forward_config` and `configs.few_queries` say."""
     if q.dtype == torch.float32 or k.shape[2] < MIN_LENGTH:
         return False
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
-    if reason_against(q, k, v) is not None:
+    if reason_against(q, k, v) is not None or (window is not None and part == "backward"):
         return False
     batch, heads, num_queries, _ = q.shape
     num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
@@ -115,27 +115,28 @@ def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> i
 
 # ------------------------------------------------------------------------------------------------ forward
 def launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Forward | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Forward | None = None,
+    seen: again.Seen = (),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O and L as `again.forward` describes them."""
-    return again.forward(first_forward, q, k, v, is_causal, config)
+    return again.forward(first_forward, q, k, v, is_causal, config, seen)
 
 
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
-    config: Forward | None = None,
+    config: Forward | None = None, window: int | None = None, cu_seqlens: None = None,
 ) -> Pass:  # fmt: skip
     """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(q.get_device())
     sizes = batch * heads, num_queries, num_keys
-    config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors)
-    row_tiles, full = triton.cdiv(num_queries, config.groups * GROUP), 0
+    config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors, window)
+    row_tiles = full = triton.cdiv(num_queries, config.groups * GROUP)
     if not is_causal:
         full = full_tiles(config, columns_of(head_dim), batch * heads, num_queries, multiprocessors)
         row_tiles = full + max(triton.cdiv(num_queries, GROUP) - full * config.groups, 0)
     persistent = config.can_persist(head_dim) and (
-        not is_causal or even_pairs(config, *sizes, multiprocessors)
+        not is_causal or window is not None or even_pairs(config, *sizes, multiprocessors)
     )
     descriptors = (
         descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
@@ -149,7 +150,7 @@ def first_forward(
     values = dict(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
-        num_queries=num_queries, num_keys=num_keys, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
+        num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
         IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages,
         OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
