@@ -28,7 +28,9 @@ queries: slots and parities come from these.
 
 At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal: all keys of a head
 begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`). Queries
-before the diagonal are not loaded (`TileScheduler.first_of`), those on it are masked (`_group`: masked_end).
+before the diagonal are not loaded (`TileScheduler.first_of`), those on it are masked (`_group`: masked_end). So with a
+window: queries past the last one that sees a key are not loaded (`end_of`), and those that see some of a group's keys,
+or none, are masked (unmasked_end).
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ def _producer(program):
         q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
         kv_h = h // scheduler.PARTS
         first_key = tile * 2 * WG
-        first = scheduler.first_of(tile)
+        first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
-            program.load_queries(b, q_h, q_head, scheduler.nth_of(first, 0), t)
+            program.load_queries(b, q_h, q_head, scheduler.nth_of(first, end, 0), t)
         mbarrier.wait(kv.k_empty.index(slot), free)
         kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(kv.k_full.index(slot), 2 * WG * kv.D * 2)
@@ -99,10 +101,12 @@ def _producer(program):
             async_load(program.v_desc, [b, kv_h, first_key + g * WG, 0], full, kv.v.index(2 * slot + g))
         loaded = 1
         for nth_head in range(scheduler.HEADS_PER_KV):
-            for n in range(loaded, scheduler.query_tiles - first):
-                program.load_queries(b, q_h + nth_head, q_head + nth_head, scheduler.nth_of(first, n), t + n)
+            for n in range(loaded, end - first):
+                program.load_queries(
+                    b, q_h + nth_head, q_head + nth_head, scheduler.nth_of(first, end, n), t + n
+                )
             loaded = 0
-            t += scheduler.query_tiles - first
+            t += end - first
         turn += 1
         item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
     # no tile is left: the number past the last tells the others, with no K
@@ -147,34 +151,35 @@ def _end(program, dk, dv, at, first, t, G: gl.constexpr):
 
 
 @gluon.jit
-def _head_of_queries(program, slot, first_key, first, masked_end, head_t, p, dk, dv, G: gl.constexpr):
-    """At D = 64: what the tiles of one head of queries, the program's from the head_t-th on, add to dK and dV."""
-    query_tiles = program.scheduler.query_tiles
+def _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G: gl.constexpr):
+    """At D = 64: what the tiles of one head of queries, the program's from the head_t-th on, add to dK and dV. ends:
+    where tiles begin, then those that need no mask, then with a window those that do, and where all end."""
+    first, end = ends[0], ends[3]
     dk, dv = dk[0], dv[0]
-    for MASKED in gl.static_range(1, -1, -1):  # first the tiles that need a mask
-        for i in range(first if MASKED else masked_end, masked_end if MASKED else query_tiles):
+    for part in gl.static_range(3 if program.scheduler.WINDOWED else 2):
+        for i in range(ends[part], ends[part + 1]):
             t = head_t + i - first
             k = program.kv.k_of(slot + zero(t), G)
             v = program.kv.v.index(2 * slot + G + zero(t)).reshape([WG, program.kv.D])
-            p, dk, dv = step(program, k, v, first_key, i, t, p, dk, dv, MASKED, G)
+            p, dk, dv = step(program, k, v, first_key, i, end, t, p, dk, dv, part != 1, G)
     return p, (dk,), (dv,)
 
 
 @gluon.jit
-def _late_head_of_queries(program, first_key, first, group_first, unmasked, head_t, keys_t, s, v, dk, dv,
+def _late_head_of_queries(program, first_key, first, group_first, end, masked, unmasked, head_t, keys_t, s, v, dk, dv,
                           SKIPS: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    """The same at D = 128, from the last tile to the first. The tile of keys began with the keys_t-th tile of
-    queries."""
-    query_tiles = program.scheduler.query_tiles
-    for MASKED in gl.static_range(2):  # last the tiles that need a mask
-        for n in range(unmasked if MASKED else 0, query_tiles - group_first if MASKED else unmasked):
-            i = query_tiles - 1 - n
+    """The same at D = 128, from the last tile to the first: with a window `masked` tiles, up to the unmasked-th without
+    a mask, and the others. The tile of keys began with the keys_t-th tile of queries."""
+    begins = 0, masked, unmasked
+    for part in gl.static_range(0 if program.scheduler.WINDOWED else 1, 3):
+        for n in range(begins[part], begins[part + 1] if part < 2 else end - group_first):
+            i = end - 1 - n
             s, dk, dv = late_step(
-                program, first_key, i, head_t + n, keys_t, i > group_first, s, v, dk, dv, MASKED, G
+                program, first_key, i, head_t + n, keys_t, i > group_first, s, v, dk, dv, part != 1, G
             )
     if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
-        if first < query_tiles:
-            no_key_seen(program, head_t + query_tiles - 1 - first, keys_t, G)
+        if first < end:
+            no_key_seen(program, head_t + end - 1 - first, keys_t, G)
     return s, dk, dv
 
 
@@ -217,31 +222,35 @@ def _group(program, G: gl.constexpr):
     while item < scheduler.items():
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
+        end = scheduler.end_of(tile)
         # tiles of queries before this one need a mask
         masked_end = 0
         if IS_CAUSAL:
-            masked_end = gl.minimum(first + meeting // BLOCK_M, scheduler.query_tiles)
+            masked_end = gl.minimum(first + meeting // BLOCK_M, end)
         if first_key + 2 * WG > program.num_keys:  # P of a key that is not there, exp(−L), may be infinite
-            masked_end = scheduler.query_tiles
+            masked_end = end
+        unmasked_end = end
+        if scheduler.WINDOWED:  # at D = 64 it is P of the next tile that a step masks
+            unmasked_end = (first_key + G * WG + scheduler.window) // BLOCK_M - (1 if D == 64 else 0)
+            unmasked_end = gl.minimum(gl.maximum(unmasked_end, masked_end), end)
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
         mbarrier.wait(kv.v_full.index(slot), (turn // BUFFERS) & 1)
         if D == 128:
             tma.store_wait(0)  # dK has left the place of dQ
-        unmasked = scheduler.query_tiles - masked_end
+        unmasked = end - masked_end
         v = ()
         if D == 128 and (REST or not IS_CAUSAL):
             v = columns_in_registers(kv.v.index(G).reshape([WG, D]), s_layout, REST)
         keys_t = head_t
         for nth_head in range(scheduler.HEADS_PER_KV):
             if D == 64:
-                p, dk, dv = _head_of_queries(
-                    program, slot, first_key, first, masked_end, head_t, p, dk, dv, G
-                )
+                ends = first, masked_end, unmasked_end, end
+                p, dk, dv = _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G)
             else:
-                s, dk, dv = _late_head_of_queries(program, first_key, first, group_first, unmasked, head_t, keys_t, s,
-                                                  v, dk, dv, SKIPS, G)  # fmt: skip
-            head_t += scheduler.query_tiles - first
+                s, dk, dv = _late_head_of_queries(program, first_key, first, group_first, end, end - unmasked_end,
+                                                  unmasked, head_t, keys_t, s, v, dk, dv, SKIPS, G)  # fmt: skip
+            head_t += end - first
             # scores for the next head; after the last one nothing is awaited, nor used
             if scheduler.HEADS_PER_KV > 1:
                 more = (nth_head + 1 < scheduler.HEADS_PER_KV) & (group_first < scheduler.query_tiles)
@@ -282,7 +291,7 @@ def _dq_group(program):
         k = kv.k.index(turn % kv.BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
         mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)
         for nth_head in range(scheduler.HEADS_PER_KV):
-            for i in range(scheduler.first_of(tile), scheduler.query_tiles):
+            for i in range(scheduler.first_of(tile), scheduler.end_of(tile)):
                 slot = t & 1
                 mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
                 dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
@@ -300,9 +309,10 @@ def _dq_group(program):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys",
+                              "window"])  # fmt: skip
 def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, heads,
-                         batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
+                         batch_heads, section, key_tiles, query_tiles, num_keys, window, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                          DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
                          HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
@@ -336,8 +346,9 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                         REST)  # fmt: skip
     kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
-    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, IS_CAUSAL, BLOCK_M, D,
-                              HEADS_PER_KV, PARTS)  # fmt: skip
+    WINDOWED: gl.constexpr = window is not None
+    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, window if WINDOWED else num_keys,
+                              WINDOWED, IS_CAUSAL, BLOCK_M, D, HEADS_PER_KV, PARTS)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr,
                       counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
                       DO_STEP, REST, ZEROED)  # fmt: skip

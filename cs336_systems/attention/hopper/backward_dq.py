@@ -4,7 +4,8 @@ other programs have added, in fp32 and in no particular order.
 Zeros to add to have to be written, and read again: for short rows that is a good part of all traffic. Without them (not
 ZEROED) the program of a head's first keys, which all its queries see, stores its tiles. It reports how many it has
 stored, and the others wait until it is ahead of them. Those keys are drawn before the head's others: a program never
-waits for one that has not begun. All others are still added in any order.
+waits for one that has not begun. All others are still added in any order. With a window the first keys are not seen by
+all queries: there it is ZEROED.
 """
 
 from __future__ import annotations
@@ -103,14 +104,14 @@ def dq_warp(program):
     while item < scheduler.items():
         mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)  # this warp needs no K
         tile, head = scheduler.locate(item)
-        first = scheduler.first_of(tile)
+        first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         stores = (tile == 0) & (not program.ZEROED)
         for nth_head in range(scheduler.HEADS_PER_KV):
             q_head = head * scheduler.HEADS_PER_KV + nth_head
             reported = 0
-            for n in range(scheduler.query_tiles - first):
-                i = scheduler.nth_of(first, n)
-                before = scheduler.nth_of(0, i)  # tiles that the head's first keys have before this one
+            for n in range(end - first):
+                i = scheduler.nth_of(first, end, n)
+                before = scheduler.nth_of(0, end, i)  # tiles that the head's first keys have before this one
                 if not program.ZEROED:
                     if stores:
                         _report(program.reports_ptr + q_head, n)

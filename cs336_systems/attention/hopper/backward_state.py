@@ -12,7 +12,7 @@ from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp
 
 @gluon.jit
 def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                  G: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+                  G: gl.constexpr, BLOCK_M: gl.constexpr, window=None):  # fmt: skip
     """Pᵀ of tile i of the queries, of which minus_l is −L · log2(e), and the G-th 64 keys from `first_key` on."""
     of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     p = exp2(s * scale_log2 + minus_l[None, :])
@@ -22,6 +22,8 @@ def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.con
         if IS_CAUSAL:
             queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
             seen = seen & (queries[None, :] >= keys[:, None])
+            if window is not None:
+                seen = seen & (queries[None, :] - keys[:, None] < window)
         p = gl.where(seen, p, 0.0)
     return p
 
@@ -108,13 +110,16 @@ class TileScheduler:
     """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
     are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another, so that dK and
     dV are summed over them in registers. Where these heads are parted, to have more programs, `heads` are PARTS times
-    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts."""
+    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts. WINDOWED: a
+    query sees `window` keys at most."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
     section: gl.tensor
     key_tiles: gl.tensor
     query_tiles: gl.tensor
+    window: gl.tensor
+    WINDOWED: gl.constexpr
     IS_CAUSAL: gl.constexpr
     BLOCK_M: gl.constexpr
     D: gl.constexpr
@@ -139,13 +144,22 @@ class TileScheduler:
         return first
 
     @gluon.jit
-    def nth_of(self, first, n):
+    def end_of(self, tile):
+        """Past the last tile of queries that sees a key of this tile, if one does."""
+        end = self.query_tiles
+        if self.WINDOWED:
+            last_query = tile * 2 * WG + 2 * WG - 1 + self.window - 1
+            end = gl.minimum(last_query // self.BLOCK_M + 1, end)
+        return end
+
+    @gluon.jit
+    def nth_of(self, first, end, n):
         """The n-th tile of queries for a tile of keys: from the first one on, or, at D = 128, from the last one to it.
         With first = 0 it is its own inverse."""
         if self.D == 64:
             return first + n
         else:
-            return self.query_tiles - 1 - n
+            return end - 1 - n
 
 
 @aggregate
@@ -199,4 +213,5 @@ class Program:
         layout: gl.constexpr = s.type.layout
         minus_l = self.queries.statistic(0, t, layout)
         return probabilities(s, minus_l, first_key, i, self.num_keys, self.scale_log2, MASKED,
-                             self.scheduler.IS_CAUSAL, G, self.queries.BLOCK_M)  # fmt: skip
+                             self.scheduler.IS_CAUSAL, G, self.queries.BLOCK_M,
+                             self.scheduler.window if self.scheduler.WINDOWED else None)  # fmt: skip

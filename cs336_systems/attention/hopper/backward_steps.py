@@ -26,10 +26,10 @@ from cs336_systems.attention.hopper.common import (
 
 
 @gluon.jit
-def step(program, k, v, first_key, i, t, p, dk, dv, MASKED: gl.constexpr, G: gl.constexpr):
-    """Tile i of the queries, the t-th of this program. p has been computed already, and that of the next tile is
-    computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes nothing after
-    the last tile that needs it. dQ is left to a group of its own."""
+def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G: gl.constexpr):
+    """Tile i of the queries before `end`, the t-th of this program. p has been computed already, and that of the next
+    tile is computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes
+    nothing after the last tile that needs it. dQ is left to a group of its own."""
     queries, gradients = program.queries, program.gradients
     BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
@@ -50,7 +50,7 @@ def step(program, k, v, first_key, i, t, p, dk, dv, MASKED: gl.constexpr, G: gl.
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
     minus_delta = queries.statistic(1, t, s_layout)
     # at the end the scores are of this tile again, and unused
-    following = gl.where(i + 1 < program.scheduler.query_tiles, t + 1, t)
+    following = gl.where(i + 1 < end, t + 1, t)
     s = queries.scores(k, following)
     dp = warpgroup_mma_wait(2, deps=(dp,))
     # from the rounded P, so that the fp32 one need not stay in registers

@@ -88,7 +88,7 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
-    if reason_against(q, k, v) is not None or (window is not None and part == "backward"):
+    if reason_against(q, k, v) is not None:
         return False
     batch, heads, num_queries, _ = q.shape
     num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
@@ -165,15 +165,16 @@ def first_forward(
 # ------------------------------------------------------------------------------------------------ backward
 def launch_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool,
+    is_causal: bool, seen: again.Seen = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV as `again.backward` describes them."""
-    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal)
+    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, None, seen)
 
 
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
+    window: int | None = None, cu_seqlens: None = None,
 ) -> Pass:  # fmt: skip
     """Launches the three kernels of the backward pass (of grouped queries in parts four) into `dq`, `dk` and `dv`, as
     `again.backward` asks for it.
@@ -183,15 +184,16 @@ def first_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
-    # a program for few queries holds those of one head, and would not sum dK and dV of a group
-    few = few_queries(num_queries, num_keys, d) and kv_heads == heads
+    # a program for few queries holds those of one head, and would not sum dK and dV of a group; it has no windows
+    few = few_queries(num_queries, num_keys, d) and kv_heads == heads and window is None
     multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few else KEYS
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     parts = parts_of(heads // kv_heads, batch * kv_heads * key_tiles, multiprocessors)
     # heads as the kernel for many queries sees them, and heads of queries of each
     of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
-    # with a mask the other keys of a group's second head would wait for the first ones, which have more to do
-    zeroed = few or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
+    # with a mask the other keys of a group's second head would wait for the first ones, which have more to do; with a
+    # window not all queries see a head's first keys
+    zeroed = few or window is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -242,8 +244,8 @@ def first_backward(
     section = section_of(batch * of_parts, 8 * num_queries * d * heads_per_kv, exact=not zeroed and d == 64)
     values = dict(
         counters_ptr=counters, heads=of_parts, batch_heads=batch * of_parts, section=section, key_tiles=key_tiles,
-        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, scale_log2=scale * LOG2_E, scale=scale,
-        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
+        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=scale * LOG2_E,
+        scale=scale, IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
         DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
