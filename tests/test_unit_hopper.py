@@ -14,7 +14,7 @@ import triton
 
 from cs336_systems.attention import attention, available, flash_triton
 from cs336_systems.attention.available import hopper_reason
-from cs336_systems.attention.hopper import backward_ends, configs, tma
+from cs336_systems.attention.hopper import backward_ends, configs, split_launch, tma
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import again
@@ -167,6 +167,40 @@ def test_what_grouped_queries_are_launched_with(launched):
         assert [x[:2] for x in more] == [("sum_kernel", (16 * 6, 2, 1))] * (parted != k.shape)
         launches.clear()
     assert len(set(keys)) == 6
+
+
+def test_what_windows_are_launched_with(launched):
+    """Tiles without pairs, as many programs as multiprocessors, zeros to add dQ to, and no program for few queries."""
+    keys, launches = launched
+    for n, window, programs, backward, zeroed in (
+        (1000, None, 96, "backward_keys_kernel", False), (1000, 100, 96, "backward_keys_kernel", True),
+        (3000, None, 288, "backward_keys_kernel", True), (3000, 500, 132, "backward_keys_kernel", True),
+        (3000, 700, 132, "backward_keys_kernel", True), (60, None, 12, "few_queries_kernel", True),
+        (60, 10, 12, "backward_keys_kernel", True),
+    ):  # fmt: skip
+        x, seen = zeros(1, 12, n, 128), () if window is None else (window, None)
+        o, logsumexp = hopper.launch_forward(x, x, x, True, hopper.Forward(2, 128, 2, True), seen)
+        hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen)
+        (_, grid, *_, forward), (*_, prepare), (name, *_, main), _ = launches
+        assert grid == (programs, 1, 1) and name == backward and prepare[-2] is zeroed
+        assert window in forward and (window in main or backward == "few_queries_kernel")
+        launches.clear()
+    assert len(set(keys)) == 14
+
+
+def test_whose_kernels_windows_and_documents_are_for(monkeypatch):
+    on_a_hopper_gpu(monkeypatch)
+    launchers = {"hopper": hopper, "split": split_launch}
+    monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: launchers)
+    for dtype, without, with_window in (
+        (torch.bfloat16, hopper, hopper), (torch.float32, split_launch, portable),
+    ):  # fmt: skip
+        x = zeros(1, 40, 1024, 128, dtype=dtype)
+        monkeypatch.setattr(type(x), "is_cuda", True)
+        for part in ("forward", "backward"):
+            assert flash_triton._launcher(part, x, x, x) is without
+            assert flash_triton._launcher(part, x, x, x, 100) is with_window
+            assert flash_triton._launcher(part, x, x, x, 100, zeros(2)) is portable
 
 
 def test_parts_of_a_group():
@@ -715,6 +749,7 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     return aot.compile_hopper_kernel(
         kernel, head_dim, dtype, config, is_causal=is_causal, zeroed=variant != "without zeros",
         persistent=variant != "of one tile", heads_per_kv=4 if variant == "of a group" else 1,
+        window=variant == "with a window",
     )  # fmt: skip
 
 
@@ -725,8 +760,9 @@ FEW = [
 OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
-    for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("backward", OF_BACKWARD),
-                           ("backward without zeros", OF_BACKWARD), ("backward of a group", OF_BACKWARD), ("few", FEW))
+    for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("forward with a window", TABLES),
+                           ("backward", OF_BACKWARD), ("backward without zeros", OF_BACKWARD),
+                           ("backward of a group", OF_BACKWARD), ("backward with a window", OF_BACKWARD), ("few", FEW))
     for table in tables
     for d, config in table.items()
     if kernel != "forward of one tile" or config.can_persist(d)
@@ -751,6 +787,7 @@ def much_like_another(kernel, d, config):
         *(
             pytest.param(*program, False, dtype, marks=pytest.mark.table)
             for program in PROGRAMS
+            if not program[0].endswith("window")  # which is causal
             for dtype in ("bf16", "fp16")
         ),
     ],
@@ -803,17 +840,18 @@ def on_hopper(monkeypatch):
     flash_triton._launchers.cache_clear()
 
 
-def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None):
+def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, window=None):
     """The error against fp64 is at most two and a half times that of the portable kernels, which round to 16 bits now
     and then (with one query, where few errors average, up to 2.1 times in thousands of draws); theirs is below
     `largest`. `forward`: another configuration than the tables'."""
-    exact = exact_attention(q, k, v, grad_o, is_causal)
+    exact = exact_attention(q, k, v, grad_o, is_causal, window=window)
+    seen = () if window is None else (window, None)
     results = []
     for launcher, chosen in ((hopper, forward), (portable, None)):
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, q, k, v)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
-        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen)
-        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal)
+        o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen, seen=seen)
+        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, seen=seen)
         results.append((o, logsumexp, grads))
     (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
     torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
@@ -855,6 +893,54 @@ def test_grouped_queries(on_hopper, heads, of_keys, d, dtype, is_causal, monkeyp
             check_both_ways(q, k, v, do, is_causal, forward=forward[turn % len(forward)])
         for _ in range(2):  # launched again: another number
             check_both_ways(q, k, v, gpu(2, heads, 1, 1, dtype=dtype).expand(do.shape), is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 100, 1000])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(40, DTYPES[0]), (80, DTYPES[0]), *((d, DTYPES[1]) for d in (64, 96, 128))], ids=name
+)
+def test_windows(on_hopper, d, dtype, window, monkeypatch):
+    """In all configurations of the forward kernels, programs of one tile and of many, of one head of keys for each of
+    queries and for three, backward also of what one program for few queries would hold."""
+    forward = list(dict.fromkeys(table[hopper.columns_of(d)] for table in TABLES))
+    for turn, multiprocessors in enumerate((132, 5, 132, 1)):
+        monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
+        again._passes.clear()
+        check = functools.partial(check_both_ways, is_causal=True, forward=forward[turn], window=window)
+        for heads, of_keys, n, m in (
+            (3, 3, 333, 517), (6, 2, 1100, 1100), (6, 2, 517, 517 - min(window, 200) // 2), (3, 3, 64, 64),
+            (6, 2, 50, 700), (3, 3, 129, 129),
+        ):  # fmt: skip
+            q, do = (gpu(2, n, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+            k, v = (gpu(2, of_keys, m, d, dtype=dtype) for _ in range(2))
+            check(q, k, v, do)
+        check(q, k, v, gpu(2, heads, 1, 1, dtype=dtype).expand(do.shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_windows_by_the_public_function(on_hopper, d):
+    """Long rows, launched again with another window, in a graph, and beside numbers that no window reaches."""
+    q, k, v, grad_o = leaves(1, 16, 3000, d)
+    for window in (1024, 500, 1024):
+        assert set(flash_triton.kernels_for(q, k, v, window).values()) == {"hopper"}
+        assert_near(both_passes(q, k, v, grad_o, window), q, k, v, grad_o, window)
+    graph, found = captured(lambda: both_passes(q, k, v, grad_o, 300))
+    graph.replay()
+    expected = both_passes(q, k, v, grad_o, 300)
+    assert_near(found, q, k, v, grad_o, 300)
+    assert all(torch.equal(found[i], expected[i]) for i in (0, 2, 3))  # but for dQ, sums of a fixed order
+    with torch.no_grad():
+        for x in (k, v):
+            x[:, :, :1000] = float("nan")
+        for x in (q, grad_o):
+            x[:, :, 2500:] = float("nan")
+    beside = both_passes(q, k, v, grad_o, 300)
+    for i, seeing in enumerate((slice(1536, 2496), slice(1536, 2496), slice(1408, 2100), slice(1408, 2100))):
+        torch.testing.assert_close(
+            beside[i][:, :, seeing], expected[i][:, :, seeing], rtol=0, atol=0.01 * (i == 1)
+        )
 
 
 @pytest.mark.gpu
@@ -1025,15 +1111,15 @@ def leaves(*shape, count=4):
     return found
 
 
-def assert_near(found, q, k, v, grad_o):
+def assert_near(found, q, k, v, grad_o, window=None):
     """O and the gradients, or the gradients alone."""
-    exact = exact_attention(q, k, v, grad_o, True)
+    exact = exact_attention(q, k, v, grad_o, True, window=window)
     for x, true in zip(found, exact[-len(found) :], strict=True):
         assert relative(x, true, 1) < 0.02
 
 
-def both_passes(q, k, v, grad_o):
-    o = attention(q, k, v, True, "flash_triton")
+def both_passes(q, k, v, grad_o, window=None):
+    o = attention(q, k, v, True, "flash_triton", window=window)
     return o, *torch.autograd.grad(o, (q, k, v), grad_o)
 
 

@@ -27,6 +27,9 @@ own tiles (`forward_alone`). A *persistent* program stays on its multiprocessor 
     registers       a launch gives all threads as many. `warp_specialize` takes from the producer's warps and gives to
                     groups (setmaxnreg): its last argument, a number per thread
 
+With a causal mask and a `window`, None where there is none, query i sees keys i − window + 1 … i; what nobody sees is
+not loaded.
+
 Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
 dimension is padded in the same way, to D = 64 or 128; matmuls leave out what 65 to 96 columns do not need (`common`).
 

@@ -55,18 +55,8 @@ def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps, end):
     async_load(v_desc, [b, h, first_key + WG, 0], full, v_smem.index(0))
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "batch_heads",
-        "section",
-        "row_tiles",
-        "num_queries",
-        "num_keys",
-        "window",
-        "chain",
-    ]
-)
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys", "window",
+                              "chain"])  # fmt: skip
 def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries,
                  num_keys, window, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
                  HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip

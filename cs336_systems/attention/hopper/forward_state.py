@@ -156,8 +156,8 @@ class KVRing:
 class TileScheduler:
     """Which tiles of queries a program takes, and which keys they see. Without a mask the first `full_tiles` of a
     head's `row_tiles` have queries for all groups; the others have 64, for one, and come last. PERSISTENT programs
-    share items: tiles, or UNEVEN ones in pairs. HEADS_PER_KV heads of queries share one of keys; a
-    section's programs are of neighbors among them, and the L2 cache serves all.
+    share items: tiles, or UNEVEN ones in pairs. HEADS_PER_KV heads of queries share one of keys; a section's programs
+    are of neighbors among them, and the L2 cache serves all.
 
     WINDOWED: a query sees `window` keys at most. UNEVEN: the later a tile, the more keys it sees: with a causal mask
     and no window. With one, tiles come in the order of those without a mask, all of them full."""
