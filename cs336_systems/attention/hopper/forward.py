@@ -156,7 +156,8 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     for _ in range(end - 1 - begin):
         t += 1
-        first_key = (end_of_tile - 1 - (t - uses)) * BLOCK_N
+        if scheduler.WINDOWED:
+            first_key -= BLOCK_N
         slot, parity = kv.slot_and_parity(t)
         k = kv.k_tile(slot)
         v = kv.v_tile(slot)
