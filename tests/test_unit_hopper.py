@@ -806,7 +806,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
         few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)
-        few += 128 * kernel.endswith("window")  # most with triton 3.9: 544
+        few += 160 * kernel.endswith("window")  # most with triton 3.9: 604
     assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
