@@ -50,12 +50,12 @@ def test_layouts_that_tma_reads():
 
 
 def test_reasons():
-    x, wide = zeros(1, 2, 100, 64), zeros(1, 2, 100, 136)
+    x, wide = zeros(1, 2, 100, 64), zeros(1, 2, 100, 264)
     for tensors, reason in (
         ([x] * 3, None),
         ([x.float()] * 3, "torch.float32: they compute in 16 bits"),
-        ([wide] * 3, "head dimension 136: 33 to 128"),
-        ([x[..., :32]] * 3, "head dimension 32: 33 to 128"),
+        ([wide] * 3, "head dimension 264: 33 to 256"),
+        ([x[..., :32]] * 3, "head dimension 32: 33 to 256"),
         ([x[..., :36]] * 3, "head dimension 36: multiples of 8"),
         ([x, x, x[..., :1].expand(x.shape)], "v: TMA cannot read strides"),
     ):
@@ -129,6 +129,19 @@ def test_who_is_served(monkeypatch):
         assert hopper.serves(part, short, x, x) is (part == "backward")  # four keys and more for each query
         fewer = x[:, :, :251]
         assert not hopper.serves(part, short, fewer, fewer)
+
+
+@pytest.mark.parametrize("d", [136, 192, 200, 256])
+def test_wide_heads_are_served_forward(d, monkeypatch):
+    on_a_hopper_gpu(monkeypatch)
+    q, k = zeros(1, 40, 1024, d), zeros(1, 8, 1024, d)
+    for of_keys in (q, k):
+        served = [hopper.serves(part, q, of_keys, of_keys) for part in ("forward", "backward")]
+        assert served == [True, False]
+    columns = 192 if d <= 192 else 256
+    for heads, table in ((8, configs.FORWARD), (9, configs.FORWARD_LARGE), (500, configs.FORWARD_LARGE)):
+        for is_causal in (False, True):
+            assert hopper.forward_config(heads, 1024, 1024, d, is_causal, 132) == table[columns]
 
 
 def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
@@ -848,11 +861,13 @@ def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, wind
     exact = exact_attention(q, k, v, grad_o, is_causal, window=window)
     seen = () if window is None else (window, None)
     results = []
+    wide = q.shape[3] > hopper.MAX_BACKWARD_HEAD_DIM
     for launcher, chosen in ((hopper, forward), (portable, None)):
         poison = [torch.full_like(x, float("nan")) for x in (q, k, v, q, k, v)]
         del poison  # the allocator hands these blocks out again: what a kernel leaves unwritten is NaN
         o, logsumexp = launcher.launch_forward(q, k, v, is_causal, chosen, seen=seen)
-        grads = launcher.launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, seen=seen)
+        backward = (portable if wide else launcher).launch_backward
+        grads = backward(q, k, v, o, logsumexp, grad_o, is_causal, seen=seen)
         results.append((o, logsumexp, grads))
     (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
     torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
@@ -971,6 +986,43 @@ def test_grouped_queries_by_the_public_function(on_hopper, d):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [136, 160, 192, 200, 256])
+def test_wide_heads(on_hopper, d, is_causal):
+    """One group and two, which see one tile of keys or so many that the ring goes round; grouped and strided."""
+    for forward in (table[hopper.columns_of(d)] for table in (configs.FORWARD, configs.FORWARD_LARGE)):
+        for num_queries, num_keys in ((333, 517), (517, 333), (1, 70), (64, 64), (193, 129), (1100, 1400)):
+            lengths = (num_queries, num_keys, num_keys, num_queries)
+            check_both_ways(*(gpu(2, 3, n, d) for n in lengths), is_causal, forward=forward)
+        for dtype in DTYPES:
+            q, do = (gpu(2, 500, 6, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+            _, k, v = gpu(2, 700, 3, 2, d, dtype=dtype).transpose(1, 3).unbind(2)
+            check_both_ways(q, k, v, do, is_causal, forward=forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [160, 256])
+def test_wide_heads_by_the_public_function(on_hopper, d):
+    """Enough programs for two groups; again, at known addresses with other numbers, and in a graph."""
+    q, k, v, grad_o = (gpu(2, heads, 1500, d, requires_grad=True) for heads in (16, 4, 4, 16))
+    assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "portable"}
+
+    def both():
+        o = attention(q, k, v, True, "flash_triton", enable_gqa=True)
+        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+
+    graph, replayed = captured(both)
+    for _ in range(2):
+        with torch.no_grad():
+            for x in (q, k, v):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        found = both()
+        assert_near(found, q, k, v, grad_o)
+        assert all(torch.equal(x, y) for x, y in zip(found, replayed, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("d", "forward"),
     [
@@ -1023,14 +1075,14 @@ def test_tiles_of_one_group(on_hopper, d, config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("growth", [1, 5, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("d", [64, 80, 128, 192, 256])
 def test_scores_that_grow_from_tile_to_tile(on_hopper, d, dtype, growth):
     """They grow by `growth` powers of two every 64 keys, in the order in which tiles are read: a row's maximum follows
     now and then, or at every tile."""
     q, k, v, do = (gpu(2, 3, 1000, d, dtype=dtype) for _ in range(4))
     q[..., 0] = 1
     k[..., 0] = torch.arange(999, -1, -1, device="cuda") // 64 * growth * math.sqrt(d) / math.log2(math.e)
-    for forward in dict.fromkeys(table[d] for table in TABLES):
+    for forward in dict.fromkeys(table[d] for table in TABLES if d in table):
         for is_causal in (False, True):
             # in dQ large keys cancel: the portable kernels lose 0.24 of it, too
             check_both_ways(q, k, v, do, is_causal, largest=0.3, forward=forward)

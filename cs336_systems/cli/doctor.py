@@ -125,7 +125,7 @@ def _hopper(torch: ModuleType | None) -> Check:
         "attention",
         "flash_triton on Hopper",
         reason is None,
-        reason or "kernels in Gluon for 16-bit tensors with head dimensions of 40 to 128 (multiples of 8)",
+        reason or "kernels in Gluon for 16-bit tensors with d of 40 to 256 (multiples of 8), backward to 128",
     )
 
 

@@ -112,9 +112,9 @@ def compile_hopper_kernel(
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96 or 128, which others are padded to. zeroed: the backward kernel finds
-    zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can. window: queries see
-    so many keys.
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 192 or 256, which others are padded to. zeroed: the backward
+    kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can. window:
+    queries see so many keys.
     """
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
@@ -124,23 +124,26 @@ def compile_hopper_kernel(
         columns_of,
         dq_tile,
         padded,
+        piece_of,
         rest_of,
     )
     from cs336_systems.attention.hopper.forward import forward_kernel
     from cs336_systems.attention.hopper.forward_alone import alone_kernel
+    from cs336_systems.attention.hopper.forward_wide import wide_kernel
     from cs336_systems.attention.hopper.launch import KEYS
 
     columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
     constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
-        function = alone_kernel if config.alone else forward_kernel
-        rows, keys = described(dtype, 1, 1, GROUP, head_dim), described(dtype, 1, 1, config.block_n, head_dim)
+        function = wide_kernel if columns > 128 else alone_kernel if config.alone else forward_kernel
+        piece = piece_of(head_dim)
+        rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, config.block_n))
         signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", scale_log2="fp32")
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             PERSISTENT=persistent and config.can_persist(columns),
-            HALVE=is_causal and config.halves, HEADS_PER_KV=heads_per_kv,
+            HALVE=is_causal and config.halves, HEADS_PER_KV=heads_per_kv, PIECE=piece,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:

@@ -1,8 +1,9 @@
 """FlashAttention for Hopper GPUs. For 16-bit tensors in Gluon, Triton's lower language: `forward` and `backward` hold
-the kernels in use, `forward_alone` the one for short rows, `backward_few` the one for few queries, `forward_state` and
-`backward_state` what travels together in them; `backward_ends` what runs before and after; `configs` chooses tiles,
-`launch` says what they serve and launches them, `tma` makes the descriptors of their tensors. For fp32 in Triton, with
-bf16 matmuls: `split` and `split_launch`. What follows is about the first.
+the kernels in use, `forward_alone` the one for short rows, `forward_wide` the one for more than 128 columns (whose
+backward pass is portable), `backward_few` the one for few queries, `forward_state` and `backward_state` what travels
+together in them; `backward_ends` what runs before and after; `configs` chooses tiles, `launch` says what they serve and
+launches them, `tma` makes the descriptors of their tensors. For fp32 in Triton, with bf16 matmuls: `split` and
+`split_launch`. What follows is about the first.
 
 The algorithm and its symbols are those of `attention.triton.kernels`; the kernels here say who does what and when,
 which Triton's own language leaves to its compiler. A program is a *producer* warp, which has tiles copied to shared
@@ -31,7 +32,8 @@ With a causal mask and a `window`, None where there is none, query i sees keys i
 not loaded.
 
 Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
-dimension is padded in the same way, to D = 64 or 128; matmuls leave out what 65 to 96 columns do not need (`common`).
+dimension is padded in the same way, to D = 64, 128, 192 or 256; matmuls leave out what 65 to 96 columns do not need
+(`common`).
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2; Zadouri et al., "FlashAttention-4" (2026), for
 sums that are rescaled lazily; PTX ISA 8.7 (wgmma, mbarrier, TMA copies).

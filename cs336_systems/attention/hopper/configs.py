@@ -14,7 +14,12 @@ GROUP = 64  # queries or keys of a warpgroup
 
 def padded(head_dim: int) -> int:
     """The head dimension that the kernels compute with."""
-    return 64 if head_dim <= 64 else 128
+    return next(d for d in (64, 128, 192, 256) if head_dim <= d)
+
+
+def piece_of(d: int) -> int:
+    """The columns of a block in shared memory, by the padded head dimension: a power of two."""
+    return 64 if d == 192 else d
 
 
 def rest_of(head_dim: int) -> int:
@@ -23,7 +28,7 @@ def rest_of(head_dim: int) -> int:
 
 
 def columns_of(head_dim: int) -> int:
-    """The columns that matmuls compute with: 64, 80, 96 or 128."""
+    """The columns that matmuls compute with: 64, 80, 96, 128, 192 or 256."""
     rest = rest_of(head_dim)
     return 64 + rest if rest else padded(head_dim)
 
@@ -38,9 +43,10 @@ def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Forward:
-    """Groups of 64 queries of a program, keys of a tile, tiles in flight, and whether the softmax of a tile overlaps
-    the matmul of the previous one within a group. programs: how many programs of one group a multiprocessor is to hold.
-    alone: one group loads its tiles itself, without a producer's warps beside it: the kernel of `forward_alone`."""
+    """Groups of 64 queries of a program, keys of a tile, tiles in flight (pairs of K and V; past 128 columns single
+    ones), and whether the softmax of a tile overlaps the matmul of the previous one within a group. programs: how many
+    programs of one group a multiprocessor is to hold. alone: one group loads its tiles itself, without a producer's
+    warps beside it: the kernel of `forward_alone`."""
 
     groups: int
     block_n: int
@@ -76,22 +82,29 @@ class Forward:
 
     def can_persist(self, head_dim: int) -> bool:
         """Whether a program to a multiprocessor can take tiles of queries one after another: those of several groups
-        can, except three with 128 columns, which leave no registers for it."""
-        return self.groups == 2 or (self.groups == 3 and columns_of(head_dim) < 128)
+        can, except three with 128 columns, which leave no registers for it, and those with more, which leave no room
+        for a second tile of queries."""
+        columns = columns_of(head_dim)
+        return columns <= 128 and (self.groups == 2 or (self.groups == 3 and columns < 128))
 
 
 # By the columns that matmuls compute with. Which is for which shape say `causal_rule` and `full_rule`.
 #   FORWARD           a program has a multiprocessor to itself
 #   FORWARD_OF_SHORT  three or four share one
 #   FORWARD_LARGE     64 columns: two share one; more: a program of two groups has one to itself
+#                     (past 128 columns these are all there are: others lack room or registers)
 #   FORWARD_OF_LONG   a program of three groups has one to itself
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
-FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE}
+_WIDE = Forward(1, 64, 5, True, programs=1)
+FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE, 192: _WIDE, 256: _WIDE}
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 1, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE
 }  # fmt: skip
-FORWARD_LARGE = {64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True)}
+FORWARD_LARGE = {
+    64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True),
+    192: Forward(2, 128, 3, True), 256: Forward(2, 64, 5, True),
+}  # fmt: skip
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG
 # with a causal mask persistent programs pay if multiprocessors wait for the last one at most WAITING of their time, and
@@ -150,7 +163,7 @@ def full_tiles(
     of: whichever is done first."""
     groups = triton.cdiv(num_queries, GROUP)
     every, most = triton.cdiv(groups, config.groups), groups // config.groups
-    if config.groups < 3 or columns == 128:  # two groups gain nothing by it, three with 128 columns lose
+    if config.groups < 3 or columns >= 128:  # two groups gain nothing by it, three with 128 columns lose
         return every
     even = most * batch_heads // multiprocessors * multiprocessors // batch_heads
     load = lambda full: load_of(config, batch_heads, groups, full, multiprocessors)
@@ -272,6 +285,8 @@ def forward_config(
     )
     if shape.programs(1) <= 1:  # a multiprocessor has one program at most, and nothing to overlap it with
         return FORWARD[shape.columns]
+    if shape.columns > 128:
+        return FORWARD_LARGE[shape.columns]
     return causal_rule(shape) if is_causal else full_rule(shape)
 
 

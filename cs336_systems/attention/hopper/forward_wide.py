@@ -156,6 +156,8 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     PIECE: gl.constexpr = ring.tiles.PIECE
     PIECES: gl.constexpr = ring.tiles.PIECES
     DTYPE: gl.constexpr = ring.tiles.smem.dtype
+    # a matmul at a time, where registers do not suffice for both results
+    IN_TURN: gl.constexpr = scheduler.GROUPS == 3 or PIECES * PIECE + BLOCK_N > 320
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -200,10 +202,14 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
         else:
             ring.wait(v_use)
             acc = _plus(acc, p, ring.tile(v_use))
+            if IN_TURN:
+                acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
+                ring.release(v_use)
             ring.wait(k_use)
             s = _scores(q, ring.tile(k_use), zeros)
-            acc = [warpgroup_mma_wait(PIECES, deps=(x,)) for x in acc]
-            ring.release(v_use)
+            if not IN_TURN:
+                acc = [warpgroup_mma_wait(PIECES, deps=(x,)) for x in acc]
+                ring.release(v_use)
             s = warpgroup_mma_wait(0, deps=(s,))
             ring.release(k_use)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, True)

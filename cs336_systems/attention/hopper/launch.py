@@ -25,10 +25,12 @@ from cs336_systems.attention.hopper.configs import (
     full_tiles,
     padded,
     parts_of,
+    piece_of,
     rest_of,
 )
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.forward_alone import alone_kernel
+from cs336_systems.attention.hopper.forward_wide import wide_kernel
 from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.hopper.workspace import Workspace
 from cs336_systems.attention.triton import again
@@ -38,7 +40,8 @@ from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multipr
 
 LOG2_E = math.log2(math.e)
 KEYS = 128  # of a tile of the backward kernel
-MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 128  # smaller ones would be padded to twice as much and more
+MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # smaller ones would be padded to twice as much and more
+MAX_BACKWARD_HEAD_DIM = 128
 MIN_LENGTH = 64  # queries and keys from which on the forward kernel is faster than the portable one
 # up to so many programs per multiprocessor, in tiles for few, the portable backward kernels are faster than the three
 # here: tiles as large as these make fewer programs, and the time is that of the longest one
@@ -95,6 +98,8 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
     if part == "forward":
         # few queries against many keys: the portable forward kernel splits the keys among programs
         return num_keys < CROSS * num_queries or splits_for(q, k) < 4
+    if q.shape[3] > MAX_BACKWARD_HEAD_DIM:
+        return False
     # of groups: compiled ahead of time, but no GPU has run all of their tests yet
     if q.shape[1] != k.shape[1]:
         return False
@@ -138,11 +143,9 @@ def first_forward(
     persistent = config.can_persist(head_dim) and (
         not is_causal or window is not None or even_pairs(config, *sizes, multiprocessors)
     )
-    descriptors = (
-        descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, config.block_n, d),
-        descriptor(v, 1, 1, config.block_n, d), descriptor(o, 1, 1, GROUP, d),
-    )  # fmt: skip
-    kernel = alone_kernel if config.alone else forward_kernel
+    rows, keys = (1, 1, GROUP, piece_of(d)), (1, 1, config.block_n, piece_of(d))
+    descriptors = descriptor(q, *rows), descriptor(k, *keys), descriptor(v, *keys), descriptor(o, *rows)
+    kernel = wide_kernel if d > 128 else alone_kernel if config.alone else forward_kernel
     chain = chain_of(config, *sizes, is_causal, multiprocessors) if config.alone else 1
     programs = triton.cdiv(row_tiles, chain) * batch * heads
     if persistent:
@@ -151,8 +154,8 @@ def first_forward(
         l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
         section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
         num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
-        IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, STAGES=config.stages,
-        OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
+        IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, PIECE=piece_of(d),
+        STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
         HALVE=is_causal and config.halves and num_keys >= num_queries, HEADS_PER_KV=heads // k.shape[1], num_warps=4,
     )  # fmt: skip

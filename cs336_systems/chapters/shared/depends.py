@@ -14,7 +14,8 @@ TRITON = (
     "attention/hopper/backward.py", "attention/hopper/backward_dq.py", "attention/hopper/backward_ends.py",
     "attention/hopper/backward_few.py", "attention/hopper/backward_state.py", "attention/hopper/backward_steps.py",
     "attention/hopper/common.py", "attention/hopper/configs.py", "attention/hopper/forward.py",
-    "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py", "attention/hopper/launch.py",
+    "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py", "attention/hopper/forward_wide.py",
+    "attention/hopper/launch.py",
     "attention/hopper/split.py",
     "attention/hopper/split_launch.py", "attention/hopper/tma.py", "attention/hopper/workspace.py",
 )  # fmt: skip
