@@ -43,6 +43,19 @@ def test_half_precision(impl, dtype):
 
 
 @triton_on_cpu
+@pytest.mark.parametrize("of_keys", [4, 2])
+def test_dk_and_dv_by_a_launch_each(of_keys, monkeypatch):
+    from cs336_systems.attention.triton import launch, tiles
+
+    monkeypatch.setattr(
+        launch, "apart_for", lambda *given: (tiles.Tiles(16, 32, 4, 1), tiles.Tiles(32, 16, 4, 1))
+    )
+    q, k, v = (fresh(2, heads, n, 24) for heads, n in ((4, 70), (of_keys, 50), (of_keys, 50)))
+    for seen in ({}, {"window": 30}):
+        check("flash_triton", q, k, v, True, **seen)
+
+
+@triton_on_cpu
 def test_bf16_in_the_interpreter_is_refused():
     q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
     with pytest.raises(ValueError, match=r"torch.bfloat16 on device 'cpu'.*torch.float32 and torch.float16"):

@@ -142,6 +142,33 @@ def test_keys_of_a_group_take_tiles_that_do_not_spill(head_dim, monkeypatch):
     assert compiled.spill_bytes <= SPILL_BYTES and not compiled.faults
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize("without", ["dv", "dk"])
+@pytest.mark.parametrize("at", tiles.APART)
+def test_dk_and_dv_apart_do_not_spill(at, without):
+    capability, _, head_dim = at
+    chosen = tiles.APART[at][without == "dk"]
+    variant = {"without": without, "even": False}
+    compiled = (
+        compiler().submit(_compile, "backward_keys", capability, head_dim, "bf16", chosen, variant).result()
+    )
+    assert compiled.spill_bytes == 0 and not compiled.faults and "wgmma.mma_async" in compiled.ptx
+    assert compiled.shared_bytes <= tiles.SHARED_MEMORY_KIB[capability] * 1024
+
+
+def test_dk_and_dv_are_apart_where_programs_are_enough(monkeypatch):
+    monkeypatch.setattr(tiles, "capability_of", lambda index: 90)
+    monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
+    of_d256 = tiles.APART[90, "half", 256]
+    for heads, keys, head_dim, precision, expected in (
+        (132, 128, 136, "half", of_d256), (66, 129, 256, "half", of_d256), (131, 128, 192, "half", None),
+        (132, 4096, 128, "half", None), (132, 4096, 256, "fp32", None),
+    ):  # fmt: skip
+        assert tiles.apart_for(*on_a_gpu(heads, 7, keys, head_dim), precision) == expected
+    monkeypatch.setattr(tiles, "capability_of", lambda index: 100)
+    assert tiles.apart_for(*on_a_gpu(132, 7, 128, 256), "half") is None
+
+
 def test_keys_are_split_where_queries_are_few(monkeypatch):
     monkeypatch.setattr(tiles, "multiprocessors_of", lambda index: 132)
 

@@ -56,12 +56,13 @@ class Compiled:
 def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
     expanded: int = 0, plain: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
+    without: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
 
     `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `plain`: strides
     are multiples of 16, and columns lie next to each other. `window`, `packed`: queries see so many keys, or those of
-    their document.
+    their document. `without`: "dk" or "dv", where the kernel for keys makes the other one alone.
     Raises triton's own errors where the kernel does not compile for the target.
     """
     function = KERNELS[kernel]
@@ -72,6 +73,7 @@ def compile_kernel(
     )  # fmt: skip
     constants |= {} if window else {"window": None}
     constants |= {} if packed else {"bounds_ptr": None}
+    constants |= {f"{without}_ptr": None} if without else {}
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     if plain:

@@ -16,6 +16,7 @@ from cs336_systems.attention.triton.backward import backward_keys_kernel, backwa
 from cs336_systems.attention.triton.kernels import bounds_kernel, combine_kernel, forward_kernel
 from cs336_systems.attention.triton.tiles import (
     Tiles,
+    apart_for,
     capability_of,
     rows_of,
     splits_for,
@@ -76,16 +77,18 @@ def wide(kernel: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _arguments(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles, window: int | None = None,
+    kernel: str, tensors: dict[str, torch.Tensor | None], is_causal: bool, tiles: Tiles, window: int | None = None,
     splits: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants."""
+    """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants. Of tensors that
+    are not to be computed (None) it makes no use of the strides, either."""
     q, k = tensors["q"], tensors["k"]
     batch, q_heads, num_queries, head_dim = q.shape
     heads = (k if kernel == "backward_keys" else q).shape[1]  # a program is for one of these
     arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
     arguments.setdefault("bounds_ptr", None)
     for name, x in tensors.items():
+        x = k if x is None else x
         if x.ndim == 4:  # L, delta and bounds are contiguous and have no strides among the arguments
             arguments |= strides(name, x)
     arguments |= dict(
@@ -113,26 +116,27 @@ def options_of(tiles: Tiles) -> dict[str, Any]:
 
 
 def _mistrusted(
-    kernel: str, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], tiles: Tiles
+    kernel: str, tensors: dict[str, torch.Tensor | None], arguments: dict[str, Any], tiles: Tiles
 ) -> bool:
     """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns are not
     contiguous, which needs a register for the address of each element, and where its code shows the fault."""
     if tensors["q"].device.type != "cuda" or capability_of(tensors["q"].device.index) != 90:
         return False
-    if any(x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
+    if any(x is not None and x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
         return True
     return faulty(wide(KERNELS[kernel], arguments).warmup(grid=(1,), **arguments, **options_of(tiles)))
 
 
 def first_launch(
-    kernel: str, tensors: dict[str, torch.Tensor], is_causal: bool, tiles: Tiles | None, window: int | None = None,
-    splits: int = 1,
+    kernel: str, tensors: dict[str, torch.Tensor | None], is_causal: bool, tiles: Tiles | None,
+    window: int | None = None, splits: int = 1, table: Tiles | None = None,
 ) -> list[Launch]:  # fmt: skip
     """Compiles one of KERNELS where needed, launches it, and returns how to do so again (nothing when interpreted).
-    Without `tiles`, those of the tables, or others where the machine code that they lead to is not to be trusted."""
+    Without `tiles`, those of the tables (`table`, or `tiles_for`), or others where the machine code they lead to is
+    not to be trusted."""
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
-    tiles = tiles or tiles_for(kernel, q, k, _precision(q.dtype))
+    tiles = tiles or table or tiles_for(kernel, q, k, _precision(q.dtype))
     arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
     if not given and _mistrusted(kernel, tensors, arguments, tiles):
         tiles = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
@@ -242,22 +246,26 @@ def first_backward(
     config: tuple[Tiles | None, Tiles | None] | None = None, window: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
-    """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it. An
-    expanded `do` is not copied."""
+    """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it; that for
+    keys once for both of these, or once for each (`tiles.APART`). An expanded `do` is not copied."""
     query_tiles, key_tiles = config or (None, None)
     launches, scratch, bounds = _first_bounds(cu_seqlens, q)
     scratch = (*scratch, (tuple(logsumexp.shape), torch.float32))
     (delta,) = again.empty(scratch[-1:], q.device)
     first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq) | bounds
-    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv) | bounds
     launches += first_launch("backward_queries", first, is_causal, query_tiles, window)
-    launches += first_launch("backward_keys", second, is_causal, key_tiles, window)
+    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv) | bounds
+    apart = None if key_tiles else apart_for(q, k, _precision(q.dtype))
+    for tiles, other in zip(apart, ("dv", "dk"), strict=True) if apart else ((None, None),):
+        without = {other: None} if other else {}
+        launches += first_launch("backward_keys", second | without, is_causal, key_tiles, window, table=tiles)
 
     def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, *more_at):
         *bounds_at, delta_at = more_at
         inputs, last = (q_at, k_at, v_at), bounds_at[1:]
         by_query = *inputs, o_at, do_at, l_at, delta_at, dq_at, *last
-        by_key = *inputs, do_at, l_at, delta_at, dk_at, dv_at, *last
-        return (tuple(bounds_at), by_query, by_key) if bounds_at else (by_query, by_key)
+        made = ((dk_at, None), (None, dv_at)) if apart else ((dk_at, dv_at),)
+        by_key = [(*inputs, do_at, l_at, delta_at, *of_each, *last) for of_each in made]
+        return (tuple(bounds_at), by_query, *by_key) if bounds_at else (by_query, *by_key)
 
     return Pass(launches, addresses, scratch)

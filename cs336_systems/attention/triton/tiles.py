@@ -157,6 +157,12 @@ WITHOUT_WGMMA = {
 _NARROW, _WIDE = _T(64, 64, 4, 3), _T(64, 128, 8, 3)
 GROUPED = {(90, "backward_keys", "half", d): _WIDE if d == 64 else _NARROW for d in (16, 32, 64)}
 
+# where a program that sums both dK and dV of enough keys for wgmma would spill: the tiles of a launch for each, from a
+# program to a multiprocessor on
+APART: dict[tuple[int, str, int], tuple[Tiles, Tiles]] = {
+    (90, "half", 256): (_T(32, 128, 8, 2), _T(32, 128, 8, 2))
+}
+
 # The forward kernel's tiles where keys are at least CROSS times as many as queries: few of their rows are empty.
 # generation, precision, d → queries of a program → tiles
 CROSS = 4
@@ -268,3 +274,15 @@ def tiles_for(kernel: str, q: torch.Tensor, k: torch.Tensor, precision: str) -> 
     found = tiles(kernel, capability, head_dim, precision, programs / multiprocessors_of(q.device.index))
     of_group = generation(capability), kernel, precision, HEAD_DIMS[_column(head_dim)]
     return GROUPED.get(of_group, found) if found == chosen and k.shape[1] < q.shape[1] else found
+
+
+def apart_for(q: torch.Tensor, k: torch.Tensor, precision: str) -> tuple[Tiles, Tiles] | None:
+    """The configurations of the backward kernel for keys where dK and dV of tensors q, k (batch, heads, n, d) have a
+    launch each; None where they share one."""
+    if q.device.type != "cuda":
+        return None
+    of_gpu = generation(capability_of(q.device.index)), precision, HEAD_DIMS[_column(q.shape[3])]
+    found, (batch, heads, num_keys, _) = APART.get(of_gpu), k.shape
+    if found is None or batch * heads * -(-num_keys // found[0].block_n) < multiprocessors_of(q.device.index):
+        return None
+    return found
