@@ -20,7 +20,7 @@ from cs336_systems.attention.reference import exact_attention
 SHAPES = ((1, 2, 300, 130), (1, 1, 70, 70), (1, 1, 33, 1300))  # batch, heads, queries, keys
 OF = {  # head dimensions and dtypes
     "portable": ((16, 64, 128), (torch.bfloat16, torch.float32, "tf32")),
-    "hopper": ((40, 80, 96, 128), (torch.bfloat16,)),  # which 16 bits they are changes no address
+    "hopper": ((40, 80, 96, 128, 160, 256), (torch.bfloat16,)),  # which 16 bits they are changes no address
     "split": ((16, 40, 128), (torch.float32,)),
     "cuda": ((20, 64, 128), (torch.bfloat16, torch.float16)),
     "turing": ((20, 64, 128), (torch.float16,)),
@@ -44,7 +44,8 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
         rule.CHAINED, rule.CHAINS = 2**30, 0.01  # chains of two tiles, and of one
 
         def configs(d):  # all that are in use: shapes as small as these get the first only
-            return list(dict.fromkeys((table[launcher.columns_of(d)],) for table in rule.FORWARD_TABLES))
+            columns = launcher.columns_of(d)
+            return list(dict.fromkeys((table[columns],) for table in rule.FORWARD_TABLES if columns in table))
 
     elif kernels == "split":
         from cs336_systems.attention.hopper import split_launch as launcher
@@ -82,7 +83,10 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
         if kernels == "hopper":
             launcher.UNZEROED = dict.fromkeys((64, 128), 2**30 if whole else 0)
         forward = [launcher.launch_forward(q, k, v, is_causal, *config) for config in configs(d)]
-        found = [o for o, _ in forward], *launcher.launch_backward(q, k, v, *forward[0], grad_o, is_causal)
+        of_backward = launcher
+        if kernels == "hopper" and d > launcher.MAX_BACKWARD_HEAD_DIM:
+            from cs336_systems.attention.triton import launch as of_backward
+        found = [o for o, _ in forward], *of_backward.launch_backward(q, k, v, *forward[0], grad_o, is_causal)
         torch.use_deterministic_algorithms(False)
         for xs, true in zip(found, exact_attention(q, k, v, grad_o, is_causal), strict=True):
             for x in xs if isinstance(xs, list) else [xs]:

@@ -114,7 +114,7 @@ def compile_hopper_kernel(
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 192 or 256, which others are padded to. zeroed: the backward
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the backward
     kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can. window:
     queries see so many keys.
     """
@@ -146,6 +146,7 @@ def compile_hopper_kernel(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             PERSISTENT=persistent and config.can_persist(columns),
             HALVE=is_causal and config.halves, HEADS_PER_KV=heads_per_kv, PIECE=piece,
+            COLUMNS=columns,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:

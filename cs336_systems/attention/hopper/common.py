@@ -103,7 +103,8 @@ def widened(x):
 # Blocks are powers of two: for a head dimension of 80 or 96, too, tiles have D = 128 columns. The matmuls leave out the
 # rest. To them there are two parts, 64 columns and REST = 16 or 32 more; or, REST = 0, one part of all D columns.
 @gluon.jit
-def _zeros(WIDTH: gl.constexpr):
+def accumulator(WIDTH: gl.constexpr):
+    """fp32 zeros, 64 rows of so many columns."""
     return gl.zeros([WG, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
 
 
@@ -111,9 +112,9 @@ def _zeros(WIDTH: gl.constexpr):
 def accumulators(D: gl.constexpr, REST: gl.constexpr):
     """fp32 zeros, 64 rows of each part's columns."""
     if REST:
-        return _zeros(64), _zeros(REST)
+        return accumulator(64), accumulator(REST)
     else:
-        return (_zeros(D),)
+        return (accumulator(D),)
 
 
 @gluon.jit

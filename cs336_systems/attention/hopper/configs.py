@@ -28,9 +28,9 @@ def rest_of(head_dim: int) -> int:
 
 
 def columns_of(head_dim: int) -> int:
-    """The columns that matmuls compute with: 64, 80, 96, 128, 192 or 256."""
+    """The columns that matmuls compute with: 64, 80, 96, 128, 160, 192 or 256."""
     rest = rest_of(head_dim)
-    return 64 + rest if rest else padded(head_dim)
+    return 64 + rest if rest else 160 if 128 < head_dim <= 160 else padded(head_dim)
 
 
 def dq_tile(rest: int, few: bool) -> tuple[int, ...]:
@@ -96,14 +96,16 @@ class Forward:
 #   FORWARD_OF_LONG   a program of three groups has one to itself
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
-_WIDE = Forward(1, 64, 5, True, programs=1)
-FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE, 192: _WIDE, 256: _WIDE}
+_WIDE, _TWO_WIDE = Forward(1, 64, 5, True, programs=1), Forward(2, 128, 3, True)
+FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE} | dict.fromkeys(
+    (160, 192, 256), _WIDE
+)
 FORWARD_OF_SHORT = {
     64: Forward(1, 64, 1, False, programs=4, alone=True), 80: _ALONE, 96: _ALONE, 128: _ALONE
 }  # fmt: skip
 FORWARD_LARGE = {
     64: Forward(1, 128, 2, False), 80: _TWO, 96: _TWO, 128: Forward(2, 128, 2, True),
-    192: Forward(2, 128, 3, True), 256: Forward(2, 64, 5, True),
+    160: _TWO_WIDE, 192: _TWO_WIDE, 256: Forward(2, 64, 5, True),
 }  # fmt: skip
 FORWARD_OF_LONG = dict.fromkeys((64, 80, 96, 128), Forward(3, 128, 2, False))
 FORWARD_TABLES = FORWARD, FORWARD_OF_SHORT, FORWARD_LARGE, FORWARD_OF_LONG

@@ -6,7 +6,7 @@ of K is after the first matmul. O takes the place of Q. A program has a multipro
 queries; the heaviest come first.
 
 Blocks are powers of two: 192 columns come as three pieces of 64, one after another in shared memory, with a matmul for
-each; 256 as one.
+each; 256 as one. Of the third of 160 columns matmuls leave out the second half.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, async_store, barriers, times_rows
+from cs336_systems.attention.hopper.common import (
+    WG,
+    accumulator,
+    aggregate,
+    async_load,
+    async_store,
+    barriers,
+    times_rows,
+)
 from cs336_systems.attention.hopper.forward_state import TileScheduler, first_softmax
 
 
 @aggregate
 class Pieces:
-    """Places in shared memory for tiles, each as PIECES blocks of PIECE columns."""
+    """Places in shared memory for tiles, each as PIECES blocks of PIECE columns; matmuls need LAST of the last one."""
 
     smem: gl.shared_memory_descriptor
     ROWS: gl.constexpr
     PIECE: gl.constexpr
     PIECES: gl.constexpr
+    LAST: gl.constexpr
 
     @gluon.jit
     def load(self, desc, b, h, first_row, full, slot):
@@ -42,11 +51,14 @@ class Pieces:
 
     @gluon.jit
     def tile(self, slot):
-        """A tuple of blocks (ROWS, PIECE)."""
+        """A tuple of blocks (ROWS, PIECE), the last one (ROWS, LAST)."""
         blocks = ()
         for i in gl.static_range(self.PIECES):
             block = self.smem.index(slot * self.PIECES + i).reshape([self.ROWS, self.PIECE])
-            blocks = blocks + (block,)  # noqa: RUF005 (triton has no stars)
+            if i == self.PIECES - 1 and self.LAST < self.PIECE:
+                blocks = blocks + (block.slice(0, self.LAST, 1),)  # noqa: RUF005 (triton has no stars)
+            else:
+                blocks = blocks + (block,)  # noqa: RUF005
         return blocks
 
 
@@ -120,11 +132,23 @@ def _scores(q, k, empty):
 
 
 @gluon.jit
+def _accumulators(tile):
+    """fp32 zeros, 64 rows of each piece's columns."""
+    return [accumulator(x.shape[1]) for x in tile]
+
+
+@gluon.jit
+def _plus_piece(part, p, v):
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, part.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(p, v, part, is_async=True)
+
+
+@gluon.jit
 def _plus(acc, p, v):
     """Issues O + P V, a matmul for each piece of the columns."""
     parts = ()
     for i in gl.static_range(len(v)):
-        parts = parts + (warpgroup_mma(p, v[i], acc[i], is_async=True),)  # noqa: RUF005
+        parts = parts + (_plus_piece(acc[i], p, v[i]),)  # noqa: RUF005
     return parts
 
 
@@ -153,14 +177,11 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     """64 queries of the tile, those of group G: the online softmax over their keys, then O and L."""
     ring, scheduler, scale_log2 = program.ring, program.scheduler, program.scale_log2
     BLOCK_N: gl.constexpr = ring.tiles.ROWS
-    PIECE: gl.constexpr = ring.tiles.PIECE
     PIECES: gl.constexpr = ring.tiles.PIECES
     DTYPE: gl.constexpr = ring.tiles.smem.dtype
     # a matmul at a time, where registers do not suffice for both results
-    IN_TURN: gl.constexpr = scheduler.GROUPS == 3 or PIECES * PIECE + BLOCK_N > 320
+    IN_TURN: gl.constexpr = scheduler.GROUPS == 3 or PIECES * ring.tiles.PIECE + BLOCK_N > 320
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
 
     first_query = first_of_tile + G * WG
     steps = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
@@ -170,10 +191,9 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
         ring.skip(ring.use_of_v(t, steps))
 
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
-    acc = ()
-    for _ in gl.static_range(PIECES):
-        acc = acc + (gl.zeros([WG, PIECE], gl.float32, o_layout),)  # noqa: RUF005
     q = program.queries.tile(G)
+    acc = _accumulators(q)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     use = ring.use_of_k(first)
     mbarrier.wait(program.q_full.index(G), 0)
     ring.wait(use)
@@ -231,7 +251,7 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     b, h = head // scheduler.heads, head % scheduler.heads
     for i in gl.static_range(PIECES):
         piece = program.queries.smem.index(G * PIECES + i)
-        async_store(program.o_desc, [b, h, first_query, i * PIECE], piece)
+        async_store(program.o_desc, [b, h, first_query, i * program.queries.PIECE], piece)
     tma.store_wait(0)
 
 
@@ -252,19 +272,21 @@ def _group(program, G: gl.constexpr):
                               "num_keys"])  # fmt: skip
 def wide_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, full_tiles, row_tiles, num_queries,
                 num_keys, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-                D: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-                HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """O and L of a tile of queries of one head. Grid: (row_tiles · batch_heads,)."""
+                D: gl.constexpr, PIECE: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+                OVERLAP: gl.constexpr, HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """O and L of a tile of queries of one head. Grid: (row_tiles · batch_heads,). Tiles have D columns, of which
+    matmuls compute with the first COLUMNS."""
     dtype: gl.constexpr = q_desc.dtype
     PIECES: gl.constexpr = D // PIECE
+    LAST: gl.constexpr = PIECE - (D - COLUMNS)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS * PIECES, 1, 1, WG, PIECE], q_desc.layout)
     kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, PIECE], k_desc.layout)
     q_full, full, empty = barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
-    ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES), full, empty, STAGES, OVERLAP)
+    ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES, LAST), full, empty, STAGES, OVERLAP)
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, IS_CAUSAL,
                               GROUPS, BLOCK_N, False, HEADS_PER_KV)  # fmt: skip
-    queries = Pieces(q_smem, WG, PIECE, PIECES)
+    queries = Pieces(q_smem, WG, PIECE, PIECES, LAST)
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, q_full, ring, scheduler, scale_log2)
     # as in `forward_kernel`
     if GROUPS == 3:
