@@ -118,8 +118,8 @@ def _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base,
                first_key, query_ends, first_query, end_query, num_queries, scale_log2, BLOCK_M: tl.constexpr,
                BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
                EVEN_M: tl.constexpr, EXPANDED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dK / scale and dV, or the one that is not None, summed over the query tiles in [first_query, end_query); scores
-    are transposed.
+    """dK / scale and dV summed over the query tiles in [first_query, end_query); scores are transposed. One of them can
+    be of one number, which says that it is not wanted.
 
     Rows past the last query need no mask: q, dO, L and delta are zero there, and so is what they add.
     """
@@ -142,7 +142,7 @@ def _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base,
             delta = tl.load(delta_base + queries, mask=queries < num_queries, other=0.0)
         # both matmuls are issued before either is used: the tensor cores go on while the exponentials are computed
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        if dk is not None:
+        if dk.shape[0] == BLOCK_N:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - l_log2[None, :])
         if MASKED:
@@ -151,9 +151,9 @@ def _key_steps(k, v, dk, dv, q_base, do_base, l_base, delta_base,
                 p = tl.where(queries[None, :] < query_ends[:, None], p, 0.0)
         if EXPANDED == 2 and not EVEN_M:
             p = tl.where((queries < num_queries)[None, :], p, 0.0)
-        if dv is not None:
+        if dv.shape[0] == BLOCK_N:
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        if dk is not None:
+        if dk.shape[0] == BLOCK_N:
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
@@ -180,11 +180,8 @@ def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, 
                    first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
     v = _load_tile(_head(v_ptr, index, heads, stride_v_batch, stride_v_head), stride_v_row, stride_v_col,
                    first_key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM, not EVEN_N)  # fmt: skip
-    dk, dv = None, None
-    if dk_ptr is not None:
-        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    if dv_ptr is not None:
-        dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dk = tl.zeros((1, 1) if dk_ptr is None else (BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((1, 1) if dv_ptr is None else (BLOCK_N, BLOCK_D), tl.float32)
     for i in range(HEADS_PER_KV):
         q_head = index * HEADS_PER_KV + i
         q_base = _head(q_ptr, q_head, heads * HEADS_PER_KV, stride_q_batch, stride_q_head)
@@ -210,9 +207,9 @@ def backward_keys_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, 
                                 stride_do_row, stride_do_col, first_key, query_ends, ends[part], ends[part + 1],
                                 num_queries, scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, part != 1, EVEN_M,
                                 EXPANDED, PRECISION)  # fmt: skip
-    if dk is not None:
+    if dk_ptr is not None:
         _store_tile(_head(dk_ptr, index, heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
                     first_key, num_keys, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
-    if dv is not None:
+    if dv_ptr is not None:
         _store_tile(_head(dv_ptr, index, heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
                     first_key, num_keys, dv, BLOCK_N, BLOCK_D, HEAD_DIM)  # fmt: skip
