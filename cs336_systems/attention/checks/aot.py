@@ -114,9 +114,9 @@ def compile_hopper_kernel(
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the backward
-    kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it can. window:
-    queries see so many keys.
+    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
+    backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
+    can. window: queries see so many keys.
     """
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel

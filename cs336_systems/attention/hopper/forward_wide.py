@@ -284,8 +284,8 @@ def wide_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, secti
     q_full, full, empty = barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
     ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES, LAST), full, empty, STAGES, OVERLAP)
-    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, IS_CAUSAL,
-                              GROUPS, BLOCK_N, False, HEADS_PER_KV)  # fmt: skip
+    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, num_keys,
+                              False, IS_CAUSAL, IS_CAUSAL, GROUPS, BLOCK_N, False, HEADS_PER_KV)  # fmt: skip
     queries = Pieces(q_smem, WG, PIECE, PIECES, LAST)
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, q_full, ring, scheduler, scale_log2)
     # as in `forward_kernel`

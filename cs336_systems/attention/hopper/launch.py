@@ -91,7 +91,7 @@ def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window:
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
-    if reason_against(q, k, v) is not None:
+    if reason_against(q, k, v) is not None or (window is not None and q.shape[3] > MAX_BACKWARD_HEAD_DIM):
         return False
     batch, heads, num_queries, _ = q.shape
     num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
