@@ -96,7 +96,7 @@ class Forward:
 #   FORWARD_OF_LONG   a program of three groups has one to itself
 _ONE, _TWO = Forward(1, 64, 2, True), Forward(2, 128, 2, False)
 _ALONE = Forward(1, 64, 1, False, programs=3, alone=True)
-_WIDE, _TWO_WIDE = Forward(1, 64, 5, True, programs=1), Forward(2, 128, 3, True)
+_WIDE, _TWO_WIDE = Forward(1, 64, 5, True, programs=1), Forward(2, 128, 3, False)
 FORWARD = {64: Forward(1, 128, 2, True), 80: _ONE, 96: _ONE, 128: _ONE} | dict.fromkeys(
     (160, 192, 256), _WIDE
 )

@@ -179,8 +179,6 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     BLOCK_N: gl.constexpr = ring.tiles.ROWS
     PIECES: gl.constexpr = ring.tiles.PIECES
     DTYPE: gl.constexpr = ring.tiles.smem.dtype
-    # a matmul at a time, where registers do not suffice for both results
-    IN_TURN: gl.constexpr = scheduler.GROUPS == 3 or PIECES * ring.tiles.PIECE + BLOCK_N > 320
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
 
     first_query = first_of_tile + G * WG
@@ -219,18 +217,13 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             ring.release(v_use)
             p = new_p
-        else:
+        else:  # in turn: registers do not suffice for both at once
             ring.wait(v_use)
             acc = _plus(acc, p, ring.tile(v_use))
-            if IN_TURN:
-                acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-                ring.release(v_use)
+            acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
+            ring.release(v_use)
             ring.wait(k_use)
-            s = _scores(q, ring.tile(k_use), zeros)
-            if not IN_TURN:
-                acc = [warpgroup_mma_wait(PIECES, deps=(x,)) for x in acc]
-                ring.release(v_use)
-            s = warpgroup_mma_wait(0, deps=(s,))
+            s = warpgroup_mma_wait(0, deps=(_scores(q, ring.tile(k_use), zeros),))
             ring.release(k_use)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, True)
         acc = [times_rows(x, alpha, True) for x in acc]
