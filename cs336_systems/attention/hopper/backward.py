@@ -99,13 +99,13 @@ def _producer(program):
         mbarrier.expect(full, 2 * WG * kv.D * 2)
         for g in gl.static_range(2):
             async_load(program.v_desc, [b, kv_h, first_key + g * WG, 0], full, kv.v.index(2 * slot + g))
-        loaded = 1
         for nth_head in range(scheduler.HEADS_PER_KV):
+            # not a variable that is 1 and then 0: Gluon's compiler (3.6, 3.7) takes it for 1 in every pass of the loop
+            loaded = (nth_head == 0).to(gl.int32)
             for n in range(loaded, end - first):
                 program.load_queries(
                     b, q_h + nth_head, q_head + nth_head, scheduler.nth_of(first, end, n), t + n
                 )
-            loaded = 0
             t += end - first
         turn += 1
         item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
