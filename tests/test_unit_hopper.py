@@ -1,9 +1,11 @@
 """The Hopper kernels: what their launchers take, what the compiler says of them, and on a GPU their results."""
 
+import ast
 import functools
 import math
 import random
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -875,6 +877,26 @@ def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, wind
         assert ours.stride() == other.stride() and torch.isfinite(ours).all()
         assert relative(ours, true, 1) <= 2.5 * relative(other, true, 1) + 1e-4
         assert relative(other, true, 1) < largest
+
+
+def test_no_loop_sets_a_variable_to_another_constant():
+    """Gluon's compiler (triton 3.6, 3.7) takes a variable that is a constant before a loop, and another one after its
+    first pass, for the first one in all passes."""
+    for path in Path(configs.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            constants = [
+                (node.lineno, node.targets[0].id)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+                and isinstance(node.targets[0], ast.Name)
+            ]  # fmt: skip
+            for loop in ast.walk(function):
+                if isinstance(loop, (ast.For, ast.While)):
+                    inside = {name for line, name in constants if loop.lineno < line <= loop.end_lineno}
+                    before = {name for line, name in constants if line < loop.lineno}
+                    assert not inside & before, f"{path.name}, {function.name}, line {loop.lineno}"
 
 
 @pytest.mark.gpu

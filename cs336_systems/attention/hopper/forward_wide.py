@@ -282,10 +282,7 @@ def wide_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, secti
     queries = Pieces(q_smem, WG, PIECE, PIECES, LAST)
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, q_full, ring, scheduler, scale_log2)
     # as in `forward_kernel`
-    if GROUPS == 3:
-        gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_group, (program, 2)),
-                            (_producer, (program,))], [4, 4, 1], [160, 160, 32])  # fmt: skip
-    elif GROUPS == 2:
+    if GROUPS == 2:
         gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_producer, (program,))],
                            [4, 1], [240, 24])  # fmt: skip
     else:
