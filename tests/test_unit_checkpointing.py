@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from cs336_systems.chapters.checkpointing import strategies  # noqa: E402
 from cs336_systems.measure.memory.tensors import watching_tensors  # noqa: E402
 from cs336_systems.model import TransformerLM  # noqa: E402
 from cs336_systems.training import checkpointing  # noqa: E402
@@ -45,10 +46,10 @@ def plain(blocks, x):
 
 
 STRATEGIES = {
-    "size 1": lambda blocks, x: checkpointing.blockwise(blocks, x),
-    "size 3": lambda blocks, x: checkpointing.blockwise(blocks, x, size=3),
-    "size 99": lambda blocks, x: checkpointing.blockwise(blocks, x, size=99),
-    "nested": checkpointing.nested,
+    "size 1": lambda blocks, x: strategies.blockwise(blocks, x),
+    "size 3": lambda blocks, x: strategies.blockwise(blocks, x, size=3),
+    "size 99": lambda blocks, x: strategies.blockwise(blocks, x, size=99),
+    "nested": strategies.nested,
 }
 
 
@@ -141,8 +142,8 @@ def test_kept_results_are_not_computed_again():
 
 
 def test_what_is_dear_for_its_bytes_is_kept_first():
-    made = [Operation(("mm", 1), (4,), 100, 50.0), Operation(("mm", 2), (4,), 1000, 40.0),
-            Operation(("view", 1), (4,), 0, 1.0), Operation(("add", 1), (4,), 1000, 9.0)]  # fmt: skip
+    made = [Operation(("mm", 1), 100, 50.0), Operation(("mm", 2), 1000, 40.0),
+            Operation(("view", 1), 0, 1.0), Operation(("add", 1), 1000, 9.0)]  # fmt: skip
     kept = lambda share: checkpointing.choose(made, share).kept
     assert kept(0) == set() and kept(0.05) == {("mm", 1)} and kept(0.6) == {("mm", 1), ("mm", 2)}
     assert kept(1) == {("mm", 1), ("mm", 2), ("add", 1)}
@@ -171,4 +172,4 @@ def test_wrong_words_are_refused():
     with pytest.raises(ValueError, match="unknown recompute 'some'; allowed: none, blocks, selective"):
         checkpointing.recompute([], "some")
     with pytest.raises(ValueError, match="size=0; it must be at least 1"):
-        checkpointing.blockwise([Block()], torch.ones(1, 8), size=0)
+        strategies.blockwise([Block()], torch.ones(1, 8), size=0)

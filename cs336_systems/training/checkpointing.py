@@ -1,19 +1,12 @@
 """Activation checkpointing: what a block saves for backward is computed again there instead (Chen et al., 1604.06174).
 
-    x = blockwise(model.layers, x, cos, sin, size=4)      # keeps the input of every fourth block
-    x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, runs a block 1 + log2(N) / 2 times
-    recompute(model.layers, "selective")                  # each block keeps what is dear to compute again
+    recompute(model.layers, "blocks")         # each block keeps its input alone
+    recompute(model.layers, "selective")      # each block keeps what is dear to compute again
 
-On torch's non-reentrant checkpoint. With N equal blocks that save A bytes each between inputs of c bytes:
-
-    strategy                  activations at the peak           blocks computed again
-    none                      N·A                               0
-    blockwise, size k         (N/k)·c + k·A                     N
-    nested                    log2(N)·c + A                     N·log2(N) / 2 + 1
-
-A selective block keeps the results of some operations. A plan measures each operation of a block once: how long it
-takes, and what its result holds. It keeps those that take longest for their bytes, matmuls before elementwise ones, up
-to a share of all bytes.
+On torch's non-reentrant checkpoint. A selective block keeps the results of some operations. A plan measures each
+operation of a block once: how long it takes, and what its result holds. It keeps those that take longest for their
+bytes, matmuls before elementwise ones, up to a share of all bytes. (Strategies over several blocks: chapter
+`checkpointing`.)
 """
 
 from __future__ import annotations
@@ -25,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,38 +28,7 @@ from cs336_systems.parallel.units import derive
 from cs336_systems.training.config import RECOMPUTE
 
 KEPT = 0.25  # of the bytes of all results, at most, that a selective block keeps: about what its matmuls make
-_MIB = 2**20
 Key = tuple[str, int]  # an operation's name, and its how-manieth call in a block
-
-
-# ------------------------------------------------------------------------------------------ many blocks
-def blockwise(blocks: Sequence[nn.Module], x: Tensor, *rest: Any, size: int = 1) -> Tensor:
-    """x through all blocks, each called with `rest`; of every `size` blocks only the input is saved for backward.
-
-    ValueError for a size below 1.
-    """
-    if size < 1:
-        raise ValueError(f"size={size}; it must be at least 1")
-    for start in range(0, len(blocks), size):
-        x = checkpoint(through, blocks[start : start + size], x, *rest, use_reentrant=False)
-    return x
-
-
-def nested(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
-    """As `blockwise`, at the least memory that halving gives: the first half is a checkpoint, in which its own first
-    half is one when it is computed again, and so on; the second half is treated likewise."""
-    if len(blocks) == 1:
-        return checkpoint(blocks[0], x, *rest, use_reentrant=False)
-    half = len(blocks) // 2
-    x = checkpoint(nested, blocks[:half], x, *rest, use_reentrant=False)
-    return nested(blocks[half:], x, *rest)
-
-
-def through(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
-    """x through all blocks, without a checkpoint."""
-    for block in blocks:
-        x = block(x, *rest)
-    return x
 
 
 # ------------------------------------------------------------------------------------------ parts of a block
@@ -74,7 +37,6 @@ class Operation:
     """One call of an operation in a block's forward pass. num_bytes: of new memory that its results hold."""
 
     key: Key
-    shape: tuple[int, ...]
     num_bytes: int
     ms: float
 
@@ -99,19 +61,17 @@ class Plan:
         return create_selective_checkpoint_contexts(policy)
 
     def __str__(self) -> str:
-        """A line for each operation whose result is new memory, and the sums."""
-        line = "{:<40} {:>22} {:>9} {:>8}  {}".format
-        out = [line("operation", "result", "MiB", "ms", "")]
+        """A line for each operation whose result is new memory, and the sums of what is kept and what is not."""
+        line = "{:<42} {:>10.2f} MiB {:>8.3f} ms  {}".format
+        out = ["What a block keeps of its operations, and what it computes again:"]
+        sums = {"kept": [0.0, 0.0], "again": [0.0, 0.0]}
         for op in self.operations:
+            word = "kept" if op.key in self.kept else "again"
+            sums[word][0] += op.num_bytes / 2**20
+            sums[word][1] += op.ms
             if op.num_bytes:
-                shape = " × ".join(map(str, op.shape))
-                word = "kept" if op.key in self.kept else "again"
-                out.append(line(op.key[0], shape, f"{op.num_bytes / _MIB:.2f}", f"{op.ms:.3f}", word))
-        for word, sort in (("kept", True), ("again", False)):
-            some = [op for op in self.operations if (op.key in self.kept) == sort]
-            size, ms = sum(op.num_bytes for op in some) / _MIB, sum(op.ms for op in some)
-            out.append(line("together", "", f"{size:.2f}", f"{ms:.3f}", word))
-        return "\n".join(out)
+                out.append(line(op.key[0], op.num_bytes / 2**20, op.ms, word))
+        return "\n".join(out + [line("together", *both, word) for word, both in sums.items()])
 
 
 def choose(operations: Sequence[Operation], share: float = KEPT) -> Plan:
@@ -129,13 +89,6 @@ def choose(operations: Sequence[Operation], share: float = KEPT) -> Plan:
     return Plan(tuple(operations), frozenset(kept))
 
 
-def selective(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
-    """As `blockwise` of size 1, each checkpoint keeping what the plan of one block says."""
-    for block in blocks:
-        x = checkpoint(block, x, *rest, use_reentrant=False, context_fn=plan.contexts)
-    return x
-
-
 class _Recorder(TorchDispatchMode):
     """Notes each operation below autograd, and when it began and ended on the device."""
 
@@ -143,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.on_gpu = device.type == "cuda"
         self.calls: Counter[str] = Counter()
-        self.noted: list[tuple[Key, tuple[int, ...], int, Any, Any]] = []
+        self.noted: list[tuple[Key, int, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {
@@ -153,11 +106,10 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         end = self._now()
         self.calls[str(func)] += 1
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        new = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in results}
+        results = (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor))
+        new = {storage.data_ptr(): storage.nbytes() for storage in results}
         size = sum(num_bytes for pointer, num_bytes in new.items() if pointer not in before)
-        shape = tuple(results[0].shape) if results else ()
-        self.noted.append(((str(func), self.calls[str(func)]), shape, size, start, end))
+        self.noted.append(((str(func), self.calls[str(func)]), size, start, end))
         return out
 
     def _now(self) -> Any:
@@ -171,7 +123,7 @@ class _Recorder(TorchDispatchMode):
         if self.on_gpu:
             torch.cuda.synchronize()
         took = (lambda a, b: a.elapsed_time(b)) if self.on_gpu else (lambda a, b: 1e3 * (b - a))
-        return [Operation(key, shape, size, took(a, b)) for key, shape, size, a, b in self.noted]
+        return [Operation(key, size, took(a, b)) for key, size, a, b in self.noted]
 
 
 def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
@@ -193,7 +145,7 @@ def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
 
 
 # ------------------------------------------------------------------------------------------ a model's blocks
-def recompute(blocks: Iterable[nn.Module], how: str, share: float = KEPT) -> None:
+def recompute(blocks: Iterable[nn.Module], how: str) -> None:
     """Makes each block compute its activations again in backward, all ("blocks") or those that are cheap ("selective").
 
     Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
@@ -206,7 +158,7 @@ def recompute(blocks: Iterable[nn.Module], how: str, share: float = KEPT) -> Non
         if isinstance(block, _Again):
             object.__setattr__(block, "__class__", type(block).__bases__[1])
         if how != "none":
-            block.__dict__["_again"] = (how == "selective", plans, share)
+            block.__dict__["_again"] = (how == "selective", plans)
             derive(block, _Again)
 
 
@@ -217,10 +169,12 @@ class _Again:
         call = super().__call__
         if not torch.is_grad_enabled():
             return call(*inputs)
-        chooses, plans, share = self.__dict__["_again"]
+        chooses, plans = self.__dict__["_again"]
         if not chooses:
             return checkpoint(call, *inputs, use_reentrant=False)
         if not plans:
             with torch.no_grad():
-                plans.append(choose(operations(call, *inputs), share))
+                plans.append(choose(operations(call, *inputs)))
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(plans[0], flush=True)
         return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)

@@ -1,4 +1,15 @@
-"""No table: forward and backward of a model by a strategy of checkpointing, what a block saves, and the step's peak."""
+"""No table: forward and backward of a model by a strategy of checkpointing, what a block saves, and the step's peak.
+
+    x = blockwise(model.layers, x, cos, sin, size=4)      # keeps the input of every fourth block
+    x = nested(model.layers, x, cos, sin)                 # keeps log2(N) inputs, runs a block 1 + log2(N) / 2 times
+
+With N equal blocks that save A bytes each between inputs of c bytes:
+
+    strategy                  activations at the peak           blocks computed again
+    none                      N·A                               0
+    blockwise, size k         (N/k)·c + k·A                     N
+    nested                    log2(N)·c + A                     N·log2(N) / 2 + 1
+"""
 
 from __future__ import annotations
 
@@ -73,17 +84,53 @@ def _through(case: Case, work: Workload) -> tuple[Through, dict[str, Any]]:
     """What takes x through all blocks; and `kept`, what is held of each beyond its input, where a block tells."""
     block, inputs = work.model.layers[0], _inputs(work)
     if case.strategy == "blocks":
-        return functools.partial(checkpointing.blockwise, size=case.block_size), {}
-    if case.strategy in (whole := {"nested": checkpointing.nested, "chained": chained, "halves": halves}):
+        return functools.partial(blockwise, size=case.block_size), {}
+    if case.strategy in (whole := {"nested": nested, "chained": chained, "halves": halves}):
         return whole[case.strategy], {}
     with _autocast(case, work):
         if case.strategy == "none":
-            return checkpointing.through, {"kept": _told(residuals(block, *inputs))}
+            return plain, {"kept": _told(residuals(block, *inputs))}
         with torch.no_grad():
             plan = checkpointing.choose(checkpointing.operations(block, *inputs))
     kept = [op for op in plan.operations if op.key in plan.kept]
     names = ((op.key[0].split(".")[1].strip("_"), op.num_bytes) for op in kept)  # of "aten.mm.default"
-    return functools.partial(checkpointing.selective, plan), {"kept": _told(names)}
+    return functools.partial(selective, plan), {"kept": _told(names)}
+
+
+def blockwise(blocks: Sequence[nn.Module], x: Tensor, *rest: Any, size: int = 1) -> Tensor:
+    """x through all blocks, each called with `rest`; of every `size` blocks only the input is saved for backward.
+
+    ValueError for a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size={size}; it must be at least 1")
+    for start in range(0, len(blocks), size):
+        x = checkpoint(plain, blocks[start : start + size], x, *rest, use_reentrant=False)
+    return x
+
+
+def nested(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """As `blockwise`, at the least memory that halving gives: the first half is a checkpoint, in which its own first
+    half is one when it is computed again, and so on; the second half is treated likewise."""
+    if len(blocks) == 1:
+        return checkpoint(blocks[0], x, *rest, use_reentrant=False)
+    half = len(blocks) // 2
+    x = checkpoint(nested, blocks[:half], x, *rest, use_reentrant=False)
+    return nested(blocks[half:], x, *rest)
+
+
+def plain(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """x through all blocks, without a checkpoint."""
+    for block in blocks:
+        x = block(x, *rest)
+    return x
+
+
+def selective(plan: checkpointing.Plan, blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
+    """As `blockwise` of size 1, each checkpoint keeping what the plan of one block says."""
+    for block in blocks:
+        x = checkpoint(block, x, *rest, use_reentrant=False, context_fn=plan.contexts)
+    return x
 
 
 def halves(blocks: Sequence[nn.Module], x: Tensor, *rest: Any) -> Tensor:
