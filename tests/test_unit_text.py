@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import itertools
 import json
 import os
 import subprocess
@@ -43,15 +44,12 @@ def stories(tmp_path, monkeypatch):
     file.write_text("# a teller\n")
     file.with_suffix(".txt").write_text("a grammar\n")
 
-    def write(path, seed, start, num_bytes, workers):
+    def told(seed, start, each):
         calls.append(start)
-        told = [f"{seed} {start + n} {'é' * ((start + n) % 30)}\n".encode() for n in range(num_bytes)]
-        while len(b"".join(told[:-1])) >= num_bytes:
-            told.pop()
-        size = path.write_bytes(b"".join(told))
-        return teller.Total(len(told), size, float(sum((start + n) % 7 for n in range(len(told)))))
+        for n in itertools.count(start):
+            yield teller.Story(f"{seed} {n} {'é' * (n % 30)}", float(n % 7))
 
-    monkeypatch.setattr(teller, "write", write)
+    monkeypatch.setattr(teller, "stories", told)
     monkeypatch.setattr(teller, "__file__", str(file))
     return types.SimpleNamespace(calls=calls, file=file)
 
@@ -67,6 +65,8 @@ def test_stories_are_documents_with_their_entropy(tmp_path, stories):
     assert 1_800 < info.train.bytes < 2_200 and 800 < info.valid.bytes < 1_200
     for split, told in zip((info.train, info.valid), indices, strict=True):
         assert split.nats == sum(n % 7 for n in told)
+    # a last one that reaches the limit, lines with their ends
+    assert 1_000 <= info.valid.bytes + info.valid.documents < 1_000 + len(f"{valid[-1]}\n".encode())
     (few, same), _ = prepare(tmp_path / "b", train_mb=0.001, valid_mb=0.001, seed=5)
     assert valid == same and train[: len(few)] == few and len(train) > len(few)
 
@@ -334,14 +334,14 @@ def test_an_interruption_between_the_files_leaves_no_record(tmp_path, source, mo
 
 def test_two_at_once_make_it_once(tmp_path, stories, monkeypatch):
     pytest.importorskip("fcntl")
-    write, log = teller.write, []
+    told, log = teller.stories, []
 
-    def slowly(*args, **kwargs):
+    def slowly(*args):
         while not log:  # until the other one waits
             time.sleep(0.01)
-        return write(*args, **kwargs)
+        return told(*args)
 
-    monkeypatch.setattr(teller, "write", slowly)
+    monkeypatch.setattr(teller, "stories", slowly)
     config = settings(train_mb=0.001, valid_mb=0.001)
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(text.prepare, config, tmp_path / "out", log.append) for _ in range(2)]:

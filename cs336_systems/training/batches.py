@@ -14,8 +14,31 @@ predicts does not depend on the document that it ends.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Data:
+    """Token ids to learn from and to be held against, memory maps usually.
+
+    valid_bytes: bytes of the text held out; of random tokens, of the array; None where the tokens are not all of the
+    text. floor: the entropy of the text held out, in nats a token, where it is known. tokenizer: its tokenizer.json;
+    files: SHA-256 by name of what was learned from, text and tokenizer among it; end_of_text: the token after each
+    document. Random tokens have neither tokenizer nor end.
+    """
+
+    train: np.ndarray
+    valid: np.ndarray
+    vocab_size: int
+    valid_bytes: int | None
+    floor: float | None = None
+    tokenizer: Path | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    end_of_text: int | None = None
 
 
 def check_long_enough(count: int, context_length: int, name: str) -> None:

@@ -26,9 +26,6 @@ _MARK = END_OF_TEXT.encode()
 _BLOCK = 2**20  # bytes
 
 Document = memoryview  # into a file, mostly
-Block = tuple[
-    Path, int, int
-]  # a file, and where in it some documents, or a piece of a long one, begin and end
 
 
 def opened(path: Path) -> mmap.mmap:
@@ -120,8 +117,8 @@ def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, A
     return {"documents": count, "bytes": size}
 
 
-def blocks(path: Path) -> Iterator[Block]:
-    """A file of ours in pieces of about 1 MB, which end where a document does.
+def blocks(path: Path) -> Iterator[bytes]:
+    """A file of ours in pieces of about 1 MB, which end where a document does; `texts` reads them.
 
     A longer document is cut before a space that comes after a printable ASCII character: a BPE on top of GPT-2's
     splitting has a token begin there in any case. Where there is no such place, between two characters.
@@ -137,16 +134,13 @@ def blocks(path: Path) -> Iterator[Block]:
                 end = spaces[-1].end()
             else:
                 end = _boundary(data, start, place)
-            yield path, start, end
+            yield data[start:end]
             start = end
 
 
-def texts(block: Block) -> list[str]:
+def texts(block: bytes) -> list[str]:
     """The documents of a block; after each but the last one the text ends."""
-    path, start, end = block
-    with open(path, "rb") as file:
-        file.seek(start)
-        return [document.decode() for document in file.read(end - start).split(END)]
+    return [document.decode() for document in block.split(END)]
 
 
 def _boundary(data: mmap.mmap | memoryview, start: int, place: int) -> int:

@@ -117,7 +117,8 @@ def _step_ms(config: TrainingConfig, device: str, ranks: int) -> float:
     import numpy as np
     import torch
 
-    from cs336_systems.training.loop import Data, Trainer
+    from cs336_systems.training.batches import Data
+    from cs336_systems.training.loop import Trainer
 
     sequences, vocab = config.batch.sequences // ranks, config.tokenizer.vocab_size
     alone = load(None, {

@@ -13,8 +13,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
 from cs336_systems.training import checkpoints, modes, optimizer, resuming, whole
-from cs336_systems.training.batches import Batches, begins_documents
+from cs336_systems.training.batches import Batches, Data, begins_documents
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
 from cs336_systems.training.log import RunLog, recording
@@ -39,22 +38,6 @@ class TrainingError(RuntimeError):
     """A run that cannot go on; says at which step, why, and what was saved."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """Token ids to learn from and to be held against. valid_bytes: of the held-out text; floor: its entropy in nats a
-    token, where it is known; tokenizer: what tokenizer.json holds; files: SHA-256 of what was learned from, by name;
-    end_of_text: the token after each document."""
-
-    train: np.ndarray
-    valid: np.ndarray
-    vocab_size: int
-    valid_bytes: int | None
-    floor: float | None = None
-    tokenizer: bytes = b""
-    files: Mapping[str, str] = field(default_factory=dict)
-    end_of_text: int | None = None
-
-
 class Trainer:
     """One rank of a run, from its weights to its last checkpoint.
 
@@ -64,6 +47,7 @@ class Trainer:
 
     def __init__(self, config: TrainingConfig, data: Data, rank: Rank | None = None) -> None:
         self.config, self.data = config, data
+        self.tokenizer = data.tokenizer.read_bytes() if data.tokenizer else b""  # each checkpoint has it
         self.number, self.world = (rank.rank, rank.world_size) if rank else (0, 1)
         self.device = rank.device if rank else modes.device_of(config.run.device)
         self.dtype = modes.dtype_of(config.run.dtype, self.device)
@@ -207,7 +191,7 @@ class Trainer:
                 "dtype": self.dtype, "data": dict(self.data.files),
             }  # fmt: skip
             try:
-                checkpoints.save(self.folder, self.step, weights, moments, state, about, self.data.tokenizer)
+                checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep)
             except checkpoints.CheckpointError as error:
                 trouble = [str(error)]

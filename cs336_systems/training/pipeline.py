@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from cs336_systems.launch.group import Rank
     from cs336_systems.model import TransformerLM
-    from cs336_systems.training.loop import Data
 
 Say = Callable[[str], None]
+_silent: Say = lambda line: None
 _FOREVER_S = 1e8  # three years: a run ends by its schedule
 
 
-def prepare(config: TrainingConfig, say: Say = print) -> tokens.TokensInfo:
+def prepare(config: TrainingConfig, say: Say = print) -> batches.Data:
     """The text, its tokenizer and its tokens, made or found; ValueError where the run's checkpoints know others."""
     out, expected = Path(config.out), resuming.expected(config)
     found = text.prepare(config.text, Path(config.text.cache or out / "text"), say, expected)
@@ -142,22 +142,12 @@ def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None])
         return _finish(config, result, say) if rank.rank == 0 else result
 
 
-def data_of(config: TrainingConfig) -> Data:
-    """The tokens of a configuration, made or found."""
-    from cs336_systems.training.loop import Data
-
-    info = prepare(config, lambda line: None)
-    tokenizer = info.tokenizer.read_bytes() if info.tokenizer else b""
-    bounds = info.valid_bytes, info.floor_nats_per_token
-    return Data(info.train, info.valid, info.vocab_size, *bounds, tokenizer, info.files, info.end_of_text)
-
-
 def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
     """Trains as one rank, or alone; `start` is a checkpoint to go on from, or ""."""
     from cs336_systems.training.loop import Trainer
 
     made = load(None, config)
-    trainer = Trainer(made, data_of(made), rank)
+    trainer = Trainer(made, prepare(made, _silent), rank)
     if start:
         trainer.resume(Path(start))
     return trainer.run()

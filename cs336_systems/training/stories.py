@@ -25,10 +25,7 @@ from itertools import accumulate, chain, count
 from math import fsum, inf, log
 from pathlib import Path
 from random import Random
-
-from tqdm import tqdm
-
-from cs336_systems.store.pool import Pool
+from typing import Any
 
 _FORMS = ("", "an", "An", "s", "Up", "he", "his", "him", "He", "His", "self")
 _PIECE = re.compile(r"\{(.*?)\}|<(.*?)>|(\d+)\*|([\[|\]])|([^{<\[|\]\d]+)")
@@ -40,13 +37,6 @@ _BLOCK = 512  # stories that a process makes at a time
 class Story:
     text: str  # one line
     nats: float  # -log p(text)
-
-
-@dataclass(frozen=True)
-class Total:
-    stories: int
-    bytes: int  # with the ends of lines
-    nats: float
 
 
 class Table:
@@ -165,31 +155,11 @@ def story(seed: int, index: int) -> Story:
     return Story("".join(said), fsum(nats))
 
 
-def stories(seed: int, start: int, count: int) -> Iterator[Story]:
-    return (story(seed, index) for index in range(start, start + count))
+def stories(seed: int, start: int = 0, each: Callable[..., Any] = map) -> Iterator[Story]:
+    """The stories of a seed from number `start` on, without end. each: `map`, or that of a `store.pool.Pool`, whose
+    processes then tell them in blocks."""
+    return chain.from_iterable(each(partial(_block, seed), count(start, _BLOCK)))
 
 
 def _block(seed: int, start: int) -> list[Story]:
-    return list(stories(seed, start, _BLOCK))
-
-
-def write(path: str | Path, seed: int, start: int, num_bytes: int, workers: int = 1) -> Total:
-    """Writes stories, one a line, until there are `num_bytes`: the same for all `workers`. ValueError below 1."""
-    for what, value in (("num_bytes", num_bytes), ("workers", workers)):
-        if value < 1:
-            raise ValueError(f"{what} {value}; allowed: from 1")
-    written, size, nats, part = 0, 0, 0.0, Path(f"{path}.part")
-    with (
-        part.open("wb") as file,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar,
-        Pool(workers if workers > 1 else 0) as pool,
-    ):
-        blocks = (pool.map if workers > 1 else map)(partial(_block, seed), count(start, _BLOCK))
-        for one in chain.from_iterable(blocks):
-            line = file.write(one.text.encode() + b"\n")
-            written, size, nats = written + 1, size + line, nats + one.nats
-            bar.update(line)
-            if size >= num_bytes:
-                break
-    part.replace(path)  # a file of this name is whole
-    return Total(written, size, nats)
+    return [story(seed, index) for index in range(start, start + _BLOCK)]

@@ -28,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from cs336_systems.store.machine import cpu_cores
+from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
 
 if TYPE_CHECKING:
@@ -128,14 +131,21 @@ def _stories(config: Text) -> _Source:
     from cs336_systems.training import stories
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
-        splits, lines = {}, new / "lines"
+        splits, workers = {}, cpu_cores()
         for name, start, mb in (("train", 0, config.train_mb), ("valid", _VALID_FROM, config.valid_mb)):
-            written = stories.write(lines, config.seed, start, max(1, round(mb * _MB)), workers=cpu_cores())
-            with open(lines, "rb") as source, open(new / f"{name}.txt", "wb") as out:
-                out.writelines(line.removesuffix(b"\n") + documents.END for line in source)
-            lines.unlink()
-            size = written.bytes - written.stories  # without the ends of lines
-            splits[name] = {"documents": written.stories, "bytes": size, "nats": written.nats}
+            count, size, nats, limit = 0, 0, 0.0, max(1, round(mb * _MB))
+            with (
+                open(new / f"{name}.txt", "wb") as out,
+                tqdm(total=limit, unit="B", unit_scale=True, disable=None) as bar,
+                Pool(workers if workers > 1 else 0) as pool,
+            ):
+                told = stories.stories(config.seed, start, pool.map if workers > 1 else map)
+                while size + count < limit:  # as lines, of which each has an end
+                    one = next(told)
+                    written = out.write(one.text.encode() + documents.END) - len(documents.END)
+                    count, size, nats = count + 1, size + written, nats + one.nats
+                    bar.update(written + 1)
+            splits[name] = {"documents": count, "bytes": size, "nats": nats}
         return splits
 
     code = Path(stories.__file__)

@@ -21,7 +21,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 from cs336_systems.store.files import content
 from cs336_systems.training import documents, outputs
+from cs336_systems.training.batches import Data
 from cs336_systems.training.documents import END_OF_TEXT
 from cs336_systems.training.text import Split, TextInfo
 
@@ -44,29 +44,10 @@ _AT_ONCE = 8  # blocks that the package spreads over its threads; 1 MB of text t
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
-@dataclass(frozen=True)
-class TokensInfo:
-    """Token ids to learn from and to be held against, as memory maps.
-
-    valid_bytes: bytes of the text held out; of random tokens, of the array; None where the tokens are not all of the
-    text. floor_nats_per_token: the entropy of the text held out, where it is known. tokenizer, end_of_text: None of
-    random tokens. files: SHA-256 by name of what was learned from, text and tokenizer among it.
-    """
-
-    train: np.memmap
-    valid: np.memmap
-    vocab_size: int
-    end_of_text: int | None
-    tokenizer: Path | None
-    valid_bytes: int | None
-    floor_nats_per_token: float | None
-    files: dict[str, str]
-
-
 def prepare(
     config: configuration.Tokenizer, text: TextInfo, folder: Path, log: Callable[[str], None] = print,
     expected: Mapping[str, str] = {},
-) -> TokensInfo:  # fmt: skip
+) -> Data:  # fmt: skip
     """The tokens of `text`: taken from `folder`, or made there.
 
     expected: as for `outputs.stage`. Errors: ValueError where `config.path` is no tokenizer or has no end of text, or
@@ -104,11 +85,8 @@ def prepare(
             log(f"tokens: {path} loses characters of the text; there are no bits a byte")
     nats, random = text.valid.nats, text.source == "random"
     floor = math.log(vocab_size) if random else nats / len(valid) if nats is not None and lossless else None
-    return TokensInfo(
-        train=train, valid=valid, vocab_size=vocab_size, end_of_text=end, tokenizer=path,
-        valid_bytes=valid.nbytes if random else text.valid.bytes if lossless else None,
-        floor_nats_per_token=floor, files=files,
-    )  # fmt: skip
+    size = valid.nbytes if random else text.valid.bytes if lossless else None
+    return Data(train, valid, vocab_size, size, floor, path, files, end)
 
 
 def load_tokenizer(path: Path, separator: str = "") -> Tokenizer:
@@ -246,7 +224,8 @@ def _lossless(ids: np.ndarray, text: Path, tokenizer: Tokenizer, end_of_text: in
 
 
 def _learn(path: Path, vocab_size: int) -> Tokenizer:
-    blocks, size = list(documents.blocks(path)), path.stat().st_size
+    size = path.stat().st_size
+    blocks = itertools.islice(documents.blocks(path), 0, None, math.ceil(size / _LEARN_FROM))
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # learning a word takes the square of its length, and memory is reserved for every token asked for
@@ -257,30 +236,29 @@ def _learn(path: Path, vocab_size: int) -> Tokenizer:
         vocab_size=min(vocab_size, 257 + size), min_frequency=2, special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty(),
     )  # fmt: skip
-    tokenizer.train_from_iterator(map(documents.texts, blocks[:: math.ceil(size / _LEARN_FROM)]), trainer)
+    tokenizer.train_from_iterator(map(documents.texts, blocks), trainer)
     tokenizer.pre_tokenizer = words
     return tokenizer
 
 
 def _encode(split: Split, tokenizer: Tokenizer, end_of_text: int, out: Path, dtype: str) -> int:
     """Writes a split's tokens and counts them. The package has a thread for each core."""
-    blocks, count = list(documents.blocks(split.path)), 0
+    blocks, size, count = documents.blocks(split.path), split.path.stat().st_size, 0
     with (
-        tqdm(total=blocks[-1][2], desc=out.stem, unit="B", unit_scale=True, disable=None) as bar,
+        tqdm(total=size, desc=out.stem, unit="B", unit_scale=True, disable=None) as bar,
         open(out, "wb") as file,
     ):
-        for first in range(0, len(blocks), _AT_ONCE):
-            some = blocks[first : first + _AT_ONCE]
+        while some := list(itertools.islice(blocks, _AT_ONCE)):
             told = [documents.texts(block) for block in some]
             encoded = iter(_encoded(tokenizer, [text for texts in told for text in texts]))
-            for (_, start, end), texts in zip(some, told, strict=True):
+            for block, texts in zip(some, told, strict=True):
                 ids: list[int] = []
                 for _ in texts:
                     ids += next(encoded).ids
                     ids.append(end_of_text)
                 file.write(np.array(ids[:-1], dtype))
                 count += len(ids) - 1
-                bar.update(end - start)
+                bar.update(len(block))
     return count
 
 

@@ -114,7 +114,7 @@ def _try(case: Case, folder: str, device: str, metrics: dict[str, Any]) -> None:
     metrics["predicted_gib"] = forecast.memory_bytes(config, case.dtype, device, 1) / 2**30
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    trainer, losses = Trainer(config, pipeline.data_of(config)), []
+    trainer, losses = Trainer(config, pipeline.prepare(config, lambda line: None)), []
 
     def step() -> None:
         trainer.train_step()

@@ -138,7 +138,7 @@ def on_its_own(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder, failure_is_a_row(metrics):
         config = configuration(wanted, folder)
         with capped(wanted.cap_gib, "cuda" if torch.cuda.is_available() else "cpu"):
-            trainer = Trainer(config, pipeline.data_of(config))
+            trainer = Trainer(config, pipeline.prepare(config, lambda line: None))
             tokenizer = load_tokenizer(Path(folder) / "tokens" / "tokenizer.json")
 
             def written() -> str:

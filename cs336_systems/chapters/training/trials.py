@@ -32,7 +32,7 @@ from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 
 if TYPE_CHECKING:
     from cs336_systems.launch.group import Rank
-    from cs336_systems.training.loop import Data
+    from cs336_systems.training.batches import Data
 
 METRICS = (
     *columns("step"), "first_step_s", "tokens_per_s", "mfu", "peak_gib", "epoch_s", "loss_last", "losses",
@@ -187,7 +187,7 @@ def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int)
     from cs336_systems.training import pipeline
 
     trials = [Trial(**case) for case in cases]
-    data = pipeline.data_of(configuration(trials[0], folder))
+    data = pipeline.prepare(configuration(trials[0], folder), lambda line: None)
     candidates = [Candidate(trial) for trial in trials]
     for candidate in candidates:
         candidate.phases = functools.partial(_turn, candidate, rank, data, folder)
