@@ -271,7 +271,7 @@ def test_what_is_known_of_the_tokens(prepare, rng, tmp_path):
     assert info.floor == pytest.approx(123.0 / len(info.valid))
     file = text_info.train.path
     file.write_bytes(b"X" + file.read_bytes()[1:])
-    with pytest.raises(ValueError, match=r"train\.txt is missing or damaged"):
+    with pytest.raises(ValueError, match=r"train\.txt has been altered"):
         tokens.prepare(settings(vocab_size=301), text_info, tmp_path / "out", log=lambda line: None)
     assert not list((tmp_path / "out").iterdir())
 
@@ -284,7 +284,7 @@ def test_a_byte_that_has_changed_is_refused(prepare, rng, tmp_path, name):
     file = (out / "tokens" / name).resolve()
     content = file.read_bytes()
     file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    with pytest.raises(ValueError, match=f"{file.name} is missing or damaged"):
+    with pytest.raises(ValueError, match=f"{file.name} has been altered"):
         prepare(told, out, vocab_size=300)
 
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +129,9 @@ def best_of(folder: Path) -> Path | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
-@contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turns what damaged or foreign content raises within, whatever it is, into one CheckpointError that names the
-    file, in a line."""
-    try:
-        yield
-    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename or file} is missing") from error
-    except Exception as error:  # unpickling alone raises anything
-        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {why[:200]}") from error
+def reading(file: Path) -> contextlib.AbstractContextManager[None]:
+    """`outputs.reading`, of checkpoints' files."""
+    return outputs.reading(file, CheckpointError, "")
 
 
 def told(path: Path) -> dict[str, Any]:
@@ -160,14 +150,8 @@ def about(path: Path) -> dict[str, Any]:
     file which is missing, truncated or altered."""
     found = told(path)
     with reading(path / "checkpoint.json"):
-        for name in (*_FILES, *[TOKENIZER] * (TOKENIZER in found["files"])):
-            expected, size = found["files"][name], (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path / name} has {size} bytes of {expected['bytes']}")
-            if outputs.sha256(path / name) != expected["sha256"]:
-                raise CheckpointError(
-                    f"{path / name} has been altered: its SHA-256 is not that in checkpoint.json"
-                )
+        if wrong := outputs.first_wrong(path, found["files"]):
+            raise CheckpointError(wrong)
     return found
 
 

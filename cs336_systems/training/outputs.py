@@ -54,13 +54,22 @@ def stage(
 
 def check(folder: Path, name: str) -> None:
     """Reads a stage's files in full; ValueError that names what is missing or not what `<name>.json` says."""
-    with told_by(folder / f"{name}.json"):
-        files = json.loads(content(folder / f"{name}.json"))["files"]
-        for file, about in files.items():
-            if not (folder / file).is_file() or sha256(folder / file) != about["sha256"]:
-                raise Damaged(
-                    f"{folder / file} is missing or damaged; remove {folder / name}.json to make it anew"
-                )
+    record = folder / f"{name}.json"
+    with reading(record):
+        if wrong := first_wrong(folder, json.loads(content(record))["files"]):
+            raise Damaged(f"{wrong}; remove {record} to make it anew")
+
+
+def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
+    """What is wrong with the first of some files that is not what `synced` said of it; "" where all are sound."""
+    for name, told in files.items():
+        if not (path := folder / name).is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != told["bytes"]:
+            return f"{path} has {size} bytes of {told['bytes']}"
+        if sha256(path) != told["sha256"]:
+            return f"{path} has been altered: its SHA-256 is not the one recorded"
+    return ""
 
 
 class Damaged(ValueError):
@@ -68,14 +77,20 @@ class Damaged(ValueError):
 
 
 @contextlib.contextmanager
-def told_by(file: Path) -> Iterator[None]:
-    """Turns what a stage's `<name>.json` causes within, that is none or speaks of other files, into one `Damaged`."""
+def reading(
+    file: Path, kind: type[Exception] = Damaged, advice: str = "; remove it to make anew what it tells of"
+) -> Iterator[None]:
+    """Turns what damaged or foreign content raises within, whatever it is, into one error of a kind that names the
+    file, in a line."""
     try:
         yield
-    except Damaged:
+    except (kind, MemoryError):
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{file} is damaged ({error!r}); remove it to make anew what it tells of") from error
+    except FileNotFoundError as error:
+        raise kind(f"{error.filename or file} is missing{advice}") from error
+    except Exception as error:  # unpickling alone raises anything
+        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise kind(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
 
 
 def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:

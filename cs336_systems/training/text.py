@@ -115,7 +115,7 @@ def prepare(
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
     told = outputs.stage(folder, "text", made_from, make, started, log, expected)
-    with outputs.told_by(folder / "text.json"):
+    with outputs.reading(folder / "text.json"):
         train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
     return TextInfo(kind, config.seed, train, valid)
 

@@ -73,7 +73,7 @@ def prepare(
         make = lambda new: _tokenize(config, given, text, new, log)
     told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
     path = folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
-    with outputs.told_by(folder / "tokens.json"):
+    with outputs.reading(folder / "tokens.json"):
         train, valid = (
             np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid")
         )
