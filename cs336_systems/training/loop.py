@@ -8,12 +8,12 @@ averaged, clipped, and one update. A checkpoint holds all that the next step dep
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
 from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.training import checkpoints, modes, optimizer, resuming, whole
 from cs336_systems.training.batches import Batches, Data, begins_documents
 from cs336_systems.training.clock import Clock
@@ -67,9 +69,10 @@ class Trainer:
         self.optimizer = optimizer.make(self.model, config.optimizer)
         with_loss = modes.WithLoss(self.model)
         self.wrapped, self.finish = modes.wrap(with_loss, config.run, config.parallel, self.world, self.dtype)
-        self.whole = whole.of(self.wrapped, self.model)
-        device = self.device.split(":")[0]
-        self.scaler = self.whole.scaler(device, enabled=self.dtype == "fp16", init_scale=2.0**16)
+        # a sharded model never keeps whole gradients; ranks whose scaled shards overflow skip a step together
+        self.sharded = self.wrapped if isinstance(self.wrapped, FullyShardedDataParallel) else None
+        scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
+        self.scaler = scaler(self.device.split(":")[0], enabled=self.dtype == "fp16", init_scale=2.0**16)
         self.step, self.best, self.skipped = 0, math.inf, 0
         kind, length = config.schedule.length
         limit_s = 60 * length if kind == "minutes" else math.inf
@@ -114,19 +117,22 @@ class Trainer:
         for micro in range(accumulate):
             part = micro * self.world + self.number
             batch = self._tensors(self.batches.at(self.step, part, accumulate * self.world))
-            last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else self.whole.keeping_gradients():
+            reduced = self.sharded or micro == accumulate - 1
+            with nullcontext() if reduced else getattr(self.wrapped, "no_sync", nullcontext)():
                 with modes.autocast(self.dtype, self.device):
                     loss = self.wrapped(*batch)
                 self.scaler.scale(loss / accumulate).backward()
             self.loss += loss.detach() / accumulate
-            if last or self.whole.reduces_each:
+            if reduced:
                 self.finish()
         self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)
         largest = config.optimizer.clip or math.inf
-        norm = self.whole.clip(largest)
+        if self.sharded:
+            norm = self.sharded.clip_grad_norm_(largest)
+        else:
+            norm = clip_grad_norm_(self.model.parameters(), largest)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -173,7 +179,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
-        weights, moments = self.whole.weights(), self.whole.moments(self.optimizer)
+        weights, moments = whole.of(self.wrapped, self.model, self.optimizer)
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -207,9 +213,8 @@ class Trainer:
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
-        self.whole.take_weights(weights, self._whose)
         optimizer.keep_settings(self.optimizer, moments)
-        self.whole.take_moments(self.optimizer, moments)
+        whole.take(self.wrapped, self.model, self.optimizer, weights, moments, self._whose)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:
@@ -371,7 +376,7 @@ class Trainer:
             (self.out / STOP).touch()
 
 
-@contextlib.contextmanager
+@contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
     """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
     if threading.current_thread() is not threading.main_thread():
