@@ -152,9 +152,9 @@ def test_a_part_of_a_long_text_is_learned_from(prepare, rng, monkeypatch):
     monkeypatch.setattr(documents, "_BLOCK", 2000)
     monkeypatch.setattr(tokens, "_LEARN_FROM", 20_000)
     seen = []
-    read, encode = documents.texts, tokens._encode
+    read, encode = documents.texts, tokens._encoded
     monkeypatch.setattr(documents, "texts", lambda block: seen.append(block) or read(block))
-    monkeypatch.setattr(tokens, "_encode", lambda split, *_: [seen.append(None), encode(split, *_)][1])
+    monkeypatch.setattr(tokens, "_encoded", lambda *of: [seen.append(None), encode(*of)][1])
     _, info = prepare(told, vocab_size=262)
     seen = seen[: seen.index(None)]  # read to learn
     assert 15_000 <= sum(map(len, seen)) <= 25_000

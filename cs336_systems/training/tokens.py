@@ -20,7 +20,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,22 +55,22 @@ def prepare(
     """
     started = time.perf_counter()
     given = Path(config.path).expanduser() if config.path else None
-    vocab_size = _vocab_size(load_tokenizer(given, config.separator)) if given else config.vocab_size
-    tokenizer = outputs.sha256(given) if given else None
-    made_from: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer": tokenizer}
+    known = load_tokenizer(given, config.separator) if given else None
+    parts = {"train": text.train, "valid": text.valid}
+    made_from: dict[str, Any] = {
+        "vocab_size": _vocab_size(known) if known else config.vocab_size,
+        "tokenizer": outputs.sha256(given) if given else None,
+    }
     if text.source == "random":
-        made_from["random"] = {"seed": text.seed, "train": text.train.bytes, "valid": text.valid.bytes}
-        make = lambda new: _draw(text, vocab_size, new)
+        made_from["random"] = {"seed": text.seed} | {name: split.bytes for name, split in parts.items()}
     elif text.source == "tokens":
-        splits = {"train": text.train, "valid": text.valid}
         made_from["ready"] = {
-            name: [split.sha256, split.bytes, config.dtype] for name, split in splits.items()
+            name: [split.sha256, split.bytes, config.dtype] for name, split in parts.items()
         }
-        make = lambda new: _take(config, given, text, vocab_size, new)
     else:
-        made_from["text"] = {"train": text.train.sha256, "valid": text.valid.sha256}
+        made_from["text"] = {name: split.sha256 for name, split in parts.items()}
         made_from |= {"separator": config.separator} if config.separator else {}
-        make = lambda new: _tokenize(config, given, text, new, log)
+    make = lambda new: _make(config, text, given, known, new, log)
     told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
     path = folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
     with outputs.reading(folder / "tokens.json"):
@@ -124,92 +124,75 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1  # some leave ids out
 
 
-def _dtype(vocab_size: int) -> str:
-    return "<u2" if vocab_size <= 2**16 else "<u4"
-
-
 # ------------------------------------------------------------------------------------------------------------ making
-def _draw(text: TextInfo, vocab_size: int, new: Path) -> dict[str, Any]:
-    """Tokens without a text, all as likely."""
-    dtype, counts = np.dtype(_dtype(vocab_size)), {}
-    for part, (name, split) in enumerate((("train", text.train), ("valid", text.valid))):
-        random = np.random.Generator(np.random.PCG64([text.seed, part]))
-        counts[name] = max(1, split.bytes // dtype.itemsize)
-        with open(new / f"{name}.bin", "wb") as out:
-            for start in range(0, counts[name], _DRAW):
-                size = min(_DRAW, counts[name] - start)
-                out.write(random.integers(vocab_size, size=size, dtype=dtype.newbyteorder("=")).astype(dtype))
-    return {
-        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": None, "counts": counts, "lossless": True,
-        "about": f"{counts['train']:,} and {counts['valid']:,} random tokens of {vocab_size:,}",
-    }  # fmt: skip
-
-
-def _take(
-    config: configuration.Tokenizer, given: Path | None, text: TextInfo, vocab_size: int, new: Path
-) -> dict[str, Any]:
-    """Ids from others' files; ValueError that names the one which holds none, or such as are not of the vocabulary."""
-    counts: dict[str, int] = {}
-    for name, split in (("train", text.train), ("valid", text.valid)):
-        try:
-            npy = split.path.suffix == ".npy"
-            ids = np.load(split.path, mmap_mode="r") if npy else np.memmap(split.path, config.dtype, mode="r")
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{split.path} holds no array of {'' if npy else config.dtype + ' '}ids: {error}"
-            ) from None
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{split.path} holds {ids.dtype} of shape {ids.shape}; allowed: whole numbers in a row"
-            )
-        if not len(ids := ids[: split.bytes // ids.itemsize]):
-            raise ValueError(f"{split.path} holds no ids")
-        with open(new / f"{name}.bin", "wb") as out:
-            for start in range(0, len(ids), _DRAW):
-                some = ids[start : start + _DRAW]
-                if (low := some.min()) < 0 or (high := some.max()) >= vocab_size:
-                    raise ValueError(
-                        f"{split.path} holds id {low if low < 0 else high}; the vocabulary has {vocab_size}"
-                    )
-                out.write(some.astype(_dtype(vocab_size)))
-        counts[name] = len(ids)
-    end = None
-    if given:
-        shutil.copyfile(given, new / "tokenizer.json")
-        end = end_of_text(load_tokenizer(given, config.separator), config.separator)
-    return {
-        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": end, "counts": counts, "lossless": False,
-        "about": f"{counts['train']:,} and {counts['valid']:,} ready tokens of {vocab_size:,}",
-    }  # fmt: skip
-
-
-def _tokenize(
-    config: configuration.Tokenizer, given: Path | None, text: TextInfo, new: Path, log: Callable[[str], None]
-) -> dict[str, Any]:
-    outputs.check(text.train.path.parent, "text")
-    path = new / "tokenizer.json"
-    if given:
+def _make(
+    config: configuration.Tokenizer, text: TextInfo, given: Path | None, tokenizer: Tokenizer | None, new: Path,
+    log: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the stage's files; what is to be said of them. tokenizer: what is `given`; None: none, or one to learn."""
+    path, source = new / "tokenizer.json", text.source
+    if text.train.documents:
+        outputs.check(text.train.path.parent, "text")
+    if given and source != "random":
         shutil.copyfile(given, path)
-    else:
+    elif text.train.documents:
         log(f"tokens: learning {config.vocab_size:,} of them from the text")
         learned = _learn(text.train.path, config.vocab_size)
         path.write_text(learned.to_str(pretty=True), encoding="utf-8")  # `save` has errors of its own
-    tokenizer = load_tokenizer(path, config.separator)
-    vocab_size, end = _vocab_size(tokenizer), end_of_text(tokenizer, config.separator)
-    splits = {"train": text.train, "valid": text.valid}
-    counts = {
-        name: _encode(split, tokenizer, end, new / f"{name}.bin", _dtype(vocab_size))
-        for name, split in splits.items()
-    }
-    ids = np.fromfile(new / "valid.bin", _dtype(vocab_size))
-    short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
+        tokenizer = load_tokenizer(path, config.separator)
+    vocab_size = _vocab_size(tokenizer) if tokenizer else config.vocab_size
+    end = end_of_text(tokenizer, config.separator) if tokenizer and source != "random" else None
+    dtype, counts = np.dtype("<u2" if vocab_size <= 2**16 else "<u4"), {}
+    for part, (name, split) in enumerate((("train", text.train), ("valid", text.valid))):
+        if source == "random":
+            ids = _drawn([text.seed, part], max(1, split.bytes // dtype.itemsize), vocab_size, dtype)
+        elif source == "tokens":
+            ids = _taken(split, config.dtype, vocab_size)
+        else:
+            ids = _encoded(split.path, tokenizer, end, name)
+        with open(new / f"{name}.bin", "wb") as out:
+            for some in ids:
+                out.write(some.astype(dtype))
+            counts[name] = out.tell() // dtype.itemsize
+    kind = {"random": "random ", "tokens": "ready "}.get(source, "")
+    about = f"{counts['train']:,} and {counts['valid']:,} {kind}tokens of {vocab_size:,}"
+    lossless = source == "random"
+    if not kind:
+        short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
+        about += f"{short}, {text.train.bytes / counts['train']:.2f} bytes each"
+        lossless = _lossless(np.fromfile(new / "valid.bin", dtype), text.valid.path, tokenizer, end)
     return {
-        "vocab_size": vocab_size, "dtype": _dtype(vocab_size), "end_of_text": end,
-        "counts": counts, "bytes": {name: split.bytes for name, split in splits.items()},
-        "lossless": _lossless(ids, text.valid.path, tokenizer, end),
-        "about": f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}{short}, "
-        f"{text.train.bytes / counts['train']:.2f} bytes each",
+        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": end, "counts": counts,
+        "lossless": lossless, "about": about,
     }  # fmt: skip
+
+
+def _drawn(seed: list[int], count: int, vocab_size: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Tokens without a text, all as likely."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    for start in range(0, count, _DRAW):
+        yield random.integers(vocab_size, size=min(_DRAW, count - start), dtype=dtype.newbyteorder("="))
+
+
+def _taken(split: Split, dtype: str, vocab_size: int) -> Iterator[np.ndarray]:
+    """Ids from another's file; ValueError that names it where it holds none, or such as are not of the vocabulary."""
+    npy = split.path.suffix == ".npy"
+    try:
+        ids = np.load(split.path, mmap_mode="r") if npy else np.memmap(split.path, dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{split.path} holds no array of {'' if npy else dtype + ' '}ids: {error}") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{split.path} holds {ids.dtype} of shape {ids.shape}; allowed: whole numbers in a row"
+        )
+    if not len(ids := ids[: split.bytes // ids.itemsize]):
+        raise ValueError(f"{split.path} holds no ids")
+    for start in range(0, len(ids), _DRAW):
+        some = ids[start : start + _DRAW]
+        if (low := some.min()) < 0 or (high := some.max()) >= vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{split.path} holds id {wrong}; the vocabulary has {vocab_size}")
+        yield some
 
 
 def _lossless(ids: np.ndarray, text: Path, tokenizer: Tokenizer, end_of_text: int) -> bool:
@@ -241,28 +224,23 @@ def _learn(path: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(split: Split, tokenizer: Tokenizer, end_of_text: int, out: Path, dtype: str) -> int:
-    """Writes a split's tokens and counts them. The package has a thread for each core."""
-    blocks, size, count = documents.blocks(split.path), split.path.stat().st_size, 0
-    with (
-        tqdm(total=size, desc=out.stem, unit="B", unit_scale=True, disable=None) as bar,
-        open(out, "wb") as file,
-    ):
+def _encoded(path: Path, tokenizer: Tokenizer, end_of_text: int, name: str) -> Iterator[np.ndarray]:
+    """The tokens of a text, by blocks. The package has a thread for each core."""
+    blocks = documents.blocks(path)
+    with tqdm(total=path.stat().st_size, desc=name, unit="B", unit_scale=True, disable=None) as bar:
         while some := list(itertools.islice(blocks, _AT_ONCE)):
             told = [documents.texts(block) for block in some]
-            encoded = iter(_encoded(tokenizer, [text for texts in told for text in texts]))
+            encoded = iter(_batch(tokenizer, [text for texts in told for text in texts]))
             for block, texts in zip(some, told, strict=True):
                 ids: list[int] = []
                 for _ in texts:
                     ids += next(encoded).ids
                     ids.append(end_of_text)
-                file.write(np.array(ids[:-1], dtype))
-                count += len(ids) - 1
+                yield np.array(ids[:-1], np.uint32)
                 bar.update(len(block))
-    return count
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
+def _batch(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
     try:
         return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except BaseException as error:
