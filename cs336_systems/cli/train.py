@@ -16,7 +16,7 @@ import typer
 
 from cs336_systems.cli.terminal import EXHAUSTED
 from cs336_systems.store import numbers
-from cs336_systems.store.files import alone, make_folder, read_json
+from cs336_systems.store.files import alone, make_folder
 from cs336_systems.training.config import TrainingConfig, describe, load
 
 # what is changed most, by its flag; all else by --set
@@ -73,8 +73,6 @@ def _config(
         from cs336_systems.training import defaults
 
         return defaults.settled(told, say)
-    if file.suffix == ".json":
-        read_json(file)  # refuses a key that stands there twice, and what nests without end
     return load(file, told)
 
 

@@ -20,6 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.store import numbers
+
 try:
     import fcntl
 except ImportError:  # Windows: that nobody else writes is the user's care
@@ -85,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if (text := read_text(path)) is None:
         return {}
     try:
-        found = json.loads(text, object_pairs_hook=_each_once)
+        found = json.loads(text, object_pairs_hook=_each_once, parse_float=numbers.kept)
     except json.JSONDecodeError as error:
         raise StoreError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a name twice; a number or a nesting without end

@@ -207,23 +207,12 @@ def _plain(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> None:
-    """Has a model take weights; ValueError, in a line, that names those missing, unknown, or of other shapes."""
-    own = model.state_dict()
-    shapes = [
-        f"{name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    wrong = {"missing": own.keys() - weights, "unknown": weights.keys() - own, "other shapes": shapes}
-    if any(wrong.values()):
-        told = (f"{why}: {_few(sorted(names))}" for why, names in wrong.items() if names)
-        raise ValueError(f"the weights do not fit {whose}: {'; '.join(told)}")
-    model.load_state_dict(weights)
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    """Has a model take weights; ValueError, in a line, that names those missing, unexpected, or of other shapes."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        told = " ".join(str(error).partition(":")[2].split())  # after the name of the model's class
+        raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
 
 
 def tokenizer_of(path: Path) -> Path | None:

@@ -22,7 +22,7 @@ from typing import Any
 from cs336_systems.attention.registry import IMPLEMENTATIONS, serving
 from cs336_systems.sizes import SIZES, ModelConfig
 from cs336_systems.store import numbers
-from cs336_systems.store.files import content
+from cs336_systems.store.files import read_json, read_text
 
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 """That leave whole weights on every rank."""
@@ -252,18 +252,14 @@ def load(file: str | Path | None = None, changes: Mapping[str, Any] | None = Non
 def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         raise ValueError(f"{file}: a configuration is a .toml or .json file")
+    if (text := read_text(file)) is None:
+        raise FileNotFoundError(f"no configuration {file}")
+    if file.suffix == ".json":
+        return read_json(file)
     try:
-        text = content(file).decode()
-        told = (tomllib if file.suffix == ".toml" else json).loads(text, parse_float=numbers.kept)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no configuration {file}") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no JSON, no UTF-8
+        return tomllib.loads(text, parse_float=numbers.kept)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
-    if not isinstance(told, dict):
-        raise ValueError(f"{file}: it must hold sections of keys, not {type(told).__name__}")
-    return told
 
 
 def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:

@@ -44,11 +44,6 @@ class Cache:
         self.model, self.length, self.before = model, 0, before
         self._kept: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
 
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with these texts alone."""
-        self.before = self.before[rows]
-        self._kept = [(k[rows], v[rows]) for k, v in self._kept]
-
     def logits(self, ids: Tensor) -> Tensor:
         """The next tokens' logits (B, V) after the tokens `ids` (B, n), which follow those seen before: all of the
         texts at first, then one at a time. ValueError where one outgrows the context."""
@@ -101,28 +96,23 @@ def generate(
         raise ValueError("a prompt has no tokens; it needs one at least")
     context, device = model.config.context_length, next(model.parameters()).device
     randoms = [torch.Generator("cpu").manual_seed(how.seed + number) for number in range(len(prompts))]
-    windows = {
-        number: list(prompt)[-context:] for number, prompt in enumerate(prompts)
-    }  # of texts that go on
-    cache = None
+    windows = [list(prompt)[-context:] for prompt in prompts]
+    ended, cache = [False] * len(windows), None
     for _ in range(how.tokens if windows else 0):
-        longest = max(map(len, windows.values()))
         if cache is None:
-            lacking = [longest - len(window) for window in windows.values()]
+            longest = max(map(len, windows))
+            lacking = [longest - len(window) for window in windows]
             cache = Cache(model, torch.tensor(lacking, device=device))
-            new = [[0] * lack + window for lack, window in zip(lacking, windows.values(), strict=True)]
+            new = [[0] * lack + window for lack, window in zip(lacking, windows, strict=True)]
         else:
-            new = [window[-1:] for window in windows.values()]
+            new = [window[-1:] for window in windows]
         logits = cache.logits(torch.tensor(new, device=device)).float().cpu()
-        chosen = {n: choose(how, logits[row], randoms[n]) for row, n in enumerate(windows)}
-        if going := [row for row, token in enumerate(chosen.values()) if token != stop]:
-            yield [None if (token := chosen.get(n)) == stop else token for n in range(len(prompts))]
-        if len(going) < len(windows):
-            windows = {n: window for n, window in windows.items() if chosen[n] != stop}
-            if not windows:
-                return
-            cache.keep(going)
-        for n, window in windows.items():
+        chosen = [choose(how, row, random) for row, random in zip(logits, randoms, strict=True)]
+        ended = [over or token == stop for over, token in zip(ended, chosen, strict=True)]
+        if all(ended):
+            return
+        yield [None if over else token for over, token in zip(ended, chosen, strict=True)]
+        for n, window in enumerate(windows):
             window.append(chosen[n])
             if len(window) > context:
                 windows[n], cache = window[-max(1, context // 2) :], None
