@@ -34,7 +34,6 @@ from cs336_systems.training import (  # noqa: E402
     modes,
     optimizer,
     outputs,
-    whole,
 )
 from cs336_systems.training.batches import Batches  # noqa: E402
 from cs336_systems.training.loop import Data, Trainer, TrainingError  # noqa: E402
@@ -276,7 +275,7 @@ def on_two_ranks(out, changes, start=""):
     if start:
         trainer.resume(Path(start))
     loss = trainer.run()["valid_loss"]
-    weights = [whole.of(trainer.wrapped, trainer.model, trainer.optimizer)[0]]
+    weights = [checkpoints.whole(trainer.wrapped, trainer.model, trainer.optimizer)[0]]
     torch.distributed.broadcast_object_list(weights)  # a sharded model's are rank 0's
     return loss, weights[0] if changes.get("parallel__wrapper") == "fsdp" else trainer.model.state_dict()
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
+from cs336_systems.parallel import sharded_state
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.store.files import replace
 from cs336_systems.training import outputs
 
@@ -39,6 +41,7 @@ TOKENIZER = "tokenizer.json"
 # where files that torch has saved keep a model's state dict, from the outside in
 _STATE = ("model", "model_state_dict", "state_dict", "module")
 _FIRST = "token_embeddings.weight"
+_INSIDE = "model."  # where a wrapper's module, `modes.WithLoss`, has the model
 
 
 class CheckpointError(RuntimeError):
@@ -213,6 +216,35 @@ def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> N
     except RuntimeError as error:
         told = " ".join(str(error).partition(":")[2].split())  # after the name of the model's class
         raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
+
+
+def whole(
+    wrapped: Callable[..., Any], model: nn.Module, made: torch.optim.Optimizer
+) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+    """The model's state by name, and the optimizer's as a plain one has it, whole on rank 0, whatever shards them; all
+    ranks call it. wrapped: what a step calls; model: the model inside of it."""
+    if not isinstance(wrapped, FullyShardedDataParallel):
+        return model.state_dict(), made.state_dict()
+    state = sharded_state.full_state_dict(wrapped)
+    weights = {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}
+    return weights, sharded_state.full_optimizer_state_dict(wrapped, made)
+
+
+def take_whole(
+    wrapped: Callable[..., Any], model: nn.Module, made: torch.optim.Optimizer,
+    weights: Mapping[str, torch.Tensor], moments: dict[str, Any], whose: str,
+) -> None:  # fmt: skip
+    """Has model and optimizer go on from such states, or from this rank's shards of them; ValueError in a line where
+    the weights do not fit."""
+    if not isinstance(wrapped, FullyShardedDataParallel):
+        into(model, weights, whose)
+        made.load_state_dict(moments)
+        return
+    try:
+        sharded_state.load_full_state_dict(wrapped, {_INSIDE + name: x for name, x in weights.items()})
+    except ValueError as error:
+        raise ValueError(f"the weights do not fit {whose}: {error}") from None
+    sharded_state.load_full_optimizer_state_dict(wrapped, made, moments)
 
 
 def tokenizer_of(path: Path) -> Path | None:

@@ -27,7 +27,7 @@ from cs336_systems.accounting import model_flops, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
-from cs336_systems.training import checkpoints, modes, optimizer, resuming, whole
+from cs336_systems.training import checkpoints, modes, optimizer, resuming
 from cs336_systems.training.batches import Batches, Data, begins_documents
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -179,7 +179,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
-        weights, moments = whole.of(self.wrapped, self.model, self.optimizer)
+        weights, moments = checkpoints.whole(self.wrapped, self.model, self.optimizer)
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -214,7 +214,7 @@ class Trainer:
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
         optimizer.keep_settings(self.optimizer, moments)
-        whole.take(self.wrapped, self.model, self.optimizer, weights, moments, self._whose)
+        checkpoints.take_whole(self.wrapped, self.model, self.optimizer, weights, moments, self._whose)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:
@@ -266,8 +266,6 @@ class Trainer:
             norm = self.train_step()
             clock.stepped()
             traced()
-            if self.world == 1 and (self.out / STOP).is_file():
-                self._asked_to_stop = True
             ends = self.progress() >= 1
             due = {
                 "line": ends or self.step % config.logging.every == 0,

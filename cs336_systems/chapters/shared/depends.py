@@ -55,6 +55,6 @@ NSYS = (
 TRAINING = (
     *MODEL, *PARALLEL, "accounting/hardware.py", "training/batches.py", "training/clock.py", "training/config.py",
     "training/loop.py", "training/modes.py", "training/optimizer.py", "training/pipeline.py", "training/stories.py",
-    "training/stories.txt", "training/tokens.py", "training/whole.py",
+    "training/stories.txt", "training/tokens.py",
 )  # fmt: skip
 FORECAST = ("accounting/fsdp.py", "accounting/memory.py", "accounting/zero.py", "training/forecast.py")
