@@ -35,17 +35,14 @@ MODEL_SIZES = {"mini": ModelConfig(d_model=128, d_ff=384, num_layers=4, num_head
 _LARGEST = 2**53  # what JSON and TOML readers agree on
 
 
-def _one_of(default: str, allowed: tuple[str, ...], about: str) -> Any:
-    return field(default=default, metadata={"allowed": allowed, "about": about})
+def _key(default: Any, about: str, *allowed: str) -> Any:
+    """Any value of the default's kind, or one of those allowed."""
+    return field(default=default, metadata={"about": about} | ({"allowed": allowed} if allowed else {}))
 
 
 def _number(default: float, least: float, about: str, most: float = _LARGEST, above: bool = False) -> Any:
     """A number from `least` (or `above` it) to `most`."""
     return field(default=default, metadata={"least": least, "most": most, "above": above, "about": about})
-
-
-def _key(default: Any, about: str) -> Any:
-    return field(default=default, metadata={"about": about})
 
 
 # --------------------------------------------------------------------------------------------------- sections
@@ -55,7 +52,7 @@ class Text:
 
     source: str = _key("stories", "stories, tinystories, random, or a path: text, .jsonl, folder, .npy, .bin")
     valid: str = _key("", "a path of the same kind to hold out; empty: some of the source")
-    documents: str = _one_of("stream", ("stream", "packed"), "in a sequence; packed: none sees another")
+    documents: str = _key("stream", "in a sequence; packed: none sees another", "stream", "packed")
     field: str = _key("text", "of a line of .jsonl, which holds the text")
     train_mb: float = _number(8.0, 0, "MB of stories or random tokens; of other texts the most (0: all)")
     valid_mb: float = _number(0.5, 0, "the same, held out for evaluation", above=True)
@@ -70,14 +67,14 @@ class Tokenizer:
     vocab_size: int = _number(2048, 257, "tokens: 256 bytes, one end of text, the rest learned", most=2**32)
     path: str = _key("", "a tokenizer.json to use instead of training one")
     separator: str = _key("", "its token after each document; empty: <|endoftext|>, or what it has for that")
-    dtype: str = _one_of("uint16", ("uint16", "uint32", "int32", "int64"), "of the ids in a ready .bin file")
+    dtype: str = _key("uint16", "of the ids in a ready .bin file", "uint16", "uint32", "int32", "int64")
 
 
 @dataclass(frozen=True)
 class Model:
     """The Transformer: a named size, and what differs from it (0: as the size has it)."""
 
-    size: str = _one_of("mini", tuple(MODEL_SIZES), "what it is called")
+    size: str = _key("mini", "what it is called", *MODEL_SIZES)
     context_length: int = _number(256, 1, "tokens of a sequence")
     d_model: int = _number(0, 0, "width of the residual stream")
     d_ff: int = _number(0, 0, "inner width of the SwiGLU")
@@ -117,7 +114,7 @@ class Schedule:
     tokens: int = _number(0, 0, "training tokens, all ranks together")
     epochs: float = _number(0, 0, "passes over the training text")
     minutes: float = _number(0, 0, "time of its steps; the first one, evaluation and checkpoints come on top")
-    kind: str = _one_of("cosine", ("cosine", "constant"), "after the warm-up")
+    kind: str = _key("cosine", "after the warm-up", "cosine", "constant")
     warmup: float = _number(0.05, 0, "share of the length in which the learning rate rises", most=1)
     floor: float = _number(0.1, 0, "share of the learning rate that a cosine ends at", most=1)
 
@@ -143,11 +140,11 @@ class Batch:
 class Run:
     """How it is computed."""
 
-    device: str = _one_of("auto", ("auto", "cpu", "cuda"), "auto: a GPU where there is one")
-    dtype: str = _one_of("auto", DTYPES, "auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU")
-    compile: str = _one_of("off", COMPILE, "of attention, of each block, of all; of all with CUDA graphs")
-    recompute: str = _one_of(
-        "none", RECOMPUTE, "what backward computes again: blocks, or what of them is cheap"
+    device: str = _key("auto", "auto: a GPU where there is one", "auto", "cpu", "cuda")
+    dtype: str = _key("auto", "auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU", *DTYPES)
+    compile: str = _key("off", "of attention, of each block, of all; of all with CUDA graphs", *COMPILE)
+    recompute: str = _key(
+        "none", "what backward computes again: blocks, or what of them is cheap", *RECOMPUTE
     )
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _key(False, "the same bits in every run on a GPU")
@@ -159,8 +156,8 @@ class Parallel:
     """Several ranks."""
 
     nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
-    wrapper: str = _one_of(
-        "in_place", ALL_WRAPPERS, "who averages gradients; none of one rank; fsdp shards weights"
+    wrapper: str = _key(
+        "in_place", "who averages gradients; none of one rank; fsdp shards weights", *ALL_WRAPPERS
     )
     bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
     timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
@@ -263,18 +260,17 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:
-    types_of = typing.get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
+    kinds, values = typing.get_type_hints(cls), {}
+    known = {f.name: f.metadata for f in dataclasses.fields(cls)}
     for name, value in told.items():
         if name not in known:
             raise ValueError(f"unknown key {path}{name}; allowed: {', '.join(path + k for k in known)}")
-        if dataclasses.is_dataclass(types_of[name]):
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{path}{name}={value!r}; it must be a section with keys")
-            values[name] = _section(types_of[name], value, f"{path}{name}.")
+        if not dataclasses.is_dataclass(kind := kinds[name]):
+            values[name] = _value(kind, known[name], value, f"{path}{name}")
+        elif isinstance(value, Mapping):
+            values[name] = _section(kind, value, f"{path}{name}.")
         else:
-            values[name] = _value(types_of[name], known[name].metadata, value, f"{path}{name}")
+            raise ValueError(f"{path}{name}={value!r}; it must be a section with keys")
     return cls(**values)
 
 
