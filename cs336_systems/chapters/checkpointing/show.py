@@ -30,8 +30,7 @@ def told(kept: Any) -> list[tuple[str, int, int]]:
 
 
 def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`, and of
-    all memory there, `peak`; and MiB of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its
+    """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`; and MiB of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its
     backward pass, `gradients_mib`, their sum."""
     found = []
     for row in rows.to_dict("records"):
@@ -43,27 +42,27 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
         measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
         found.append({
             "name": name, "predicted": experiment.predicted_bytes(case, device, kept) / GIB,
-            "measured": measured / GIB, "peak": float(row["peak_bytes"]) / GIB,
+            "measured": measured / GIB,
             "kept_mib": kept / MIB if kept else np.nan, "change_mib": change / MIB,
             "gradients_mib": (kept + change) / MIB,
         })  # fmt: skip
-    columns = ["name", "predicted", "measured", "peak", "kept_mib", "change_mib", "gradients_mib"]
+    columns = ["name", "predicted", "measured", "kept_mib", "change_mib", "gradients_mib"]
     return rows.assign(**{name: [line[name] for line in found] for name in columns})
 
 
 def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
     """Whole models, by how attention is computed (all, if empty): activations at the peak by the closed form and
-    measured, the peak with weights and gradients, a step's time, and forward passes."""
+    measured, a step's time, and forward passes."""
     rows = rows[((rows["num_layers"] == 0) | (rows["size"] == "tiny")) & (rows["repeat"] == 0)]
     rows = with_predictions(rows[rows["attention"] == attention] if attention else rows)
     rows = tables.in_order(rows, ["machine", "strategy", "block_size"], experiment.STRATEGIES)
     table = pd.DataFrame({
         "machine": rows["machine"], "checkpoints": rows["name"],
-        "predicted, GiB": rows["predicted"], "measured, GiB": rows["measured"], "peak, GiB": rows["peak"],
+        "predicted, GiB": rows["predicted"], "measured, GiB": rows["measured"],
         "step, ms": rows["step_ms_p50"], "forward passes": rows["forwards"],
     })  # fmt: skip
     words = {line: tables.word(status) for line, status in rows["status"].items()}
-    table.attrs["words"] = dict.fromkeys(("measured, GiB", "peak, GiB", "step, ms", "forward passes"), words)
+    table.attrs["words"] = dict.fromkeys(("measured, GiB", "step, ms", "forward passes"), words)
     return table
 
 
@@ -120,12 +119,14 @@ def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.Data
 
 
 def block_bytes(context_length: int = 2048, batch: int = 4) -> dict[str, float]:
-    """GiB of the handout's model in fp32: `saved` by a block, its `input`, the `gradients` of its weights."""
+    """GiB of the handout's model in fp32: `saved` by a block, its `input`, the `gradients` of its weights;
+    `held`, weights and gradients of all."""
     config = size(XL)
     counts = accounting.parameter_counts(config)
     weights = (counts["attention"] + counts["ffn"]) / config.num_layers + 2 * config.d_model
     found = {
         "saved": sum(accounting.saved_layer_bytes(config, batch, context_length).values()),
         "input": accounting.residual_bytes(config, batch, context_length), "gradients": 4 * weights,
+        "held": 8 * accounting.num_parameters(config),
     }  # fmt: skip
     return {name: num_bytes / GIB for name, num_bytes in found.items()}
