@@ -172,10 +172,8 @@ def full_gradients(model):
     """The gradients of a sharded model by name, put together; None where there is none."""
     found = {}
     for flat in model.flats:
-        there = [w.parameter.grad is not None for w in flat.weights]
-        grads = [w.parameter if w.parameter.grad is None else w.parameter.grad for w in flat.weights]
-        for weight, grad, has in zip(flat.weights, flat.assembled(grads), there, strict=True):
-            found[weight.parameter] = grad if has else None
+        if there := {w: w.parameter.grad for w in flat.weights if w.parameter.grad is not None}:
+            found |= {weight.parameter: grad for weight, grad in flat.assembled(there).items()}
     return {name: found.get(p, p.grad) for name, p in model.module.named_parameters()}
 
 
@@ -550,7 +548,7 @@ def arrive_meanwhile(seed):
             if number > 1:  # the embedding's weights are not read in backward
                 arrived(called[number - 1].flats[0]._work)
             if number + 1 < len(called):
-                arrived(model._reductions[-1].work)
+                arrived(model._reductions[-1].reduction)
 
         for number, unit in enumerate(called):
             unit.module.register_forward_pre_hook(functools.partial(during_forward, number=number))
@@ -608,8 +606,7 @@ def hold_few_bytes(seed):
 
         def counted_take(self, weight, model=model, take=take, gradients=gradients):
             take(self, weight)
-            alive = [flat.gradient for flat in model.flats] + [r.flat for r in model._reductions]
-            gradients.append(sum(g.numel() * 4 for g in alive if g is not None))
+            gradients.append(sum(f.gradient.numel() * 4 for f in model.flats if f.gradient is not None))
 
         with about(units, dtype, reshard), pytest.MonkeyPatch.context() as patch:
             patch.setattr(shards.FlatWeights, "gather", counted_gather)

@@ -46,7 +46,7 @@ from cs336_systems.parallel.buckets import assign
 from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
 from cs336_systems.parallel.schedule import Schedule
-from cs336_systems.parallel.shards import FlatWeights, Reduction, Weight, Wires
+from cs336_systems.parallel.shards import FlatWeights, Weight, Wires
 from cs336_systems.parallel.units import LAYERS, Unit, intercept, named, readers_of, to_be_sharded
 
 _REDUCTIONS_IN_FLIGHT = 1
@@ -113,11 +113,8 @@ class FullyShardedDataParallel(DuringBackward):
         ]
         self._schedule = Schedule(called, reshard_after_forward, self._reduce)
         self._trained_flats = [flat for flat in self.flats if flat.trained]
-        self._launched: set[FlatWeights] = set()  # whose reductions of this step have been started
-        self._reductions: deque[Reduction] = deque()  # under way
-        self._reduced: list[Reduction] = []  # whose means are still to be given to the shards
+        self._reductions: deque[FlatWeights] = deque()  # whose reductions are under way
         self._sharded = {weight.number for weight in weights}
-        self._seen: set[int] = set()  # numbers of the sharded weights of which this step has gradients
         replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
         self._buckets = assign(replicated, float("inf"))
         self._whole = False
@@ -217,14 +214,13 @@ class FullyShardedDataParallel(DuringBackward):
     def _gradient_arrived(self, flat: FlatWeights, weight: Weight, _: Tensor) -> None:
         """Called when backward has the whole gradient of a sharded weight, for this rank's batch."""
         try:
-            self._note(weight.number, weight.parameter, sent=flat in self._launched)
+            self._note(weight.number, weight.parameter, sent=flat.mean is not None)
         except RuntimeError:
             weight.full.grad = None
             raise
         if flat.gradient is None:
             self._settle(_REDUCTIONS_IN_FLIGHT)
         flat.take_gradient(weight)
-        self._seen.add(weight.number)
         flat.missing.discard(weight)
         if not flat.missing:
             self._schedule.done(flat)
@@ -232,22 +228,20 @@ class FullyShardedDataParallel(DuringBackward):
     def _reduce(self, flat: FlatWeights) -> None:
         if flat.gradient is not None:  # a rank that has skipped it must not wait for those that have not
             self._settle(_REDUCTIONS_IN_FLIGHT)
-        self._launched.add(flat)
-        self._reductions.append(flat.reduce())
+        flat.reduce()
+        self._reductions.append(flat)
 
     def _settle(self, left: int) -> None:
         """Waits for the oldest reductions until so many are under way; on a GPU the host does not wait."""
         while len(self._reductions) > left:
-            reduction = self._reductions.popleft()
-            reduction.wait()
-            self._reduced.append(reduction)
+            self._reductions.popleft().settle()
 
     def _absent(self) -> list[int]:
-        return [i for i in super()._absent() if i not in self._seen]
+        seen = {weight.number for flat in self._trained_flats for weight in flat.written}
+        return [i for i in super()._absent() if i not in seen]
 
     def _end_step(self, given_up: bool = False) -> None:
         if given_up:
-            self._seen.clear()
             for flat in self._trained_flats:
                 flat.drop_gradient()
         super()._end_step(given_up)
@@ -257,18 +251,15 @@ class FullyShardedDataParallel(DuringBackward):
             self._schedule.begin_backward(reduces=True)
         self._end_backward()
         for flat in self._trained_flats:
-            if flat not in self._launched:
+            if flat.mean is None:
                 self._settle(_REDUCTIONS_IN_FLIGHT)
                 self._reduce(flat)
         buckets = [average(bucket.gathered(), self.process_group, async_op=True) for bucket in self._buckets]
         self._settle(0)
-        for reduction in self._reduced:
-            reduction.deliver()
+        for flat in self._trained_flats:
+            flat.deliver()
         for work in buckets:
             work.wait()
-        self._reduced.clear()
-        self._launched.clear()
-        self._seen.clear()
         self._compare_calls()
 
     def _compare_calls(self) -> None:
@@ -301,14 +292,12 @@ class FullyShardedDataParallel(DuringBackward):
 
         As torch's function for a model that is not sharded. All ranks call it; the host does not wait.
         """
-        sharded = [p.grad for i, p in enumerate(self._trained) if i in self._sharded and p.grad is not None]
-        others = [
-            p.grad for i, p in enumerate(self._trained) if i not in self._sharded and p.grad is not None
-        ]
-        device = self._trained[0].device
+        trained = [(i, p) for i, p in enumerate(self._trained) if p.grad is not None]
         share, rest = (
-            nn.utils.get_total_norm([g for g in grads if g.numel()], norm_type).to(device)
-            for grads in (sharded, others)
+            nn.utils.get_total_norm(
+                [p.grad for i, p in trained if (i in self._sharded) == sharded and p.numel()], norm_type
+            ).to(self._trained[0].device)
+            for sharded in (True, False)
         )
         if norm_type == float("inf"):
             dist.all_reduce(share, dist.ReduceOp.MAX, self.process_group)
@@ -317,8 +306,7 @@ class FullyShardedDataParallel(DuringBackward):
             power = share.pow(norm_type)
             dist.all_reduce(power, dist.ReduceOp.SUM, self.process_group)
             norm = (power + rest.pow(norm_type)).pow(1 / norm_type)
-        if grads := sharded + others:
-            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        nn.utils.clip_grads_with_norm_([p for _, p in trained], max_norm, norm)
         return norm
 
     @contextmanager
@@ -330,11 +318,9 @@ class FullyShardedDataParallel(DuringBackward):
         """
         if self._whole or self._in_backward:
             raise RuntimeError("full_parameters() inside itself, or inside a backward pass")
-        shown = []
-        for flat in self.flats:
-            for weight, whole in zip(flat.weights, flat.assembled(), strict=True):
-                shown.append((weight, whole))
-                weight.show(nn.Parameter(whole, requires_grad=weight.parameter.requires_grad))
+        shown = [piece for flat in self.flats for piece in flat.assembled().items()]
+        for weight, whole in shown:
+            weight.show(nn.Parameter(whole, requires_grad=weight.parameter.requires_grad))
         self._whole = True
         try:
             yield

@@ -122,8 +122,7 @@ class Schedule:
 
     def _gather(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
-            if not flat.gathered_bytes:
-                flat.gather()
+            flat.gather()
 
     # ------------------------------------------------------------------------------------------ backward
     @property

@@ -38,9 +38,8 @@ def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     first = model.process_group.rank() == 0
     whole: dict[Tensor, Tensor] = {}
     for flat in model.flats:
-        for weight, tensor in zip(flat.weights, flat.assembled(), strict=True):
-            if first:
-                whole[weight.parameter] = tensor.cpu()
+        there = flat.assembled()
+        whole |= {weight.parameter: tensor.cpu() for weight, tensor in there.items() if first}
     if not first:
         return {}
     return {name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in _named(model).items()}
@@ -141,14 +140,10 @@ def full_optimizer_state_dict(
     }
     for flat in model.flats:
         for key in _elementwise(flat, optimizer):
-            states = [optimizer.state[weight.parameter].get(key) for weight in flat.weights]
-            kind = next(state.dtype for state in states if state is not None)
-            shards = [
-                weight.parameter.new_zeros(weight.parameter.shape, dtype=kind) if state is None else state
-                for weight, state in zip(flat.weights, states, strict=True)
-            ]
-            for weight, state, tensor in zip(flat.weights, states, flat.assembled(shards), strict=True):
-                if first and state is not None:
+            states = {weight: optimizer.state.get(weight.parameter, {}).get(key) for weight in flat.weights}
+            there = flat.assembled({weight: state for weight, state in states.items() if state is not None})
+            for weight, tensor in there.items():
+                if first:
                     whole[numbers[weight.parameter]][key] = tensor.cpu()
     return {**packed, "state": whole} if first else {}
 

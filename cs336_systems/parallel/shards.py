@@ -17,7 +17,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -102,51 +102,29 @@ class Weight:
 
     name: in the model; parameter: the model's own, which keeps this rank's elements `start` to `stop` of the flattened
     weight, as a vector; number: which of the trained parameters it is, None if it is frozen. homes: the modules that
-    have it, each with its name there. full: the gathered weight, in the dtype that it is computed with.
+    have it, each with its name there. offset: where it begins in the flat vector; piece: where in this rank's slice of
+    that its elements are. full: the gathered weight, in the dtype that it is computed with.
     """
 
     name: str
     number: int | None
     homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    shape: torch.Size = field(init=False)
-    offset: int = field(init=False, default=0)
-    start: int = field(init=False, default=0)
-    stop: int = field(init=False, default=0)
+    shape: torch.Size
+    offset: int = 0
+    start: int = 0
+    stop: int = 0
+    piece: slice = field(init=False)
     full: nn.Parameter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape = self.parameter.shape
 
     def show(self, tensor: nn.Parameter) -> None:
         """Has the modules hold this tensor as their weight."""
         for module, name in self.homes:
             module._parameters[name] = tensor
 
-
-@dataclass(eq=False)
-class Reduction:
-    """A reduce-scatter that is under way. flat: what it reads, kept until it is done; mean: (n,), what it writes."""
-
-    weights: FlatWeights
-    work: dist.Work
-    flat: Tensor | None
-    mean: Tensor
-
-    def wait(self) -> None:
-        """Waits until the mean is there: on a GPU the current stream does, not the host."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self.weights.unanswered("reducing the gradients") from error
-        self.flat = None
-
-    def deliver(self) -> None:
-        """Adds the mean to the gradients of the shards."""
-        for weight, begin, end in self.weights.pieces():
-            shard = weight.parameter
-            mean = self.mean[begin:end].to(shard.dtype)
-            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+    def within(self, flat: Tensor) -> Tensor:
+        """The part of a flat vector that is this weight's, in its shape."""
+        return flat[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
 
 class FlatWeights:
@@ -168,8 +146,10 @@ class FlatWeights:
         self.users = 0  # calls of modules under way that read them
         self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
         self.missing = set(self.weights)  # those whose gradients the running backward pass has not reached
-        self.gradient: Tensor | None = None  # (numel,), of this rank's batch, while there are any
-        self._written: set[Weight] = set()  # the weights whose gradients are in there
+        self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until the mean of all ranks' is there
+        self.written: set[Weight] = set()  # the weights whose gradients are, or were, in there in this step
+        self.mean: Tensor | None = None  # (n,), what its reduction writes, from the beginning of that to delivery
+        self.reduction: dist.Work | None = None  # under way
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
         self._shard_out()
@@ -187,31 +167,24 @@ class FlatWeights:
             self.numel += -(-weight.parameter.numel() // step) * step
         self.numel += -self.numel % (ranks * step)
         self._length = self.numel // ranks
-        self._begin, end = rank * self._length, (rank + 1) * self._length
+        begin, end = rank * self._length, (rank + 1) * self._length
         self._shard = first.new_zeros(self._length)
         # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
         self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=first.device)
         for weight in self.weights:
-            whole = weight.parameter.reshape(-1)
-            edges = self._begin - weight.offset, end - weight.offset
-            weight.start, weight.stop = (min(max(edge, 0), whole.numel()) for edge in edges)
-            place = self._flat[weight.offset : weight.offset + whole.numel()].view(weight.shape)
+            edges = begin - weight.offset, end - weight.offset
+            weight.start, weight.stop = (min(max(edge, 0), weight.shape.numel()) for edge in edges)
+            first = max(weight.offset - begin, 0) if weight.stop > weight.start else 0
+            weight.piece = slice(first, first + weight.stop - weight.start)
             # .data: not a view for autograd, which would find the weights that it has kept overwritten
-            weight.full = nn.Parameter(place.data, requires_grad=self.trained)
-        for weight, begin, end in self.pieces():
-            shard = self._shard[begin:end]
+            weight.full = nn.Parameter(weight.within(self._flat).data, requires_grad=self.trained)
+            shard = self._shard[weight.piece]
             shard.copy_(weight.parameter.reshape(-1)[weight.start : weight.stop])
             weight.parameter.data, weight.parameter.grad = shard, None
         self._places = [weight.parameter.data_ptr() for weight in self.weights]
         self._flat.untyped_storage().resize_(0)
 
-    def pieces(self) -> Iterator[tuple[Weight, int, int]]:
-        """Each weight with the range of its elements in this rank's slice."""
-        for weight in self.weights:
-            begin = max(weight.offset - self._begin, 0) if weight.stop > weight.start else 0
-            yield weight, begin, begin + weight.stop - weight.start
-
-    def unanswered(self, what: str) -> RuntimeError:
+    def _unanswered(self, what: str) -> RuntimeError:
         """The error for a collective that others did not join."""
         names = ", ".join(weight.name for weight in self.weights)
         return RuntimeError(
@@ -254,7 +227,7 @@ class FlatWeights:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise self.unanswered("gathering") from error
+                raise self._unanswered("gathering") from error
             self._work = self._sent = None
 
     def free(self) -> None:
@@ -284,57 +257,68 @@ class FlatWeights:
             weight.show(weight.parameter)
 
     @torch.no_grad()
-    def assembled(self, shards: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def assembled(self, pieces: Mapping[Weight, Tensor] | None = None) -> dict[Weight, Tensor]:
         """What ranks hold of each weight, or of something else of its elements, put together, in the weights' shapes.
 
-        shards: of each weight this rank's elements (n,), of one dtype; None: the weights' own. All ranks call it.
+        pieces: of each weight, or of some, this rank's elements (n,), of one dtype; None: the weights' own. All ranks
+        call it.
         """
-        slice_ = self._shard
-        if shards is not None:
-            slice_ = torch.zeros(self._length, dtype=shards[0].dtype, device=self._shard.device)
-            for (_, begin, end), shard in zip(self.pieces(), shards, strict=True):
-                slice_[begin:end] = shard
-        flat = slice_.new_empty(self.numel)
-        all_gather(flat, slice_, self.wires.gathers).wait()
-        return [flat[w.offset : w.offset + w.shape.numel()].view(w.shape) for w in self.weights]
+        if pieces is None:
+            pieces = {weight: weight.parameter for weight in self.weights}
+        dtype = next(iter(pieces.values())).dtype
+        mine = torch.zeros(self._length, dtype=dtype, device=self._shard.device)
+        for weight, piece in pieces.items():
+            mine[weight.piece] = piece
+        flat = mine.new_empty(self.numel)
+        all_gather(flat, mine, self.wires.gathers).wait()
+        return {weight: weight.within(flat) for weight in pieces}
 
     # ----------------------------------------------------------------------------------------- reducing
     @torch.no_grad()
     def take_gradient(self, weight: Weight) -> None:
         """Moves what autograd has left in `weight.full.grad` into the flat gradient, or adds it to what is there."""
-        gradient = weight.full.grad
+        gradient, added = weight.full.grad, weight in self.written
         weight.full.grad = None
+        self.written.add(weight)
         if self.gradient is None:
             alone = weight.shape.numel() == self.numel and gradient.dtype == self.reduce_dtype
             if alone and sole(gradient) is gradient:  # it is what would be written
                 self.gradient = gradient.view(-1)
-                self._written.add(weight)
                 return
             self.gradient = torch.empty(self.numel, dtype=self.reduce_dtype, device=gradient.device)
-        place = self._place(weight)
-        if weight in self._written:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-            self._written.add(weight)
-
-    def _place(self, weight: Weight) -> Tensor:
-        return self.gradient[weight.offset : weight.offset + weight.shape.numel()].view(weight.shape)
+        place = weight.within(self.gradient)
+        place.add_(gradient) if added else place.copy_(gradient)
 
     @torch.no_grad()
-    def reduce(self) -> Reduction:
-        """Starts reducing the flat gradient, zeros in place of those that this rank lacks; it has gone then."""
+    def reduce(self) -> None:
+        """Starts reducing the flat gradient, zeros in place of those that this rank lacks."""
         if self.gradient is None:
             self.gradient = torch.zeros(self.numel, dtype=self.reduce_dtype, device=self._shard.device)
         else:
             for weight in self.weights:
-                if weight not in self._written:
-                    self._place(weight).zero_()
-        flat, mean = self.gradient, self.gradient.new_empty(self._length)
-        self.drop_gradient()
-        return Reduction(self, reduce_scatter_mean(mean, flat, self.wires.reductions), flat, mean)
+                if weight not in self.written:
+                    weight.within(self.gradient).zero_()
+        self.mean = self.gradient.new_empty(self._length)
+        self.reduction = reduce_scatter_mean(self.mean, self.gradient, self.wires.reductions)
+
+    def settle(self) -> None:
+        """Waits until the mean is there: on a GPU the current stream does, not the host."""
+        try:
+            self.reduction.wait()
+        except RuntimeError as error:
+            raise self._unanswered("reducing the gradients") from error
+        self.reduction = self.gradient = None
+
+    def deliver(self) -> None:
+        """Adds the mean to the gradients of the shards."""
+        for weight in self.weights:
+            shard, mean = weight.parameter, self.mean[weight.piece].to(weight.parameter.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+        self.mean = None
+        self.written.clear()
 
     def drop_gradient(self) -> None:
         """Forgets what has been accumulated here."""
-        self.gradient = None
-        self._written.clear()
+        self.written.clear()
+        if self.mean is None:
+            self.gradient = None

@@ -63,7 +63,7 @@ def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight
     for name, part in module.named_modules():
         p = part._parameters.get("weight")
         if type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
-            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p))
+            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p, p.shape))
     if not weights:
         raise ValueError(
             f"module {type(module).__name__} has no weight to shard: no module of a class Linear or Embedding with a "
