@@ -20,10 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from waiting import wait_until
 
 from cs336_systems.launch.start import LaunchError, launch
+from cs336_systems.model import build as build_lm
 from cs336_systems.parallel import schedule, shards
 from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
@@ -35,6 +38,7 @@ from cs336_systems.parallel.sharded_state import (
     load_sharded_state_dicts,
     sharded_state_dict,
 )
+from cs336_systems.sizes import ModelConfig
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -632,6 +636,96 @@ def hold_few_bytes(seed):
             assert sum(slices.values()) <= (sum(whole) / ranks + padding * len(whole)) * 4 + replicated
 
 
+# ----------------------------------------------------------------------------------------------- meta device
+def build_on_meta(name):
+    with torch.device("meta"):
+        return MODELS[name]().double()
+
+
+def initialize(part, seed):
+    """Another value in each element of a module's own tensors."""
+    for i, tensor in enumerate([*part.parameters(recurse=False), *part.buffers(recurse=False)]):
+        g = torch.Generator().manual_seed(seed + i)
+        with torch.no_grad():
+            tensor.copy_(torch.randint(1, 100, tensor.shape, generator=g) / 50 - 1)
+
+
+def begin_on_meta(seed):
+    """Rank 0's weights, by a function for each module or from a state dict, and an optimizer made before."""
+
+    def init(part):
+        assert dist.get_rank() == 0
+        initialize(part, seed)
+
+    for name, units, loaded in itertools.product(MODELS, ("layer", "block"), (False, True)):
+        alone, module = build(name, seed), build_on_meta(name)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, alone)]
+        with about(name, units, loaded):
+            model = sharded(module, units, device="cpu", param_init_fn=fail_not if loaded else init)
+            if loaded:
+                load_full_state_dict(model, {} if dist.get_rank() else alone.state_dict())
+            else:
+                for part in alone.modules():
+                    initialize(part, seed)
+            assert all(torch.equal(a, b) for a, b in zip(module.buffers(), alone.buffers(), strict=True))
+            for ids in data(2, 2, seed):
+                step_of(model, optimizers[0], share(ids))
+                step_of(alone, optimizers[1], ids)
+                assert_like(model, alone)
+
+
+def fail_not(part):
+    """Leaves a module as it is."""
+
+
+def begin_by_modules(seed):
+    """Without a function modules initialize themselves: as if rank 0 had built the model."""
+    config = ModelConfig(16, 24, 2, 2, vocab_size=11, context_length=8)
+    torch.manual_seed(seed)
+    alone = build_lm(config, "reference", device="cpu")
+    torch.manual_seed(seed + dist.get_rank())
+    model = sharded(build_lm(config, "reference", device="meta"), "block", device="cpu")
+    ids = data(1, 1, seed)[0]
+    with torch.no_grad():
+        assert torch.equal(model(share(ids)), alone(share(ids)))
+
+
+class Bytes(TorchDispatchMode):
+    """`peak`: the most bytes that tensors made inside, those that live, have had."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self.live = 0, weakref.WeakSet()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
+        self.live.update(tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live))
+        return made
+
+
+def hold_few_bytes_from_the_beginning(seed):
+    """Shards, what is replicated and a unit: a rank never has more, from a model of meta tensors on."""
+
+    def in_place(part):
+        for tensor in part.parameters(recurse=False):
+            tensor.uniform_()
+
+    for units, loaded in itertools.product(("layer", "block"), (False, True)):
+        with torch.device("meta"):
+            module = Model(width=256, num_blocks=6)
+        state = {name: torch.rand(t.shape).to(t.dtype) for name, t in module.state_dict().items()}
+        with Bytes() as bytes_, about(units, loaded):
+            model = sharded(module, units, device="cpu", param_init_fn=in_place)
+            if loaded:
+                load_full_state_dict(model, state)
+        kept = {p.untyped_storage() for p in model.parameters()}
+        largest = max(flat.numel for flat in model.flats) * 4
+        bound = sum(storage.nbytes() for storage in kept) + largest
+        assert bound - largest < bytes_.peak < bound + 0.1 * largest, (units, loaded, bytes_.peak, bound)
+
+
 # ---------------------------------------------------------------------------------------------- norms, states
 def clip(seed):
     for norm_type, largest in itertools.product((2.0, 1.0, 3.0, math.inf), (1e-3, 1e3)):
@@ -1002,9 +1096,9 @@ CHECKS = {  # by the number of ranks
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
-        gather_once_for_late_outputs,
+        gather_once_for_late_outputs, begin_on_meta, begin_by_modules, hold_few_bytes_from_the_beginning,
     ],
-    3: [train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
+    3: [begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
     4: [train_in_two_groups],
 }  # fmt: skip
 
@@ -1045,12 +1139,21 @@ def test_wrong_models_are_refused_by_name(alone):
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
             None,
-            "parameters on cpu, meta; expected one",
+            r"Linear \('1'\) is on the meta device; expected device=",
         ),
         (nn.Embedding(9, 4, sparse=True), None, "sparse gradients: weight;"),
     ):
         with pytest.raises(ValueError, match=words):
             FullyShardedDataParallel(module, units=units)
+
+
+def test_who_initializes_must_be_known(alone):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), Norm(3))
+    with pytest.raises(
+        ValueError, match=r"Norm \('1'\) is .* without reset_parameters\(\); expected param_init_fn="
+    ):
+        FullyShardedDataParallel(module, device="cpu")
 
 
 def test_a_model_is_sharded_once(alone):

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
 from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Weight, Wires
-from cs336_systems.parallel.units import LAYERS, Unit, intercept, named, readers_of, to_be_sharded
+from cs336_systems.parallel.units import LAYERS, Fresh, Unit, intercept, named, readers_of, to_be_sharded
 
 _REDUCTIONS_IN_FLIGHT = 1
 """While the gradients of the next unit are collected; each holds those of a unit."""
@@ -63,7 +63,11 @@ class FullyShardedDataParallel(DuringBackward):
     units: modules of the model, such as `model.layers`; the weights in each are gathered together. A layer outside of
         them is a unit by itself; None: all are. A unit may be compiled, before or after; what holds one may not.
     reshard_after_forward: False keeps the weights from the forward pass to the backward pass.
-    module, process_group: as for `DataParallel`; all parameters on one device.
+    module, process_group: as for `DataParallel`; all parameters on one device, or on the meta device, whole or in part.
+    device: where to make what is on the meta device, at the cost of a rank's shards and of one unit at a time. Rank 0
+        initializes it: by `param_init_fn(part)` for each module `part` that has tensors of its own there, or, for None,
+        by the module's `reset_parameters()`. (Buffers may be computed instead where the module is converted, in its
+        `_apply`.) Tied weights are initialized by each module that has them, the last one counts.
 
     Sharded is the 2-D `weight` of each module whose class is called Linear or Embedding, wherever else it is registered
     (tied weights); such a weight may be read only in calls of these modules, or of their units. Everything else is
@@ -76,17 +80,20 @@ class FullyShardedDataParallel(DuringBackward):
     is short, call `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
-    that are not in the model or never called, on several devices, or without a weight to shard; RuntimeError if
+    that are not in the model or never called, on several devices, or without a weight to shard, or on the meta device
+    without what would make or initialize it; RuntimeError if
     parameters have been moved or converted after it was wrapped, or if other ranks have not called the same units.
     """
 
     def __init__(
         self, module: nn.Module, compute_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype = torch.float32,
         units: Iterable[nn.Module] | None = None, reshard_after_forward: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:  # fmt: skip
         _check_dtypes(compute_dtype, reduce_dtype)
         chosen = named(module, units)
+        fresh = Fresh(module, device, param_init_fn)
         super().__init__(
             module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, units=list(chosen),
             reshard_after_forward=bool(reshard_after_forward),
@@ -99,14 +106,17 @@ class FullyShardedDataParallel(DuringBackward):
         for weight, modules in homes.items():
             frozen = weight.number is None
             alike.setdefault((frozenset(modules), weight.parameter.dtype, frozen), []).append(weight)
-        self.flats: list[FlatWeights] = []
+        self.flats = []
         flats_of: dict[nn.Module, list[FlatWeights]] = {}
         for (modules, dtype, _), group in alike.items():
             wide = torch.float64 if dtype == torch.float64 else reduce_dtype
-            flat = FlatWeights(group, compute_dtype or dtype, wide, wires)
+            flat = FlatWeights(group, compute_dtype or dtype, wide, wires, fresh.fill)
             self.flats.append(flat)
             for reader in modules:
                 flats_of.setdefault(reader, []).append(flat)
+        if self.process_group.rank() == 0:
+            fresh.fill_rest(weights)
+        self._copy_from_rank_0()
         named_parts = module.named_modules()
         called = [
             Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts if part in flats_of
@@ -127,6 +137,18 @@ class FullyShardedDataParallel(DuringBackward):
                 weight.full.register_post_accumulate_grad_hook(arrived)
         for unit in called:
             intercept(unit.module, functools.partial(self._call, unit))
+
+    flats: Sequence[FlatWeights] = ()
+
+    def _copy_from_rank_0(self) -> None:
+        """Of what is replicated, when the rest has been sharded: of that rank 0 gives each rank its shards alone."""
+        weights = [weight for flat in self.flats for weight in flat.weights]
+        for weight in weights:
+            weight.show(None)
+        if weights:
+            super()._copy_from_rank_0()
+        for weight in weights:
+            weight.show(weight.parameter)
 
     # ----------------------------------------------------------------------------------------- forward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.parallel.shards import FlatWeights, Weight
 
@@ -47,20 +48,35 @@ def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Tensor]) -> None:
-    """Takes this rank's shards, and what is replicated, from a whole state dict, which each rank has (`mmap=True` reads
-    no more than is taken). ValueError, before anything is taken, where names or shapes differ from the model's."""
+    """Gives each rank its shards, and what is replicated, of the whole state dict that rank 0 has; others may give {}.
+
+    On the device it takes one unit's weights at a time. All ranks call it. ValueError on all, before anything is taken,
+    where names or shapes differ from the model's.
+    """
     weights, own = _weights(model), _named(model)
-    if own.keys() != state.keys():
-        wrong = sorted(own.keys() ^ state.keys())
+    with agreement(model.process_group):
+        if model.process_group.rank() == 0:
+            _check_fits(
+                state, {name: weights[t].shape if t in weights else t.shape for name, t in own.items()}
+            )
+    names = {tensor: name for name, tensor in own.items()}
+    for flat in model.flats:
+        flat.scatter(lambda weight, place: place.copy_(state[names[weight.parameter]]))
+    if model.process_group.rank() == 0:
+        for tensor, name in names.items():
+            if tensor not in weights:
+                tensor.copy_(state[name])
+    model._copy_from_rank_0()
+
+
+def _check_fits(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    if wrong := sorted(shapes.keys() ^ state.keys()):
         raise ValueError(
             f"the state dict has other names than the model: {', '.join(wrong)} in one of them only"
         )
-    for name, tensor in own.items():
-        shape = weights[tensor].shape if tensor in weights else tensor.shape
+    for name, shape in shapes.items():
         if shape != state[name].shape:
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}; expected {tuple(shape)}")
-    for name, tensor in own.items():
-        tensor.copy_(_share(state[name], weights[tensor]) if tensor in weights else state[name])
 
 
 def _share(whole: Tensor, weight: Weight) -> Tensor:

@@ -17,7 +17,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from cs336_systems.parallel.buckets import sole
+from cs336_systems.parallel.state import bytes_of
 
 _ALIGNMENT = 16  # bytes: what vectorized loads and tensor cores want a matrix, and a shard, to start at
 
@@ -117,7 +118,7 @@ class Weight:
     piece: slice = field(init=False)
     full: nn.Parameter = field(init=False)
 
-    def show(self, tensor: nn.Parameter) -> None:
+    def show(self, tensor: nn.Parameter | None) -> None:
         """Has the modules hold this tensor as their weight."""
         for module, name in self.homes:
             module._parameters[name] = tensor
@@ -130,13 +131,14 @@ class Weight:
 class FlatWeights:
     """Weights of one dtype and device, all trained or all frozen, that are gathered together and reduced together.
 
-    compute_dtype: what they travel and are computed with; reduce_dtype: what their gradients are summed in. The weights
-    must be whole, and the same on all ranks; afterwards each rank has its slice of them.
+    compute_dtype: what they travel and are computed with; reduce_dtype: what their gradients are summed in. fill: see
+    `scatter`, after which each rank has its slice of them.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], compute_dtype: torch.dtype, reduce_dtype: torch.dtype, wires: Wires
-    ) -> None:
+        self, weights: Sequence[Weight], compute_dtype: torch.dtype, reduce_dtype: torch.dtype, wires: Wires,
+        fill: Callable[[Weight, Tensor], object],
+    ) -> None:  # fmt: skip
         self.weights, self.wires = list(weights), wires
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.trained = self.weights[0].number is not None
@@ -146,20 +148,20 @@ class FlatWeights:
         self.users = 0  # calls of modules under way that read them
         self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
         self.missing = set(self.weights)  # those whose gradients the running backward pass has not reached
-        self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until the mean of all ranks' is there
+        self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until it is reduced
         self.written: set[Weight] = set()  # the weights whose gradients are, or were, in there in this step
-        self.mean: Tensor | None = None  # (n,), what its reduction writes, from the beginning of that to delivery
+        self.mean: Tensor | None = None  # (n,), what a reduction writes, from its beginning to delivery
         self.reduction: dist.Work | None = None  # under way
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
-        self._shard_out()
+        self._shard_out(fill)
 
     @torch.no_grad()
-    def _shard_out(self) -> None:
+    def _shard_out(self, fill: Callable[[Weight, Tensor], object]) -> None:
         group = self.wires.reductions
         rank, ranks = group.rank(), group.size()
-        first = self.weights[0].parameter
-        dtypes = first.dtype, self.compute_dtype, self.reduce_dtype
+        model = self.weights[0].parameter
+        dtypes = model.dtype, self.compute_dtype, self.reduce_dtype
         step = _ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
         self.numel = 0
         for weight in self.weights:
@@ -168,9 +170,9 @@ class FlatWeights:
         self.numel += -self.numel % (ranks * step)
         self._length = self.numel // ranks
         begin, end = rank * self._length, (rank + 1) * self._length
-        self._shard = first.new_zeros(self._length)
+        self._shard = model.new_empty(self._length)
         # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
-        self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=first.device)
+        self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=model.device)
         for weight in self.weights:
             edges = begin - weight.offset, end - weight.offset
             weight.start, weight.stop = (min(max(edge, 0), weight.shape.numel()) for edge in edges)
@@ -178,11 +180,24 @@ class FlatWeights:
             weight.piece = slice(first, first + weight.stop - weight.start)
             # .data: not a view for autograd, which would find the weights that it has kept overwritten
             weight.full = nn.Parameter(weight.within(self._flat).data, requires_grad=self.trained)
-            shard = self._shard[weight.piece]
-            shard.copy_(weight.parameter.reshape(-1)[weight.start : weight.stop])
-            weight.parameter.data, weight.parameter.grad = shard, None
-        self._places = [weight.parameter.data_ptr() for weight in self.weights]
         self._flat.untyped_storage().resize_(0)
+        self.scatter(fill)
+        for weight in self.weights:
+            weight.parameter.data, weight.parameter.grad = self._shard[weight.piece], None
+        self._places = [weight.parameter.data_ptr() for weight in self.weights]
+
+    @torch.no_grad()
+    def scatter(self, fill: Callable[[Weight, Tensor], object]) -> None:
+        """Gives each rank its slice of what rank 0 has: there `fill(weight, place)` writes each weight to its place in
+        the flat vector. All ranks call it."""
+        group, first = self.wires.reductions, self.wires.reductions.rank() == 0
+        flat = self._shard.new_zeros(self.numel if first else 0)
+        for weight in self.weights if first else ():
+            fill(weight, weight.within(flat))
+        if self.numel:  # as bytes, since no backend knows all dtypes
+            slices = list(bytes_of(flat).view(group.size(), -1)) if first else None
+            dist.scatter(bytes_of(self._shard), slices, group=group, group_src=0)
+        flat.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
 
     def _unanswered(self, what: str) -> RuntimeError:
         """The error for a collective that others did not join."""

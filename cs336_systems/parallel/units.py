@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from cs336_systems.parallel.shards import FlatWeights, Weight
@@ -56,13 +56,18 @@ def named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module
     return chosen
 
 
+def _sharded_weight(part: nn.Module) -> nn.Parameter | None:
+    p = part._parameters.get("weight")
+    is_layer = type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point()
+    return p if is_layer else None
+
+
 def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight]:
     """The weights of all layers, in the order of their definition."""
     numbers = {p: i for i, p in enumerate(trained)}
     weights: dict[nn.Parameter, Weight] = {}
     for name, part in module.named_modules():
-        p = part._parameters.get("weight")
-        if type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point():
+        if (p := _sharded_weight(part)) is not None:
             weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p, p.shape))
     if not weights:
         raise ValueError(
@@ -88,6 +93,64 @@ def readers_of(weight: Weight, chosen: dict[str, nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
+# ------------------------------------------------------------------------------------------- the meta device
+class Fresh:
+    """What of a model lies on the meta device: taken from there, then initialized on rank 0, weight by weight.
+
+    Here what is to be replicated gets memory, and weights to be sharded get a shape and a device, but no memory yet.
+    Tensors stay the objects they are. For arguments and errors see `FullyShardedDataParallel`.
+    """
+
+    def __init__(
+        self, module: Any, device: torch.device | str | None, init: Callable[[nn.Module], object] | None
+    ) -> None:
+        self.parts = {
+            part: name
+            for name, part in (module.named_modules() if isinstance(module, nn.Module) else ())
+            if any(t.is_meta for t in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+        }
+        self._init = init or _reset
+        for part, name in self.parts.items():
+            who = f"{type(part).__name__} ({name!r}) is on the meta device"
+            if device is None:
+                raise ValueError(f"{who}; expected device=, where to make it")
+            if not (init or hasattr(part, "reset_parameters") or type(part)._apply is not nn.Module._apply):
+                raise ValueError(
+                    f"{who}, without reset_parameters(); expected param_init_fn=, to initialize it"
+                )
+        sharded = {_sharded_weight(part) for part in self.parts}
+        for p in dict.fromkeys(p for part in self.parts for p in part.parameters(recurse=False) if p.is_meta):
+            made = torch.empty(() if p in sharded else p.shape, dtype=p.dtype, device=device).expand(p.shape)
+            torch.utils.swap_tensors(p, nn.Parameter(made, p.requires_grad))
+        for part in self.parts:  # buffers; some are computed when a module is converted
+            part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
+
+    @torch.no_grad()
+    def fill(self, weight: Weight, place: Tensor) -> None:
+        """Writes a weight to its place, in its shape: its values, or what the modules that have it make of it."""
+        fresh = [home for home, _ in weight.homes if home in self.parts]
+        if not fresh:
+            place.copy_(weight.parameter)
+            return
+        weight.parameter.data = place
+        for home in fresh:
+            self._init(home)
+
+    @torch.no_grad()
+    def fill_rest(self, weights: Iterable[Weight]) -> None:
+        """Initializes the modules that have none of the weights."""
+        homes = {home for weight in weights for home, _ in weight.homes}
+        for part in self.parts:
+            if part not in homes:
+                self._init(part)
+
+
+def _reset(part: nn.Module) -> None:
+    if hasattr(part, "reset_parameters"):
+        part.reset_parameters()
+
+
+# ------------------------------------------------------------------------------------------------------- calls
 class Intercepted:
     """What the class of a unit's module is derived from: its calls go through the wrapper, outside of what is compiled
     in place. (A forward hook would be compiled with it.)"""
