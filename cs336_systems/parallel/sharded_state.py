@@ -1,17 +1,16 @@
-"""State dicts of a fully sharded model and of its optimizer: whole ones, and each rank's share.
+"""Whole state dicts of a fully sharded model and of its optimizer, on rank 0.
 
     weights, moments = full_state_dict(model), full_optimizer_state_dict(model, optimizer)     # on all ranks
     if rank == 0:
         torch.save({"weights": weights, "moments": moments}, path)
 
-A whole one is what the plain model's or optimizer's `state_dict` would be, so either loads the other's, and any number
-of ranks loads what any other has saved. Sharded ones are written by each rank without communication, and read likewise:
-of every rank's file a rank takes what overlaps with its own shards.
+They are what the plain model's and optimizer's `state_dict` would be, so either loads the other's, and any number of
+ranks loads what any other has saved. Sharded ones: `sharded_checkpoint.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,12 +21,19 @@ from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.parallel.shards import FlatWeights, Weight
 
 
-def _named(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+def tensors_of(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """The model's parameters and buffers by the names that state dicts have for them."""
     return model.module.state_dict(keep_vars=True)
 
 
-def _weights(model: FullyShardedDataParallel) -> dict[Tensor, Weight]:
+def weights_of(model: FullyShardedDataParallel) -> dict[Tensor, Weight]:
+    """The sharded weights by their parameters."""
     return {weight.parameter: weight for flat in model.flats for weight in flat.weights}
+
+
+def is_piece(value: Any, weight: Weight) -> bool:
+    """Whether something, of an optimizer's state say, has an element for each that this rank has of the weight."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == weight.parameter.shape
 
 
 # ----------------------------------------------------------------------------------------------------- whole
@@ -43,7 +49,9 @@ def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
         whole |= {weight.parameter: tensor.cpu() for weight, tensor in there.items() if first}
     if not first:
         return {}
-    return {name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in _named(model).items()}
+    return {
+        name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in tensors_of(model).items()
+    }
 
 
 @torch.no_grad()
@@ -53,7 +61,7 @@ def load_full_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Te
     On the device it takes one unit's weights at a time. All ranks call it. ValueError on all, before anything is taken,
     where names or shapes differ from the model's.
     """
-    weights, own = _weights(model), _named(model)
+    weights, own = weights_of(model), tensors_of(model)
     with agreement(model.process_group):
         if model.process_group.rank() == 0:
             _check_fits(
@@ -81,52 +89,6 @@ def _check_fits(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
 
 def _share(whole: Tensor, weight: Weight) -> Tensor:
     return whole.reshape(-1)[weight.start : weight.stop]
-
-
-# --------------------------------------------------------------------------------------------------- sharded
-def sharded_state_dict(model: FullyShardedDataParallel) -> dict[str, Any]:
-    """This rank's share, where it lies: for each sharded weight its `shape`, and `values` from element `start` on; the
-    rest whole."""
-    weights, shards, rest = _weights(model), {}, {}
-    for name, tensor in _named(model).items():
-        if weight := weights.get(tensor):
-            shards[name] = {"shape": list(weight.shape), "start": weight.start, "values": tensor.detach()}
-        else:
-            rest[name] = tensor.detach()
-    group = model.process_group
-    return {"rank": group.rank(), "world_size": group.size(), "shards": shards, "replicated": rest}
-
-
-@torch.no_grad()
-def load_sharded_state_dicts(model: FullyShardedDataParallel, parts: Iterable[Mapping[str, Any]]) -> None:
-    """Takes this rank's share from those of all ranks of a run, of any number, one after the other.
-
-    What is replicated comes from rank 0's; buffers too. ValueError where shares are missing or of another model: then
-    the model is not to be used.
-    """
-    weights, own = _weights(model), _named(model)
-    missing = {name: weights[t].stop - weights[t].start for name, t in own.items() if t in weights}
-    replicated = own.keys() - missing.keys()
-    ranks = []
-    for part in parts:
-        ranks.append((part["rank"], part["world_size"]))
-        if part["shards"].keys() != missing.keys() or part["replicated"].keys() != replicated:
-            raise ValueError(f"the share of rank {part['rank']} is one of another model")
-        for name, saved in part["shards"].items():
-            weight = weights[own[name]]
-            if tuple(saved["shape"]) != tuple(weight.shape):
-                raise ValueError(f"{name} has shape {saved['shape']}; expected {list(weight.shape)}")
-            begin = max(saved["start"], weight.start)
-            end = min(saved["start"] + len(saved["values"]), weight.stop)
-            if begin < end:
-                source = saved["values"][begin - saved["start"] : end - saved["start"]]
-                own[name][begin - weight.start : end - weight.start] = source
-                missing[name] -= end - begin
-        if part["rank"] == 0:
-            for name, tensor in part["replicated"].items():
-                own[name].copy_(tensor)
-    if sorted(ranks) != [(i, len(ranks)) for i in range(len(ranks))] or any(missing.values()):
-        raise ValueError(f"shares of ranks {ranks} (rank, ranks); expected each rank's of one run, once")
 
 
 # ------------------------------------------------------------------------------------------------- optimizer
@@ -170,7 +132,7 @@ def _elementwise(flat: FlatWeights, optimizer: torch.optim.Optimizer) -> list[st
         key
         for weight in flat.weights
         for key, value in optimizer.state.get(weight.parameter, {}).items()
-        if isinstance(value, Tensor) and value.dim() == 1 and value.shape == weight.parameter.shape
+        if is_piece(value, weight)
     })  # fmt: skip
 
 
@@ -185,7 +147,7 @@ def load_full_optimizer_state_dict(
     ]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the state dict has groups of {sizes[0]} parameters; expected {sizes[1]}")
-    weights = _weights(model)
+    weights = weights_of(model)
     parameters = _parameters(optimizer, state_dict["param_groups"])
     mine = {}
     for number, state in state_dict["state"].items():
