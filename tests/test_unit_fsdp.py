@@ -630,7 +630,7 @@ def hold_few_bytes(seed):
             else:  # those of all units, once forward is done
                 assert sum(whole) * itemsize <= max(weights) <= (sum(whole) + padding * len(whole)) * itemsize
             assert max(gradients) <= two_largest * 4
-            replicated = sum(p.nbytes for i, p in enumerate(model._trained) if i not in model._sharded)
+            replicated = sum(p.nbytes for i, p in enumerate(model._trained) if i not in model._flat_of)
             slices = {
                 p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
             }

@@ -124,17 +124,16 @@ class FullyShardedDataParallel(DuringBackward):
         self._schedule = Schedule(called, reshard_after_forward, self._reduce)
         self._trained_flats = [flat for flat in self.flats if flat.trained]
         self._reductions: deque[FlatWeights] = deque()  # whose reductions are under way
-        self._sharded = {weight.number for weight in weights}
-        replicated = [p for i, p in enumerate(self._trained) if i not in self._sharded]
-        self._buckets = assign(replicated, float("inf"))
         self._whole = False
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
+        self._flat_of = {w.number: (flat, w) for flat in self._trained_flats for w in flat.weights}
+        replicated = [p for i, p in enumerate(self._trained) if i not in self._flat_of]
+        self._buckets = assign(replicated, float("inf"))
         # by number: what such a hook holds is never collected with the tensor that it hangs on
         this = weakref.ref(self)
-        for i, flat in enumerate(self._trained_flats):
-            for j, weight in enumerate(flat.weights):
-                arrived = functools.partial(_call_gradient_arrived, this, i, j)
-                weight.full.register_post_accumulate_grad_hook(arrived)
+        for number, (_, weight) in self._flat_of.items():
+            arrived = functools.partial(_call_gradient_arrived, this, number)
+            weight.full.register_post_accumulate_grad_hook(arrived)
         for unit in called:
             intercept(unit.module, functools.partial(self._call, unit))
 
@@ -190,7 +189,7 @@ class FullyShardedDataParallel(DuringBackward):
         reached = functools.partial(self._reached, unit)
         for tensor in _differentiable(outputs):
             tensor.register_hook(reached)
-        counted = again and self._schedule.expects(unit)
+        counted = again and unit in self._schedule.first_call
         frozen = [flat for flat in unit.flats if not (flat.trained or counted)]
         if frozen and (tensors := _differentiable(inputs)):
             for flat in frozen:
@@ -223,7 +222,7 @@ class FullyShardedDataParallel(DuringBackward):
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         # where the loss depends on the shard itself, what that adds is this rank's own
-        if number not in self._sharded:
+        if number not in self._flat_of:
             self._note(number, parameter)
 
     def _note(self, number: int, parameter: nn.Parameter, sent: bool = False) -> None:
@@ -233,7 +232,7 @@ class FullyShardedDataParallel(DuringBackward):
         if not self._in_backward:
             self._begin_backward()
 
-    def _gradient_arrived(self, flat: FlatWeights, weight: Weight, _: Tensor) -> None:
+    def _gradient_arrived(self, flat: FlatWeights, weight: Weight) -> None:
         """Called when backward has the whole gradient of a sharded weight, for this rank's batch."""
         try:
             self._note(weight.number, weight.parameter, sent=flat.mean is not None)
@@ -269,7 +268,7 @@ class FullyShardedDataParallel(DuringBackward):
         super()._end_step(given_up)
 
     def _average_gradients(self) -> None:
-        if self._schedule.expects_backward and not self._in_backward:  # there was none here
+        if self._schedule.calls and not self._in_backward:  # there was none here
             self._schedule.begin_backward(reduces=True)
         self._end_backward()
         for flat in self._trained_flats:
@@ -317,7 +316,7 @@ class FullyShardedDataParallel(DuringBackward):
         trained = [(i, p) for i, p in enumerate(self._trained) if p.grad is not None]
         share, rest = (
             nn.utils.get_total_norm(
-                [p.grad for i, p in trained if (i in self._sharded) == sharded and p.numel()], norm_type
+                [p.grad for i, p in trained if (i in self._flat_of) == sharded and p.numel()], norm_type
             ).to(self._trained[0].device)
             for sharded in (True, False)
         )
@@ -374,12 +373,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 # ----------------------------------------------------------------------------------------------- helpers
-def _call_gradient_arrived(
-    wrapper: weakref.ref[FullyShardedDataParallel], flat: int, weight: int, gradient: Tensor
-) -> None:
+def _call_gradient_arrived(wrapper: weakref.ref[FullyShardedDataParallel], number: int, _: Tensor) -> None:
     if (alive := wrapper()) is not None:
-        reached = alive._trained_flats[flat]
-        alive._gradient_arrived(reached, reached.weights[weight], gradient)
+        alive._gradient_arrived(*alive._flat_of[number])
 
 
 def _check_dtypes(compute_dtype: Any, reduce_dtype: Any) -> None:

@@ -15,18 +15,9 @@ before their turn; they stay gathered until they are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from cs336_systems.parallel.shards import FlatWeights
 from cs336_systems.parallel.units import Unit
-
-
-@dataclass
-class Call:
-    """A call that backward will come to: what has to be gathered for it, and reduced after it."""
-
-    gathers: list[FlatWeights]
-    reduces: list[FlatWeights] = field(default_factory=list)
 
 
 class Schedule:
@@ -41,13 +32,11 @@ class Schedule:
         self._reshard, self._reduce = reshard, reduce
         self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
         self._number = {unit: i for i, unit in enumerate(self.order)}
-        self.trace = (
-            0  # of all calls up to now: the same on ranks that have called the same units in one order
-        )
+        self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
-        self._calls: list[Unit] = []  # that a backward pass may come to, in order
-        self._plan([], reduces=False)
+        self.calls: list[Unit] = []  # that a backward pass may come to, in order
+        self.begin_backward(reduces=False)
 
     def _free(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
@@ -76,7 +65,7 @@ class Schedule:
         """A module is called: its weights are there for what is queued from now on. again: by backward, since a
         checkpoint has not kept what it needs of this call."""
         if again:
-            if (number := self._first_call.get(unit)) is not None:
+            if (number := self.first_call.get(unit)) is not None:
                 self._gather_until(number)
                 self._held.update(flat for flat in unit.flats if flat not in self._done)
             else:
@@ -112,7 +101,7 @@ class Schedule:
             self._free(flat for flat in unit.flats if flat not in self._held)
             return
         if differentiable:
-            self._calls.append(unit)
+            self.calls.append(unit)
         if self._reshard or not differentiable:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
@@ -125,60 +114,46 @@ class Schedule:
             flat.gather()
 
     # ------------------------------------------------------------------------------------------ backward
-    @property
-    def expects_backward(self) -> bool:
-        """Whether there were calls since the last backward pass that one may come to."""
-        return bool(self._calls)
-
-    def expects(self, unit: Unit) -> bool:
-        """Whether the backward pass under way comes to a call of this unit."""
-        return unit in self._first_call
-
     def begin_backward(self, reduces: bool) -> None:
-        """Plans a backward pass; reduces: whether its gradients are reduced on the way."""
-        self._plan(self._calls, reduces)
-
-    def _plan(self, calls: list[Unit], reduces: bool) -> None:
+        """Plans a backward pass through all calls since the last; reduces: whether gradients are reduced on the way."""
         self._reduces = reduces
-        self._backward: list[Call] = []
-        self._first_call: dict[Unit, int] = {}  # that backward comes to
+        self._gathers: list[list[FlatWeights]] = []  # for each of these calls, the last one first
+        self._reductions: list[list[FlatWeights]] = [[] for _ in self.calls]  # after each of them
+        self.first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
-        for number, unit in enumerate(reversed(calls)):
-            gathers = [flat for flat in unit.flats if flat.read_in_backward and flat not in last_call]
-            self._backward.append(Call(gathers))
-            self._first_call.setdefault(unit, number)
+        for number, unit in enumerate(reversed(self.calls)):
+            self._gathers.append([f for f in unit.flats if f.read_in_backward and f not in last_call])
+            self.first_call.setdefault(unit, number)
             last_call |= dict.fromkeys(unit.flats, number)
         for flat, number in last_call.items():
             if flat.trained:
-                self._backward[number].reduces.append(flat)
+                self._reductions[number].append(flat)
         self._num_gathered = self._num_closed = 0  # of these calls
         self._held: set[FlatWeights] = set()  # backward has come to them, and not left them
         self._done: set[FlatWeights] = set()
 
     def _gather_until(self, last: int) -> None:
-        for call in self._backward[self._num_gathered : last + 1]:
-            self._gather(call.gathers)
-        self._num_gathered = max(self._num_gathered, min(last + 1, len(self._backward)))
+        for flats in self._gathers[self._num_gathered : last + 1]:
+            self._gather(flats)
+        self._num_gathered = max(self._num_gathered, min(last + 1, len(self._gathers)))
 
     def _close(self, until: int) -> None:
         """Ends the calls before this one, and those after them that are done."""
-        while self._num_closed < len(self._backward):
-            call = self._backward[self._num_closed]
-            if self._num_closed >= until and not self._done.issuperset(call.gathers + call.reduces):
+        while (number := self._num_closed) < len(self._gathers):
+            gathers, reduces = self._gathers[number], self._reductions[number]
+            if number >= until and not self._done.issuperset(gathers + reduces):
                 break
-            self._free(flat for flat in call.gathers if flat not in self._held)
-            self._gather_until(self._num_closed + 2)
+            self._free(flat for flat in gathers if flat not in self._held)
+            self._gather_until(number + 2)
             self._num_closed += 1
-            if self._reduces:
-                for flat in call.reduces:
-                    self._reduce(flat)
+            for flat in reduces if self._reduces else ():
+                self._reduce(flat)
 
     def reach(self, unit: Unit) -> None:
         """Backward has come to a call: its weights are there for what is queued from now on."""
         # an output whose gradient comes after those of the weights needs them no more
         flats = [flat for flat in unit.flats if flat.read_in_backward and flat not in self._done]
-        number = self._first_call.get(unit)
-        if number is not None:
+        if (number := self.first_call.get(unit)) is not None:
             self._close(number)
             self._gather_until(number + 1)
         self._gather(flats)
@@ -195,9 +170,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Backward has ended: what it has not come to is sent all the same, and everything is freed."""
-        self._close(len(self._backward))
-        self._calls = []
-        self._plan([], reduces=False)
+        self._close(len(self._gathers))
+        self.calls = []
+        self.begin_backward(reduces=False)
         self._free(self._flats)
         for flat in self._flats:
             flat.pending = 0

@@ -199,13 +199,16 @@ class FlatWeights:
             dist.scatter(bytes_of(self._shard), slices, group=group, group_src=0)
         flat.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
 
-    def _unanswered(self, what: str) -> RuntimeError:
-        """The error for a collective that others did not join."""
-        names = ", ".join(weight.name for weight in self.weights)
-        return RuntimeError(
-            f"{what} of {names} failed or timed out: all ranks must call the same layers in the same order, with or "
-            "without gradients alike, and be alive"
-        )
+    def _finish(self, work: dist.Work, what: str) -> None:
+        """Waits for a collective; RuntimeError that says what it was, where others did not join it."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            names = ", ".join(weight.name for weight in self.weights)
+            raise RuntimeError(
+                f"{what} of {names} failed or timed out: all ranks must call the same layers in the same order, with "
+                "or without gradients alike, and be alive"
+            ) from error
 
     # ----------------------------------------------------------------------------------------- gathering
     @property
@@ -239,10 +242,7 @@ class FlatWeights:
     def wait(self) -> None:
         """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
         if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise self._unanswered("gathering") from error
+            self._finish(self._work, "gathering")
             self._work = self._sent = None
 
     def free(self) -> None:
@@ -318,10 +318,7 @@ class FlatWeights:
 
     def settle(self) -> None:
         """Waits until the mean is there: on a GPU the current stream does, not the host."""
-        try:
-            self.reduction.wait()
-        except RuntimeError as error:
-            raise self._unanswered("reducing the gradients") from error
+        self._finish(self.reduction, "reducing the gradients")
         self.reduction = self.gradient = None
 
     def deliver(self) -> None:
