@@ -80,9 +80,9 @@ class FullyShardedDataParallel(DuringBackward):
     is short, call `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
-    that are not in the model or never called, on several devices, or without a weight to shard, or on the meta device
-    without what would make or initialize it; RuntimeError if
-    parameters have been moved or converted after it was wrapped, or if other ranks have not called the same units.
+    that are not in the model or never called, on several devices, without a weight to shard, or on the meta device
+    without `device`, or without a way to initialize; RuntimeError if parameters have been moved or converted after it
+    was wrapped, or if other ranks have not called the same units.
     """
 
     def __init__(
@@ -138,9 +138,10 @@ class FullyShardedDataParallel(DuringBackward):
             intercept(unit.module, functools.partial(self._call, unit))
 
     flats: Sequence[FlatWeights] = ()
+    """The sharded weights, as they are gathered together."""
 
     def _copy_from_rank_0(self) -> None:
-        """Of what is replicated, when the rest has been sharded: of that rank 0 gives each rank its shards alone."""
+        """Copies what is replicated, once the rest is sharded (see `FlatWeights.scatter`)."""
         weights = [weight for flat in self.flats for weight in flat.weights]
         for weight in weights:
             weight.show(None)
@@ -320,13 +321,10 @@ class FullyShardedDataParallel(DuringBackward):
             ).to(self._trained[0].device)
             for sharded in (True, False)
         )
-        if norm_type == float("inf"):
-            dist.all_reduce(share, dist.ReduceOp.MAX, self.process_group)
-            norm = torch.maximum(share, rest)
-        else:
-            power = share.pow(norm_type)
-            dist.all_reduce(power, dist.ReduceOp.SUM, self.process_group)
-            norm = (power + rest.pow(norm_type)).pow(1 / norm_type)
+        largest = norm_type == float("inf")
+        power = share if largest else share.pow(norm_type)
+        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self.process_group)
+        norm = torch.maximum(power, rest) if largest else (power + rest.pow(norm_type)).pow(1 / norm_type)
         nn.utils.clip_grads_with_norm_([p for _, p in trained], max_norm, norm)
         return norm
 

@@ -4,8 +4,8 @@
     dcp.save(state, checkpoint_id=folder)
     dcp.load(state, checkpoint_id=folder)
 
-Each rank writes and reads its own elements. The checkpoint has the plain model's names and shapes, and what torch's
-`get_optimizer_state_dict` makes of the optimizer, so that models that are not sharded, or otherwise, read it too.
+Each rank writes and reads its own elements. The checkpoint has the plain model's names and shapes, and of the optimizer
+what torch's `get_optimizer_state_dict` gives: models that are not sharded, or otherwise, read it too.
 
 Our shards are ranges of a weight's elements, row by row, which no `DTensor` can tell: torch cuts between rows alone. So
 they go as tensors of a class of their own, by torch's protocol for such (`torch.distributed._checkpointable`).
@@ -26,45 +26,38 @@ from cs336_systems.parallel.shards import Weight
 
 
 class ShardedState:
-    """A model's weights, and an optimizer's state, with the methods that torch's checkpoints call.
+    """A model's weights and an optimizer's state, by the two methods that torch's checkpoints call.
 
-    An optimizer without state, of all parameters or of some, gets one of zeros here, as a first step begins with.
+    An optimizer that has no state of some parameters gets zeros for them here, as it begins with.
     """
 
-    def __init__(
-        self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def __init__(self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self._names = {p: name for name, p in model.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The tensors as they are, to be read or written: `{"model": …, "optimizer": {"state": …, "param_groups": …}}`,
-        parameters by their names."""
+        """`{"model": …, "optimizer": {"state": …, "param_groups": …}}`, by names; the tensors themselves, no copies."""
         weights = weights_of(self.model)
 
         def shared(of: Tensor, value: Any) -> Any:
-            return Shard(value, weights[of]) if of in weights and is_piece(value, weights[of]) else value
+            return Shard(value, weights[of]) if is_piece(value, weights.get(of)) else value
 
-        state: dict[str, Any] = {
-            "model": {n: shared(t, t.detach()) for n, t in tensors_of(self.model).items()}
+        _begin(self.optimizer)
+        states = {
+            self._names[p]: {key: shared(p, value) for key, value in own.items()}
+            for p, own in self.optimizer.state.items()
         }
-        if self.optimizer is not None:
-            _begin(self.optimizer)
-            states = {
-                self._names[p]: {key: shared(p, value) for key, value in own.items()}
-                for p, own in self.optimizer.state.items()
-            }
-            state["optimizer"] = {"state": states, "param_groups": self._groups()}
-        return state
+        return {
+            "model": {name: shared(t, t.detach()) for name, t in tensors_of(self.model).items()},
+            "optimizer": {"state": states, "param_groups": self._groups()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what is no tensor, when tensors have been loaded in place. ValueError for other groups of parameters."""
-        if self.optimizer is None:
-            return
+        """Takes the optimizer's settings; tensors have been loaded in place. ValueError for other groups."""
         groups, saved = self._groups(), state["optimizer"]["param_groups"]
         if [group["params"] for group in groups] != [group["params"] for group in saved]:
             raise ValueError(
-                "the checkpoint's optimizer has other groups of parameters; expected the same, in order"
+                "the checkpoint's optimizer has other groups of parameters; expected the model's, in order"
             )
         for group, settings in zip(self.optimizer.param_groups, saved, strict=True):
             group |= settings | {"params": group["params"]}
@@ -78,19 +71,17 @@ class ShardedState:
 
 
 class Shard(Tensor):
-    """This rank's elements, (n,), of a weight's values, or of something else in its shape; read and written in place.
+    """This rank's elements, (n,), of something in a weight's shape, read and written in place: a checkpoint has boxes.
 
-    A checkpoint consists of boxes. A range of a matrix's elements is three at most: the rest of a row, whole rows, and
-    a part of the next.
+    A range of a matrix's elements is three at most: the rest of a row, whole rows, and a part of the next.
     """
 
     @staticmethod
     def __new__(cls, piece: Tensor, weight: Weight) -> Shard:
         self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=piece.dtype, device=piece.device)
         self.boxes, columns, begin = {}, weight.shape[1], 0
-        while begin < len(piece):
+        while left := len(piece) - begin:
             row, column = divmod(weight.start + begin, columns)
-            left = len(piece) - begin
             rows, width = 1 if column else max(left // columns, 1), min(columns - column, left)
             self.boxes[torch.Size((row, column))] = piece[begin : begin + rows * width].view(rows, width)
             begin += rows * width
@@ -104,13 +95,12 @@ class Shard(Tensor):
         return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(box), self.shape),
-            )
-            for chunk, box in zip(self.__create_chunk_list__(), self.boxes.values(), strict=True)
-        ]  # fmt: skip
+        def item(chunk: ChunkStorageMetadata) -> WriteItem:
+            properties = TensorProperties.create_from_tensor(self.boxes[chunk.offsets])
+            data = TensorWriteData(chunk, properties, self.shape)
+            return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+        return list(map(item, self.__create_chunk_list__()))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.boxes[index.offset]
@@ -118,19 +108,21 @@ class Shard(Tensor):
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
     """Has it make state for the parameters that it has none of, by a step of zeros."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates, grads = [group["lr"] for group in optimizer.param_groups], [p.grad for p in parameters]
-    new = {p for p in parameters if p.requires_grad and p not in optimizer.state}
-    for p in parameters:
-        p.grad = torch.zeros_like(p) if p in new else None
-    for group in optimizer.param_groups:
+    before = [
+        (group, group["lr"], [(p, p.grad) for p in group["params"]]) for group in optimizer.param_groups
+    ]
+    new = [p for _, _, grads in before for p, _ in grads if p.requires_grad and p not in optimizer.state]
+    for group, _, grads in before:
         group["lr"] = 0 * group["lr"]
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p, grad in zip(parameters, grads, strict=True):
-        p.grad = grad
+        for p, _ in grads:
+            p.grad = None
     for p in new:
-        for value in optimizer.state[p].values():
-            if isinstance(value, Tensor):
-                value.zero_()
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for group, rate, grads in before:
+        group["lr"] = rate
+        for p, grad in grads:
+            p.grad = grad
+    for value in (value for p in new for value in optimizer.state[p].values()):
+        if isinstance(value, Tensor):
+            value.zero_()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
-from cs336_systems.parallel.shards import FlatWeights, Weight
+from cs336_systems.parallel.shards import Weight
 
 
 def tensors_of(model: FullyShardedDataParallel) -> dict[str, Tensor]:
@@ -31,12 +31,12 @@ def weights_of(model: FullyShardedDataParallel) -> dict[Tensor, Weight]:
     return {weight.parameter: weight for flat in model.flats for weight in flat.weights}
 
 
-def is_piece(value: Any, weight: Weight) -> bool:
-    """Whether something, of an optimizer's state say, has an element for each that this rank has of the weight."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == weight.parameter.shape
+def is_piece(value: Any, weight: Weight | None) -> bool:
+    """Whether something, of an optimizer's state say, has an element for each that this rank has of a weight."""
+    return weight is not None and isinstance(value, Tensor) and value.shape == weight.parameter.shape
 
 
-# ----------------------------------------------------------------------------------------------------- whole
+# ----------------------------------------------------------------------------------------------------- model
 def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     """On rank 0 of the group the model's whole state by name, on the CPU; {} on the others. All ranks call it.
 
@@ -47,11 +47,8 @@ def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     for flat in model.flats:
         there = flat.assembled()
         whole |= {weight.parameter: tensor.cpu() for weight, tensor in there.items() if first}
-    if not first:
-        return {}
-    return {
-        name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in tensors_of(model).items()
-    }
+    named = tensors_of(model).items() if first else ()
+    return {name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in named}
 
 
 @torch.no_grad()
@@ -61,44 +58,28 @@ def load_full_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Te
     On the device it takes one unit's weights at a time. All ranks call it. ValueError on all, before anything is taken,
     where names or shapes differ from the model's.
     """
-    weights, own = weights_of(model), tensors_of(model)
+    first, weights, own = model.process_group.rank() == 0, weights_of(model), tensors_of(model)
     with agreement(model.process_group):
-        if model.process_group.rank() == 0:
-            _check_fits(
-                state, {name: weights[t].shape if t in weights else t.shape for name, t in own.items()}
+        if first and (wrong := sorted(own.keys() ^ state.keys())):
+            raise ValueError(
+                f"the state dict has other names than the model: {', '.join(wrong)} in one of them only"
             )
+        for name, tensor in own.items() if first else ():
+            shape = weights[tensor].shape if tensor in weights else tensor.shape
+            if shape != state[name].shape:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}; expected {tuple(shape)}")
     names = {tensor: name for name, tensor in own.items()}
     for flat in model.flats:
         flat.scatter(lambda weight, place: place.copy_(state[names[weight.parameter]]))
-    if model.process_group.rank() == 0:
-        for tensor, name in names.items():
-            if tensor not in weights:
-                tensor.copy_(state[name])
+    for tensor in names.keys() - weights.keys() if first else ():
+        tensor.copy_(state[names[tensor]])
     model._copy_from_rank_0()
 
 
-def _check_fits(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    if wrong := sorted(shapes.keys() ^ state.keys()):
-        raise ValueError(
-            f"the state dict has other names than the model: {', '.join(wrong)} in one of them only"
-        )
-    for name, shape in shapes.items():
-        if shape != state[name].shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; expected {tuple(shape)}")
-
-
-def _share(whole: Tensor, weight: Weight) -> Tensor:
-    return whole.reshape(-1)[weight.start : weight.stop]
-
-
 # ------------------------------------------------------------------------------------------------- optimizer
-def _parameters(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[int, Tensor]:
-    """The optimizer's parameters by the numbers that a state dict's groups have for them."""
-    return {
-        number: parameter
-        for own, packed in zip(optimizer.param_groups, groups, strict=True)
-        for number, parameter in zip(packed["params"], own["params"], strict=True)
-    }
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """By the numbers that a state dict has for them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def full_optimizer_state_dict(
@@ -110,52 +91,42 @@ def full_optimizer_state_dict(
     it is. All ranks call it; on the device it takes one state tensor of a unit at a time.
     """
     packed = optimizer.state_dict()
-    numbers = {p: number for number, p in _parameters(optimizer, packed["param_groups"]).items()}
+    numbers = {p: number for number, p in enumerate(_parameters(optimizer))}
     first = model.process_group.rank() == 0
     whole = {
         number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
         for number, state in packed["state"].items()
     }
     for flat in model.flats:
-        for key in _elementwise(flat, optimizer):
-            states = {weight: optimizer.state.get(weight.parameter, {}).get(key) for weight in flat.weights}
-            there = flat.assembled({weight: state for weight, state in states.items() if state is not None})
-            for weight, tensor in there.items():
-                if first:
-                    whole[numbers[weight.parameter]][key] = tensor.cpu()
+        states = {weight: optimizer.state.get(weight.parameter, {}) for weight in flat.weights}
+        pieces = {
+            (key, w): value for w, own in states.items() for key, value in own.items() if is_piece(value, w)
+        }
+        for key in sorted({key for key, _ in pieces}):
+            there = flat.assembled({w: value for (name, w), value in pieces.items() if name == key})
+            for weight, tensor in there.items() if first else ():
+                whole[numbers[weight.parameter]][key] = tensor.cpu()
     return {**packed, "state": whole} if first else {}
-
-
-def _elementwise(flat: FlatWeights, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the state of these weights that has an element for each of theirs; the same on all ranks."""
-    return sorted({
-        key
-        for weight in flat.weights
-        for key, value in optimizer.state.get(weight.parameter, {}).items()
-        if is_piece(value, weight)
-    })  # fmt: skip
 
 
 def load_full_optimizer_state_dict(
     model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
     """Takes the settings, and of the state this rank's share, from what `full_optimizer_state_dict` or a plain
-    optimizer over the same parameters has returned, which each rank has. ValueError where groups differ."""
-    sizes = [
-        [len(group["params"]) for group in groups]
-        for groups in (state_dict["param_groups"], optimizer.param_groups)
-    ]
+    optimizer over the same parameters has returned, which each rank has (`mmap=True` reads no more than is taken).
+    ValueError where groups differ."""
+    both = state_dict["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in both]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the state dict has groups of {sizes[0]} parameters; expected {sizes[1]}")
-    weights = weights_of(model)
-    parameters = _parameters(optimizer, state_dict["param_groups"])
-    mine = {}
-    for number, state in state_dict["state"].items():
-        weight = weights.get(parameters[number])
-        mine[number] = {
-            key: _share(value, weight).clone()
-            if weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
-            else value
-            for key, value in state.items()
-        }
+    weights, parameters = weights_of(model), _parameters(optimizer)
+
+    def share(value: Any, weight: Weight | None) -> Any:
+        whole = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
+        return value.reshape(-1)[weight.start : weight.stop].clone() if whole else value
+
+    mine = {
+        number: {key: share(value, weights.get(parameters[number])) for key, value in state.items()}
+        for number, state in state_dict["state"].items()
+    }
     optimizer.load_state_dict({**state_dict, "state": mine})
