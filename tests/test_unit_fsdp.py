@@ -858,6 +858,9 @@ def go_on_from_shards(seed, folder):
         before = [p.detach().clone() for p in first.parameters()]
         dcp.save({"run": ShardedState(first, optimizers[0])}, checkpoint_id=folder)
         assert all(torch.equal(p, q) for p, q in zip(first.parameters(), before, strict=True))
+        dcp.load({"run": ShardedState(second)}, checkpoint_id=folder)
+        for one, other in zip(full_state_dict(first).items(), full_state_dict(second).items(), strict=True):
+            assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
         dcp.load({"run": ShardedState(second, optimizers[1])}, checkpoint_id=folder)
         for ids in batches[2:]:
             for model, optimizer in zip((first, second), optimizers, strict=True):

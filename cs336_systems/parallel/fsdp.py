@@ -67,7 +67,8 @@ class FullyShardedDataParallel(DuringBackward):
     device: where to make what is on the meta device, at the cost of a rank's shards and of one unit at a time. Rank 0
         initializes it: by `param_init_fn(part)` for each module `part` that has tensors of its own there, or, for None,
         by the module's `reset_parameters()`. (Buffers may be computed instead where the module is converted, in its
-        `_apply`.) Tied weights are initialized by each module that has them, the last one counts.
+        `_apply`.) Tied weights are initialized by each module that has them, the last one counts. What is loaded next
+        needs no values: `param_init_fn=lambda part: None`.
 
     Sharded is the 2-D `weight` of each module whose class is called Linear or Embedding, wherever else it is registered
     (tied weights); such a weight may be read only in calls of these modules, or of their units. Everything else is

@@ -28,10 +28,13 @@ from cs336_systems.parallel.shards import Weight
 class ShardedState:
     """A model's weights and an optimizer's state, by the two methods that torch's checkpoints call.
 
-    An optimizer that has no state of some parameters gets zeros for them here, as it begins with.
+    optimizer: None for the weights alone. One that has no state of some parameters gets zeros for them here, as it
+    begins with.
     """
 
-    def __init__(self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self._names = {p: name for name, p in model.module.named_parameters()}
 
@@ -42,18 +45,22 @@ class ShardedState:
         def shared(of: Tensor, value: Any) -> Any:
             return Shard(value, weights[of]) if is_piece(value, weights.get(of)) else value
 
-        _begin(self.optimizer)
-        states = {
-            self._names[p]: {key: shared(p, value) for key, value in own.items()}
-            for p, own in self.optimizer.state.items()
+        state: dict[str, Any] = {
+            "model": {n: shared(t, t.detach()) for n, t in tensors_of(self.model).items()}
         }
-        return {
-            "model": {name: shared(t, t.detach()) for name, t in tensors_of(self.model).items()},
-            "optimizer": {"state": states, "param_groups": self._groups()},
-        }
+        if self.optimizer is not None:
+            _begin(self.optimizer)
+            states = {
+                self._names[p]: {key: shared(p, value) for key, value in own.items()}
+                for p, own in self.optimizer.state.items()
+            }
+            state["optimizer"] = {"state": states, "param_groups": self._groups()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the optimizer's settings; tensors have been loaded in place. ValueError for other groups."""
+        if self.optimizer is None:
+            return
         groups, saved = self._groups(), state["optimizer"]["param_groups"]
         if [group["params"] for group in groups] != [group["params"] for group in saved]:
             raise ValueError(
