@@ -105,8 +105,8 @@ class FullyShardedDataParallel(DuringBackward):
         wires = Wires(self.process_group, weights[0].parameter.device)
         alike: dict[Any, list[Weight]] = {}
         for weight, modules in homes.items():
-            frozen = weight.number is None
-            alike.setdefault((frozenset(modules), weight.parameter.dtype, frozen), []).append(weight)
+            kind = frozenset(modules), weight.parameter.dtype, weight.number is None
+            alike.setdefault(kind, []).append(weight)
         self.flats = []
         flats_of: dict[nn.Module, list[FlatWeights]] = {}
         for (modules, dtype, _), group in alike.items():
@@ -118,10 +118,8 @@ class FullyShardedDataParallel(DuringBackward):
         if self.process_group.rank() == 0:
             fresh.fill_rest(weights)
         self._copy_from_rank_0()
-        named_parts = module.named_modules()
-        called = [
-            Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts if part in flats_of
-        ]
+        named_parts = [(name, part) for name, part in module.named_modules() if part in flats_of]
+        called = [Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts]
         self._schedule = Schedule(called, reshard_after_forward, self._reduce)
         self._trained_flats = [flat for flat in self.flats if flat.trained]
         self._reductions: deque[FlatWeights] = deque()  # whose reductions are under way

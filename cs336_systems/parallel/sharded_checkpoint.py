@@ -45,9 +45,8 @@ class ShardedState:
         def shared(of: Tensor, value: Any) -> Any:
             return Shard(value, weights[of]) if is_piece(value, weights.get(of)) else value
 
-        state: dict[str, Any] = {
-            "model": {n: shared(t, t.detach()) for n, t in tensors_of(self.model).items()}
-        }
+        own = tensors_of(self.model).items()
+        state: dict[str, Any] = {"model": {name: shared(t, t.detach()) for name, t in own}}
         if self.optimizer is not None:
             _begin(self.optimizer)
             states = {
@@ -115,21 +114,20 @@ class Shard(Tensor):
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
     """Has it make state for the parameters that it has none of, by a step of zeros."""
-    before = [
-        (group, group["lr"], [(p, p.grad) for p in group["params"]]) for group in optimizer.param_groups
-    ]
-    new = [p for _, _, grads in before for p, _ in grads if p.requires_grad and p not in optimizer.state]
-    for group, _, grads in before:
-        group["lr"] = 0 * group["lr"]
-        for p, _ in grads:
-            p.grad = None
+    groups = optimizer.param_groups
+    new = {
+        p: p.grad for group in groups for p in group["params"] if p.requires_grad and p not in optimizer.state
+    }
     for p in new:
         p.grad = torch.zeros_like(p)
+    optimizer.param_groups = [
+        group | {"lr": 0 * group["lr"], "params": [p for p in group["params"] if p in new]}
+        for group in groups
+    ]
     optimizer.step()
-    for group, rate, grads in before:
-        group["lr"] = rate
-        for p, grad in grads:
-            p.grad = grad
-    for value in (value for p in new for value in optimizer.state[p].values()):
-        if isinstance(value, Tensor):
-            value.zero_()
+    optimizer.param_groups = groups
+    for p, grad in new.items():
+        p.grad = grad
+        for value in optimizer.state[p].values():
+            if isinstance(value, Tensor):
+                value.zero_()

@@ -154,14 +154,10 @@ class FlatWeights:
         self.reduction: dist.Work | None = None  # under way
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
-        self._shard_out(fill)
 
-    @torch.no_grad()
-    def _shard_out(self, fill: Callable[[Weight, Tensor], object]) -> None:
-        group = self.wires.reductions
-        rank, ranks = group.rank(), group.size()
+        rank, ranks = wires.reductions.rank(), wires.reductions.size()
         model = self.weights[0].parameter
-        dtypes = model.dtype, self.compute_dtype, self.reduce_dtype
+        dtypes = model.dtype, compute_dtype, reduce_dtype
         step = _ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
         self.numel = 0
         for weight in self.weights:
@@ -172,7 +168,7 @@ class FlatWeights:
         begin, end = rank * self._length, (rank + 1) * self._length
         self._shard = model.new_empty(self._length)
         # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
-        self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=model.device)
+        self._flat = torch.empty(self.numel, dtype=compute_dtype, device=model.device)
         for weight in self.weights:
             edges = begin - weight.offset, end - weight.offset
             weight.start, weight.stop = (min(max(edge, 0), weight.shape.numel()) for edge in edges)
