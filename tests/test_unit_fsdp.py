@@ -917,6 +917,40 @@ def train_beside_fsdp2(seed):
             torch.testing.assert_close(p, r, rtol=1e-8, atol=1e-10)
 
 
+def exchange_checkpoints_with_fsdp2(seed, folder):
+    """A run of torch's own goes on as one of ours, optimizer and all; and torch's model reads what ours has saved."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ours, theirs = build("plain", seed + 1), build("plain", seed)
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sharded(ours, "block")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in ((model, 0.5), (theirs, 0.01))]
+    batches = data(4, 2, seed)
+    for ids in batches[:2]:
+        step_of(theirs, optimizers[1], share(ids))
+    weights, moments = get_state_dict(theirs, optimizers[1])
+    dcp.save({"run": {"model": weights, "optimizer": moments}}, checkpoint_id=f"{folder}/theirs")
+    dcp.load({"run": ShardedState(model, optimizers[0])}, checkpoint_id=f"{folder}/theirs")
+    for ids in batches[2:]:
+        step_of(model, optimizers[0], share(ids))
+        step_of(theirs, optimizers[1], share(ids))
+    with model.full_parameters():
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q.full_tensor(), rtol=1e-8, atol=1e-10)
+    step_of(model, optimizers[0], share(batches[0]))
+    dcp.save({"run": ShardedState(model, optimizers[0])}, checkpoint_id=f"{folder}/ours")
+    dcp.load({"run": {"model": theirs.state_dict()}}, checkpoint_id=f"{folder}/ours")
+    with model.full_parameters():
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q.full_tensor())
+
+
+def test_checkpoints_are_exchanged_with_fsdp2(tmp_path):
+    distributed.run(exchange_checkpoints_with_fsdp2, 2, new_seed(), str(tmp_path))
+
+
 def train_compiled(seed):
     """Blocks are compiled whole, in place before or after, or replaced; gathers stay outside of their graphs."""
     compiled = {"backend": "aot_eager", "fullgraph": True}
