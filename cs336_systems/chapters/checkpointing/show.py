@@ -30,8 +30,9 @@ def told(kept: Any) -> list[tuple[str, int, int]]:
 
 
 def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`; and MiB of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its
-    backward pass, `gradients_mib`, their sum."""
+    """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`; and MiB
+    of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its backward pass, `gradients_mib`, their sum.
+    """
     found = []
     for row in rows.to_dict("records"):
         case = Case(**{f: v if isinstance(v := row[f], str) else int(v) for f in Case.__dataclass_fields__})
