@@ -31,7 +31,7 @@ def told(kept: Any) -> list[tuple[str, int, int]]:
 
 def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`; and MiB
-    of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its backward pass, `gradients_mib`, their sum.
+    of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its backward pass, `gradients_mib`, the sum.
     """
     found = []
     for row in rows.to_dict("records"):
