@@ -39,10 +39,13 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
         kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
         device = "cpu" if row["machine"].startswith("cpu-") else "cuda"
         changes = each(row["backward_bytes_each"])
+        predicted = experiment.predicted_bytes(case, device, kept)
+        if case.strategy == "selective" and not kept:  # no plan is known
+            predicted = np.nan
         name = NAMES[case.strategy].format(case.block_size).replace("1 blocks", "each block")
         measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
         found.append({
-            "name": name, "predicted": experiment.predicted_bytes(case, device, kept) / GIB,
+            "name": name, "predicted": predicted / GIB,
             "measured": measured / GIB,
             "kept_mib": kept / MIB if kept else np.nan, "change_mib": change / MIB,
             "gradients_mib": (kept + change) / MIB,
