@@ -690,6 +690,16 @@ def begin_by_modules(seed):
         assert torch.equal(model(share(ids)), alone(share(ids)))
 
 
+def fail_to_initialize(seed):
+    """What is raised on rank 0, which alone initializes, ends the others."""
+
+    def init(part):
+        raise OSError("no such weights")
+
+    with pytest.raises(OSError if dist.get_rank() == 0 else ValueError, match="no such weights"):
+        sharded(build_on_meta("tied"), "block", device="cpu", param_init_fn=init)
+
+
 class Bytes(TorchDispatchMode):
     """`peak`: the most bytes that tensors made inside, those that live, have had."""
 
@@ -1168,6 +1178,7 @@ CHECKS = {  # by the number of ranks
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
         gather_once_for_late_outputs, begin_on_meta, begin_by_modules, hold_few_bytes_from_the_beginning,
+        fail_to_initialize,
     ],
     3: [begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
     4: [train_in_two_groups],
@@ -1225,6 +1236,48 @@ def test_who_initializes_must_be_known(alone):
         ValueError, match=r"Norm \('1'\) is .* without reset_parameters\(\); expected param_init_fn="
     ):
         FullyShardedDataParallel(module, device="cpu")
+
+
+class Gain(nn.Module):
+    """Its table is computed when it is converted, its parameter is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(fn, recurse)
+
+
+def test_a_parameter_needs_who_initializes_it(alone):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), Gain())
+    with pytest.raises(ValueError, match=r"Gain \('1'\) is .* without reset_parameters\(\)"):
+        FullyShardedDataParallel(module, device="cpu")
+
+
+def test_what_has_values_keeps_them(alone):
+    """Of a module that lies on the meta device in part; and marks of parameters stay."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, device="meta"))
+    nn.init.ones_(module[0].weight)
+    module[0].register_buffer("scale", torch.empty(1, device="meta"))
+    for layer in module:
+        layer.weight.decays = False
+
+    def init(part):
+        (part.scale if part is module[0] else part.weight).fill_(2)
+
+    model = FullyShardedDataParallel(module, device="cpu", param_init_fn=init)
+    with model.full_parameters():
+        assert module[0].weight.sum() == 16 and module[0].scale == 2 and module[1].weight.sum() == 32
+    assert not any(p.decays for p in module.parameters())
+
+
+def test_optimizers_that_do_not_begin_with_zeros_are_not_saved_before_a_step(alone):
+    for make in (torch.optim.NAdam, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)):
+        model = FullyShardedDataParallel(Model())
+        with pytest.raises(ValueError, match="does not begin with zeros; make a step before saving"):
+            ShardedState(model, make(model.parameters())).state_dict()
 
 
 def test_a_model_is_sharded_once(alone):

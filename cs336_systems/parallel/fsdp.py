@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.buckets import assign
 from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
@@ -115,8 +116,9 @@ class FullyShardedDataParallel(DuringBackward):
             self.flats.append(flat)
             for reader in modules:
                 flats_of.setdefault(reader, []).append(flat)
-        if self.process_group.rank() == 0:
-            fresh.fill_rest(weights)
+        with agreement(self.process_group):
+            if self.process_group.rank() == 0:
+                fresh.fill_rest(weights)
         self._copy_from_rank_0()
         named_parts = [(name, part) for name, part in module.named_modules() if part in flats_of]
         called = [Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts]

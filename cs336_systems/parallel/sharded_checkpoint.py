@@ -24,12 +24,15 @@ from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.parallel.sharded_state import is_piece, tensors_of, weights_of
 from cs336_systems.parallel.shards import Weight
 
+_O = torch.optim
+_BEGINS = (_O.NAdam, _O.Rprop, _O.ASGD)  # with state that is not zero
+
 
 class ShardedState:
     """A model's weights and an optimizer's state, by the two methods that torch's checkpoints call.
 
     optimizer: None for the weights alone. One that has no state of some parameters gets zeros for them here, as it
-    begins with.
+    begins with; ValueError for those that do not.
     """
 
     def __init__(
@@ -118,16 +121,23 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     new = {
         p: p.grad for group in groups for p in group["params"] if p.requires_grad and p not in optimizer.state
     }
+    if new and (isinstance(optimizer, _BEGINS) or any(group.get("dampening") for group in groups)):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no state yet, and does not begin with zeros; make a step before saving"
+        )
     for p in new:
         p.grad = torch.zeros_like(p)
     optimizer.param_groups = [
         group | {"lr": 0 * group["lr"], "params": [p for p in group["params"] if p in new]}
         for group in groups
     ]
-    optimizer.step()
-    optimizer.param_groups = groups
-    for p, grad in new.items():
-        p.grad = grad
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+        for p, grad in new.items():
+            p.grad = grad
+    for p in new:
         for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()

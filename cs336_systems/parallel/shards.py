@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.buckets import sole
 from cs336_systems.parallel.state import bytes_of
 
@@ -188,8 +189,9 @@ class FlatWeights:
         the flat vector. All ranks call it."""
         group, first = self.wires.reductions, self.wires.reductions.rank() == 0
         flat = self._shard.new_zeros(self.numel if first else 0)
-        for weight in self.weights if first else ():
-            fill(weight, weight.within(flat))
+        with agreement(group):  # what is raised on rank 0 ends the others, too
+            for weight in self.weights if first else ():
+                fill(weight, weight.within(flat))
         if self.numel:  # as bytes, since no backend knows all dtypes
             slices = list(bytes_of(flat).view(group.size(), -1)) if first else None
             dist.scatter(bytes_of(self._shard), slices, group=group, group_src=0)

@@ -114,25 +114,32 @@ class Fresh:
             who = f"{type(part).__name__} ({name!r}) is on the meta device"
             if device is None:
                 raise ValueError(f"{who}; expected device=, where to make it")
-            if not (init or hasattr(part, "reset_parameters") or type(part)._apply is not nn.Module._apply):
+            # tables that are computed when a module is converted need nothing, parameters do
+            computed = type(part)._apply is not nn.Module._apply and not any(
+                p.is_meta for p in part.parameters(recurse=False)
+            )
+            if not (init or hasattr(part, "reset_parameters") or computed):
                 raise ValueError(
                     f"{who}, without reset_parameters(); expected param_init_fn=, to initialize it"
                 )
+        self._made = {p for part in self.parts for p in part.parameters(recurse=False) if p.is_meta}
         sharded = {_sharded_weight(part) for part in self.parts}
-        for p in dict.fromkeys(p for part in self.parts for p in part.parameters(recurse=False) if p.is_meta):
+        for p in self._made:
             made = torch.empty(() if p in sharded else p.shape, dtype=p.dtype, device=device).expand(p.shape)
+            marks = dict(vars(p))  # which are swapped, too
             torch.utils.swap_tensors(p, nn.Parameter(made, p.requires_grad))
+            vars(p).update(marks)
         for part in self.parts:  # buffers; some are computed when a module is converted
             part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
 
     @torch.no_grad()
     def fill(self, weight: Weight, place: Tensor) -> None:
         """Writes a weight to its place, in its shape: its values, or what the modules that have it make of it."""
-        fresh = [home for home, _ in weight.homes if home in self.parts]
-        if not fresh:
+        if weight.parameter not in self._made:
             place.copy_(weight.parameter)
-            return
-        weight.parameter.data = place
+        fresh = [home for home, _ in weight.homes if home in self.parts]
+        if fresh:
+            weight.parameter.data = place
         for home in fresh:
             self._init(home)
 

@@ -11,6 +11,7 @@ bytes, matmuls before elementwise ones, up to a share of all bytes. (Strategies 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -180,5 +181,5 @@ class _Again:
             with torch.no_grad():
                 plans.append(choose(operations(call, *inputs)))
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print(plans[0], flush=True)
+                print(plans[0], file=sys.stderr, flush=True)
         return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)

@@ -87,7 +87,9 @@ def reading(
     except (kind, MemoryError):
         raise
     except FileNotFoundError as error:
-        raise kind(f"{error.filename or file} is missing{advice}") from error
+        gone = Path(error.filename or file)
+        advice = advice.replace("it", str(file), 1) if gone != file else advice
+        raise kind(f"{gone} is missing{advice}") from error
     except Exception as error:  # unpickling alone raises anything
         why = next(filter(None, map(str.strip, str(error).splitlines())), "")
         raise kind(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error

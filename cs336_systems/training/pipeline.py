@@ -41,16 +41,21 @@ def prepare(config: TrainingConfig, say: Say = print) -> batches.Data:
     return tokens.prepare(config.tokenizer, found, out / "tokens", say, expected)
 
 
-def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
+def train(
+    config: TrainingConfig, say: Say = print, first: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """All stages; what came of the training, and its samples. Under torchrun all ranks call this together.
+
+    first: is called, by rank 0, when no other process can write into the run's folder.
 
     Errors: ValueError where the run's folder holds a run that is not this one, or not to be gone on with, or another
     process is writing into it; those of `loop.Trainer`; LaunchError where a rank fails.
     """
     if "RANK" in os.environ:
-        return _under_torchrun(config, say)
+        return _under_torchrun(config, say, first)
     _check(config, config.parallel.nproc)
     with alone(Path(config.out)):
+        first()
         return _trained(config, say)
 
 
@@ -114,7 +119,7 @@ def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
         )[0]  # fmt: skip
 
 
-def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
+def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None]) -> dict[str, Any]:
     from torch import distributed as dist
 
     from cs336_systems.launch.group import process_group
@@ -126,6 +131,7 @@ def _under_torchrun(config: TrainingConfig, say: Say) -> dict[str, Any]:
                 try:
                     _check(config, rank.world_size)
                     held.enter_context(alone(Path(config.out)))
+                    first()
                     told[0] = _begin(config, rank.world_size, say)
                 except Exception as error:
                     failed, told[1] = error, f"{type(error).__name__}: {error}"

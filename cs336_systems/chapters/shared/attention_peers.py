@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,17 @@ def build(
     `grouped`: k and v have fewer heads than q, on the axis before the last two. `window`: keys that a query sees, 0 for
     all up to its own. `lengths`: of documents, packed into tensors (1, heads, their sum, d); none where there are none.
 
-    Raises `Skip` where this machine cannot run it and for what it does not serve, ValueError for an unknown name.
+    Raises `Skip` where this machine cannot run it and for what it does not serve, ValueError for an unknown name
+    and for windows or documents without a causal mask.
     """
     if impl not in MAKERS:
         raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(MAKERS)}")
     if device == "cpu" and impl in FOR_GPUS:  # the interpreter is for tests; its time says nothing
         raise Skip("needs a CUDA device")
+    if (window or lengths) and not is_causal:
+        raise ValueError(
+            f"is_causal={is_causal}, window={window}, lengths={lengths}; windows and documents are causal"
+        )
     asked = Asked(is_causal, device, seq_len, grouped, window, lengths)
     if lacking := [FEATURES[name] for name in asked.features if name not in SERVES.get(impl, ())]:
         raise Skip(f"does not serve {', '.join(lacking)}")
@@ -250,10 +256,15 @@ def _varlen(asked: Asked) -> Attention:
     if not asked.lengths:
         raise Skip("is asked for packed sequences alone")
     ends, longest = asked.cu_seqlens(), max(asked.lengths)
+    # without a window (-1, 0): causal
+    options: dict[str, Any] = {"window_size": (asked.window - 1, 0), "enable_gqa": asked.grouped}
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        if asked.window or asked.grouped:
+            raise Skip("torch before 2.12 has no windows or grouped queries here")
+        options = {"is_causal": True}
 
     def packed(q, k, v):
-        size = (asked.window - 1, 0)  # without a window (-1, 0): causal
-        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=size, enable_gqa=asked.grouped)
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
 
     return Attention(_on_three_axes(packed), "torch varlen_attn", tokens_first=True)
 

@@ -138,9 +138,7 @@ def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
 
     if sweep:
         plan = swept(plan, say)
-    if os.environ.get("RANK", "0") == "0":  # under torchrun one writes
-        write(plan)
-    return pipeline.train(plan.config, say)
+    return pipeline.train(plan.config, say, lambda: _write(plan))
 
 
 def swept(plan: Plan, say: Any = print) -> Plan:
@@ -181,4 +179,8 @@ def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads. ValueError where a run is writing beside it."""
     make_folder("--out", plan.file.parent)
     with alone(plan.file.parent):
-        files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
+        _write(plan)
+
+
+def _write(plan: Plan) -> None:
+    files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
