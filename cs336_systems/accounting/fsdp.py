@@ -67,9 +67,8 @@ def step_peak_bytes(
     for moment, items in memory_moments(alone, *shape, "train_step", *how, "fused").items():
         passed = "first block" in moment or moment in ("embedding, backward", "optimizer step")
         here = items["saved_activations"] + items["temporaries"]
-        if (
-            recompute and not passed
-        ):  # of the other blocks the inputs; at the head and the loss of this one, too
+        # of the other blocks the inputs; at the head and the loss of this one, too
+        if recompute and not passed:
             here += (config.num_layers - 1) * residual + (0 if "block" in moment else residual - block)
         if kind != "fsdp":
             here += items["autocast_copies"] + copies * ("backward" not in moment and not passed)

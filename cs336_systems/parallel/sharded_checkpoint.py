@@ -24,8 +24,7 @@ from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.parallel.sharded_state import is_piece, tensors_of, weights_of
 from cs336_systems.parallel.shards import Weight
 
-_O = torch.optim
-_BEGINS = (_O.NAdam, _O.Rprop, _O.ASGD)  # with state that is not zero
+_NOT_FROM_ZEROS = (torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD)
 
 
 class ShardedState:
@@ -98,7 +97,7 @@ class Shard(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(f"{operator} of a shard in a state dict; it is for checkpoints alone")
+        raise TypeError(f"{operator} of a shard in a state dict; it is for checkpoints alone")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
@@ -121,7 +120,7 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     new = {
         p: p.grad for group in groups for p in group["params"] if p.requires_grad and p not in optimizer.state
     }
-    if new and (isinstance(optimizer, _BEGINS) or any(group.get("dampening") for group in groups)):
+    if new and (isinstance(optimizer, _NOT_FROM_ZEROS) or any(group.get("dampening") for group in groups)):
         raise ValueError(
             f"{type(optimizer).__name__} has no state yet, and does not begin with zeros; make a step before saving"
         )

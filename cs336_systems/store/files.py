@@ -158,9 +158,8 @@ def replace(contents: Mapping[Path, str | bytes]) -> None:
             with naming("write into", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 written[place] = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-                if isinstance(
-                    new, str
-                ):  # what an exception says may hold anything; a row is not lost for that
+                # what an exception says may hold anything; a row is not lost for that
+                if isinstance(new, str):
                     new = new.encode("utf-8", "backslashreplace")
                 with open(written[place], "wb") as file:
                     file.write(new)
@@ -171,9 +170,8 @@ def replace(contents: Mapping[Path, str | bytes]) -> None:
                 os.replace(temporary, place)
     finally:
         for temporary in written.values():
-            with suppress(
-                OSError
-            ):  # it has taken its place; or could not be written, which is what is to be said
+            # it has taken its place; or could not be written, which is what is to be said
+            with suppress(OSError):
                 temporary.unlink()
 
 

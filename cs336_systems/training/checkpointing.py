@@ -139,9 +139,8 @@ def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
         "dtype": torch.get_autocast_dtype(device.type),
     }
     for _ in range(3):
-        if (
-            device.type == "cuda"
-        ):  # while it sleeps the host runs ahead: events then time operations, not launches
+        # while it sleeps the host runs ahead: events then time operations, not launches
+        if device.type == "cuda":
             torch.cuda._sleep(40_000_000)  # clock cycles: twenty milliseconds
         with torch.autocast(device.type, cache_enabled=False, **casts), _Recorder(device) as recorder:
             forward(*inputs)

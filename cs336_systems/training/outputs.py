@@ -88,8 +88,8 @@ def reading(
         raise
     except FileNotFoundError as error:
         gone = Path(error.filename or file)
-        advice = advice.replace("it", str(file), 1) if gone != file else advice
-        raise kind(f"{gone} is missing{advice}") from error
+        what = f"{gone} is missing" if gone == file else f"{file} tells of {gone}, which is missing"
+        raise kind(what + advice) from error
     except Exception as error:  # unpickling alone raises anything
         why = next(filter(None, map(str.strip, str(error).splitlines())), "")
         raise kind(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error

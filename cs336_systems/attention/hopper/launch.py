@@ -155,8 +155,8 @@ def first_forward(
         section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
         num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
         IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, PIECE=piece_of(d),
-        COLUMNS=columns_of(head_dim),
-        STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
+        COLUMNS=columns_of(head_dim), STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim),
+        PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
         HALVE=is_causal and config.halves and num_keys >= num_queries, HEADS_PER_KV=heads // k.shape[1], num_warps=4,
     )  # fmt: skip

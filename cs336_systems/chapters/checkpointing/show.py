@@ -45,8 +45,7 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
         name = NAMES[case.strategy].format(case.block_size).replace("1 blocks", "each block")
         measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
         found.append({
-            "name": name, "predicted": predicted / GIB,
-            "measured": measured / GIB,
+            "name": name, "predicted": predicted / GIB, "measured": measured / GIB,
             "kept_mib": kept / MIB if kept else np.nan, "change_mib": change / MIB,
             "gradients_mib": (kept + change) / MIB,
         })  # fmt: skip

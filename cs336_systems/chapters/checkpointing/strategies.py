@@ -167,9 +167,8 @@ def residuals(block: nn.Module, x: Tensor, *rest: Tensor) -> list[tuple[str, int
     held = [t.untyped_storage() for t in (*block.parameters(), *rest)]
     seen, found = {s.data_ptr() for s in held}, []
 
-    def pack(
-        tensor: Tensor,
-    ) -> None:  # to no backward; an operation that held its own result would never be freed
+    def pack(tensor: Tensor) -> None:
+        # nothing, as there is no backward pass: an operation that held its own result would never be freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
