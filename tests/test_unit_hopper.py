@@ -203,6 +203,28 @@ def test_what_windows_are_launched_with(launched):
     assert len(set(keys)) == 14
 
 
+def test_what_documents_are_launched_with(launched, monkeypatch):
+    """A program for each tile, in configurations by their mean length, and zeros to add dQ to."""
+    keys, launches = launched
+    bounds = []
+    monkeypatch.setattr(portable, "_launched", lambda *given: bounds.append(given[2]["window"]) or [])
+    x = zeros(1, 12, 30_000, 64)
+    for documents, window, programs in (
+        (1, None, 1884),
+        (10, None, 5628),
+        (10, 100, 5628),
+        (1, 20_000, 1884),
+    ):
+        seen = window, zeros(documents + 1, dtype=torch.int32)
+        o, logsumexp = hopper.launch_forward(x, x, x, True, seen=seen)
+        hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen=seen)
+        (_, grid, _, pointers, _), (*_, prepare), (name, _, _, of_main, _), _ = launches
+        assert grid == (programs, 1, 1) and pointers[1:] == of_main[1:] == [(torch.int32, True)]
+        assert name == "backward_keys_kernel" and prepare[-2] is True and bounds == [window] * 2
+        launches.clear(), bounds.clear()
+    assert len(set(keys)) == 8
+
+
 def test_whose_kernels_windows_and_documents_are_for(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     launchers = {"hopper": hopper, "split": split_launch}
@@ -403,8 +425,9 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
     assert met_again > 50
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "documents"])
 @pytest.mark.parametrize("heads", [2, 6], ids=["one each", "a group in parts"])
-def test_what_is_launched_again_gets_the_same_tensors(heads, monkeypatch):
+def test_what_is_launched_again_gets_the_same_tensors(heads, packed, monkeypatch):
     """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
     calls = []
 
@@ -420,10 +443,17 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, monkeypatch):
         return types.SimpleNamespace(call=lambda stream, addresses: (once_more, (addresses,)))
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
+
+    def first_of_bounds(kernel, grid, arguments, pointers, options):
+        return [first_launch(kernel, grid, (), pointers, arguments)]
+
     monkeypatch.setattr(hopper, "first_launch", first_launch)
+    monkeypatch.setattr(portable, "_launched", first_of_bounds)
     monkeypatch.setattr(again, "_passes", {})
     monkeypatch.setattr(again, "driver", of_one_stream())
-    n, m = 70, 130
+    n, m = 70, 70 if packed else 130
+    cu_seqlens = zeros(4, dtype=torch.int32)
+    limits = (None, cu_seqlens) if packed else ()
     gradients = {
         "a matrix": zeros(1, heads, n, 64),
         "one number": zeros(1, heads, 1, 1).expand(1, heads, n, 64),
@@ -432,24 +462,29 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, monkeypatch):
     }
     for kind, do in gradients.items():
         q, k, v = zeros(1, heads, n, 64), zeros(1, 2, m, 64), zeros(1, 2, m, 64)
-        names = {x.data_ptr(): name for x, name in ((q, "q"), (k, "k"), (v, "v"), (do, "do"))}
+        names = {
+            x.data_ptr(): name for x, name in ((q, "q"), (k, "k"), (v, "v"), (do, "do"), (cu_seqlens, "cu"))
+        }
         seen = []
         for _ in range(2):
             calls.clear()
-            o, logsumexp = hopper.launch_forward(q, k, v, True)
-            dq, dk, dv = hopper.launch_backward(q, k, v, o, logsumexp, do, True)
+            o, logsumexp = hopper.launch_forward(q, k, v, True, seen=limits)
+            dq, dk, dv = hopper.launch_backward(q, k, v, o, logsumexp, do, True, seen=limits)
             results = {o: "o", logsumexp: "l", dq: "dq", dk: "dk", dv: "dv"}
             known = names | {x.data_ptr(): name for x, name in results.items()}
-            # what is neither given nor returned is a buffer: the same one in all kernels, whatever its address
-            buffers = {}
+            # what is neither given nor returned is a buffer: one in all kernels of a pass, whatever its address
+            passes = calls[: 1 + packed], calls[1 + packed :]
             seen.append([
                 (kernel, [(known.get(x) or buffers.setdefault(x, f"buffer {len(buffers)}"), shape)
                           for x, shape in zip(addresses, shapes, strict=True)])
-                for kernel, shapes, addresses in calls
+                for of_pass, buffers in zip(passes, ({}, {}), strict=True) for kernel, shapes, addresses in of_pass
             ])  # fmt: skip
-        assert seen[0] == seen[1] and len(seen[0]) == (4 if heads == 2 else 5)
-        [(_, described)] = [launch for launch in seen[0] if launch[0] == "backward_keys_kernel"]
-        found = [name for name, _ in described]
+        assert seen[0] == seen[1] and len(seen[0]) == (4 if heads == 2 else 5) + 2 * packed
+        names_of = {kernel: [name for name, _ in tensors] for kernel, tensors in seen[0]}
+        if packed:
+            assert names_of["bounds_kernel"][0] == "cu"
+            assert names_of["backward_keys_kernel"][-1] == names_of["bounds_kernel"][1]
+        found = names_of["backward_keys_kernel"]
         assert found[:3] == ["q", "k", "v"]
         if heads == 2:
             assert found[4:6] == ["dk", "dv"]
@@ -764,7 +799,7 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     return aot.compile_hopper_kernel(
         kernel, head_dim, dtype, config, is_causal=is_causal, zeroed=variant != "without zeros",
         persistent=variant != "of one tile", heads_per_kv=4 if variant == "of a group" else 1,
-        window=variant == "with a window",
+        window=variant == "with a window", packed=variant == "of documents",
     )  # fmt: skip
 
 
@@ -776,8 +811,10 @@ OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("forward with a window", TABLES),
-                           ("backward", OF_BACKWARD), ("backward without zeros", OF_BACKWARD),
-                           ("backward of a group", OF_BACKWARD), ("backward with a window", OF_BACKWARD), ("few", FEW))
+                           ("forward of documents", TABLES), ("backward", OF_BACKWARD),
+                           ("backward without zeros", OF_BACKWARD), ("backward of a group", OF_BACKWARD),
+                           ("backward with a window", OF_BACKWARD), ("backward of documents", OF_BACKWARD),
+                           ("few", FEW))
     for table in tables
     for d, config in table.items()
     if kernel != "forward of one tile" or config.can_persist(d)
@@ -802,7 +839,7 @@ def much_like_another(kernel, d, config):
         *(
             pytest.param(*program, False, dtype, marks=pytest.mark.table)
             for program in PROGRAMS
-            if not program[0].endswith("window")  # which is causal
+            if not program[0].endswith(("window", "documents"))  # which are causal
             for dtype in ("bf16", "fp16")
         ),
     ],
@@ -821,7 +858,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
         few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)
-        few += 160 * kernel.endswith("window")  # most with triton 3.9: 604
+        few += 160 * kernel.endswith(("window", "documents"))  # most with triton 3.9: 604
     assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
@@ -856,12 +893,12 @@ def on_hopper(monkeypatch):
     flash_triton._launchers.cache_clear()
 
 
-def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, window=None):
+def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, window=None, cu_seqlens=None):
     """The error against fp64 is at most two and a half times that of the portable kernels, which round to 16 bits now
     and then (with one query, where few errors average, up to 2.1 times in thousands of draws); theirs is below
     `largest`. `forward`: another configuration than the tables'."""
-    exact = exact_attention(q, k, v, grad_o, is_causal, window=window)
-    seen = () if window is None else (window, None)
+    exact = exact_attention(q, k, v, grad_o, is_causal, window=window, cu_seqlens=cu_seqlens)
+    seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     results = []
     wide = q.shape[3] > hopper.MAX_BACKWARD_HEAD_DIM
     for launcher, chosen in ((hopper, forward), (portable, None)):
@@ -954,6 +991,69 @@ def test_windows(on_hopper, d, dtype, window, monkeypatch):
             k, v = (gpu(2, of_keys, m, d, dtype=dtype) for _ in range(2))
             check(q, k, v, do)
         check(q, k, v, gpu(2, heads, 1, 1, dtype=dtype).expand(do.shape))
+
+
+def packed(*ends):
+    return torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+
+
+def some_documents(total):
+    """Where documents end, of lengths around those of tiles or any, some of them empty."""
+    ends = [0]
+    while ends[-1] < total:
+        ends.append(ends[-1] + random.choice((0, 1, 63, 64, 65, 128, 200, random.randint(1, total))))
+    return packed(*ends[1:-1], total, *random.choice(([], [total] * 3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 64, 100])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(40, DTYPES[0]), (80, DTYPES[0]), *((d, DTYPES[1]) for d in (64, 96, 128))], ids=name
+)
+def test_documents(on_hopper, d, dtype, window, monkeypatch):
+    """As windows, and with them; the last documents are one, as without any."""
+    forward = list(dict.fromkeys(table[hopper.columns_of(d)] for table in TABLES))
+    for turn, multiprocessors in enumerate((132, 5, 132, 1)):
+        monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index, n=multiprocessors: n)
+        again._passes.clear()
+        check = functools.partial(check_both_ways, is_causal=True, forward=forward[turn], window=window)
+        for heads, of_keys, n in ((3, 3, 333), (6, 2, 1100), (6, 2, 517), (3, 3, 64), (3, 3, 1), (3, 3, 900)):
+            q, do = (gpu(1, n, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+            k, v = (gpu(1, of_keys, n, d, dtype=dtype) for _ in range(2))
+            for _ in range(2):
+                check(q, k, v, do, cu_seqlens=some_documents(n))
+        one_number = gpu(1, heads, 1, 1, dtype=dtype).expand(do.shape)
+        check(q, k, v, one_number, cu_seqlens=packed(n))
+    o, logsumexp = hopper.launch_forward(q, k, v, True, forward[turn], (window, packed(n)))
+    seen = () if window is None else (window, None)
+    for x, y in zip((o, logsumexp), hopper.launch_forward(q, k, v, True, forward[turn], seen), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_graph_reads_where_documents_end(on_hopper, d):
+    """And so does a launch that is remembered; whatever is there, also what makes no sense, it ends."""
+    n = 1500
+    q, k, v, grad_o = (gpu(1, 4, n, d) for _ in range(4))
+    cu_seqlens = packed(700, n)
+
+    def both():
+        o, logsumexp = hopper.launch_forward(q, k, v, True, seen=(None, cu_seqlens))
+        return o, *hopper.launch_backward(q, k, v, o, logsumexp, grad_o, True, seen=(None, cu_seqlens))
+
+    graph, found = captured(both)
+    for end in (700, 1, 1499, n, 64):
+        cu_seqlens.copy_(packed(end, n))
+        graph.replay()
+        exact = exact_attention(q, k, v, grad_o, True, cu_seqlens=cu_seqlens)
+        for ours in (found, both()):
+            for x, true in zip(ours, exact, strict=True):
+                assert relative(x, true, 1) < 0.02
+    for values in ((-900, 70, n), (70, 9000, 9000), (1000, 50, 20), (900, -900, n)):
+        cu_seqlens.copy_(torch.tensor(values, dtype=torch.int32))
+        graph.replay()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

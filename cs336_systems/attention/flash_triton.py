@@ -42,11 +42,11 @@ def _launchers(device_index: int) -> dict[str, ModuleType]:
 
 
 def _kernels(
-    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
-) -> str | None:
+    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, packed: bool = False,
+) -> str | None:  # fmt: skip
     """Which of `_launchers` is for `part` of the attention of tensors (batch, heads, n, d) on a GPU; None: portable."""
     for name, launcher in _launchers(q.get_device()).items():
-        if launcher.serves(part, q, k, v, window):
+        if launcher.serves(part, q, k, v, window, packed):
             # those for 16 bits accumulate dQ in the order of arrival
             random = part == "backward" and name == "hopper" and torch.are_deterministic_algorithms_enabled()
             return None if random else name
@@ -54,19 +54,19 @@ def _kernels(
 
 
 def kernels_for(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, packed: bool = False
 ) -> dict[str, str]:
     """Whose kernels compute the attention of tensors (..., n, d) in the dtype they have: `"hopper"`, `"split"` (fp32 on
     Hopper) or `"portable"`, for `"forward"` and `"backward"`."""
     four = [to_four_axes(x) for x in (q, k, v)]
     return {
-        part: (q.is_cuda and _kernels(part, *four, window)) or "portable" for part in ("forward", "backward")
+        part: (q.is_cuda and _kernels(part, *four, window, packed)) or "portable"
+        for part in ("forward", "backward")
     }
 
 
 def _launcher(part, q, k, v, window=None, cu_seqlens=None):
-    # those for Hopper have no documents, and nothing for a CPU
-    name = _kernels(part, q, k, v, window) if q.is_cuda and cu_seqlens is None else None
+    name = _kernels(part, q, k, v, window, cu_seqlens is not None) if q.is_cuda else None
     return _launchers(q.get_device())[name] if name else portable
 
 

@@ -109,14 +109,14 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, config: Forward | int, *, is_causal: bool = True,
-    zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False,
+    zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
     backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
-    can. window: queries see so many keys.
+    can. `window`, `packed`: queries see so many keys, or those of their document.
     """
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
@@ -166,8 +166,10 @@ def compile_hopper_kernel(
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
             constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)
-    if not window and "window" in function.arg_names:
-        constants["window"] = None
+    if packed:
+        signature["limit"] = "*i32"
+    elif not window and "limit" in function.arg_names:
+        constants["limit"] = None
     return compile_gluon(function, signature, constants, options)
 
 

@@ -28,8 +28,9 @@ own tiles (`forward_alone`). A *persistent* program stays on its multiprocessor 
     registers       a launch gives all threads as many. `warp_specialize` takes from the producer's warps and gives to
                     groups (setmaxnreg): its last argument, a number per thread
 
-With a causal mask and a `window`, None where there is none, query i sees keys i − window + 1 … i; what nobody sees is
-not loaded.
+With a causal mask query i sees the keys up to i, from the first that a `limit` leaves it: a window, the number of keys
+that it sees at most, or where the documents of a packed sequence begin and end, the bounds of `attention.triton`; None
+where there is none. What nobody sees is not loaded.
 
 Lengths need not be multiples of anything: TMA reads zeros outside of a tensor and does not write there. The head
 dimension is padded in the same way, to D = 64, 128, 192 or 256; matmuls leave out what 65 to 96 columns do not need

@@ -29,7 +29,7 @@ queries: slots and parities come from these.
 At D = 64 queries come from the diagonal on. At D = 128 they come from the last to the diagonal: all keys of a head
 begin with the same queries, so that those that begin later hardly wait for the first keys (`backward_dq`). Queries
 before the diagonal are not loaded (`TileScheduler.first_of`), those on it are masked (`_group`: masked_end). So with a
-window: queries past the last one that sees a key are not loaded (`end_of`), and those that see some of a group's keys,
+limit: queries past the last one that sees a key are not loaded (`end_of`), and those that see some of a group's keys,
 or none, are masked (unmasked_end).
 """
 
@@ -62,6 +62,7 @@ from cs336_systems.attention.hopper.common import (
     async_store,
     barriers,
     columns_in_registers,
+    query_ends,
     reinterpreted,
     store_parts,
 )
@@ -153,10 +154,10 @@ def _end(program, dk, dv, at, first, t, G: gl.constexpr):
 @gluon.jit
 def _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G: gl.constexpr):
     """At D = 64: what the tiles of one head of queries, the program's from the head_t-th on, add to dK and dV. ends:
-    where tiles begin, then those that need no mask, then with a window those that do, and where all end."""
+    where tiles begin, then those that need no mask, then with a limit those that do, and where all end."""
     first, end = ends[0], ends[3]
     dk, dv = dk[0], dv[0]
-    for part in gl.static_range(3 if program.scheduler.WINDOWED else 2):
+    for part in gl.static_range(3 if program.scheduler.LIMITED else 2):
         for i in range(ends[part], ends[part + 1]):
             t = head_t + i - first
             k = program.kv.k_of(slot + zero(t), G)
@@ -168,10 +169,10 @@ def _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G: gl.co
 @gluon.jit
 def _late_head_of_queries(program, first_key, first, group_first, end, masked, unmasked, head_t, keys_t, s, v, dk, dv,
                           SKIPS: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    """The same at D = 128, from the last tile to the first: with a window `masked` tiles, up to the unmasked-th without
+    """The same at D = 128, from the last tile to the first: with a limit `masked` tiles, up to the unmasked-th without
     a mask, and the others. The tile of keys began with the keys_t-th tile of queries."""
     begins = 0, masked, unmasked
-    for part in gl.static_range(0 if program.scheduler.WINDOWED else 1, 3):
+    for part in gl.static_range(0 if program.scheduler.LIMITED else 1, 3):
         for n in range(begins[part], begins[part + 1] if part < 2 else end - group_first):
             i = end - 1 - n
             s, dk, dv = late_step(
@@ -227,11 +228,12 @@ def _group(program, G: gl.constexpr):
         masked_end = 0
         if IS_CAUSAL:
             masked_end = gl.minimum(first + meeting // BLOCK_M, end)
-        if first_key + 2 * WG > program.num_keys:  # P of a key that is not there, exp(−L), may be infinite
+        if first_key + 2 * WG > scheduler.num_keys:  # P of a key that is not there, exp(−L), may be infinite
             masked_end = end
         unmasked_end = end
-        if scheduler.WINDOWED:  # at D = 64 it is P of the next tile that a step masks
-            unmasked_end = (first_key + G * WG + scheduler.window) // BLOCK_M - (1 if D == 64 else 0)
+        if scheduler.LIMITED:
+            unmasked_end = query_ends(first_key + G * WG, scheduler.num_keys, scheduler.limit) // BLOCK_M
+            unmasked_end -= 1 if D == 64 else 0  # where it is P of the next tile that a step masks
             unmasked_end = gl.minimum(gl.maximum(unmasked_end, masked_end), end)
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
@@ -310,9 +312,9 @@ def _dq_group(program):
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys",
-                              "window"])  # fmt: skip
-def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, heads,
-                         batch_heads, section, key_tiles, query_tiles, num_keys, window, scale_log2, scale,
+                              "limit"])  # fmt: skip
+def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, limit,
+                         heads, batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                          DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
                          HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
@@ -346,12 +348,13 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                         REST)  # fmt: skip
     kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
-    WINDOWED: gl.constexpr = window is not None
-    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, window if WINDOWED else num_keys,
-                              WINDOWED, IS_CAUSAL, BLOCK_M, D, HEADS_PER_KV, PARTS)  # fmt: skip
+    LIMITED: gl.constexpr = limit is not None
+    scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, num_keys,
+                              limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, BLOCK_M, D, HEADS_PER_KV,
+                              PARTS)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr,
-                      counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, num_keys, scale_log2, scale,
-                      DO_STEP, REST, ZEROED)  # fmt: skip
+                      counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, scale_log2, scale, DO_STEP,
+                      REST, ZEROED)  # fmt: skip
     # as in `forward`: functions, warps, registers
     if D == 128:
         gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_producer, (program,)),

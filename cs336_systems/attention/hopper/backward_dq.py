@@ -4,7 +4,7 @@ other programs have added, in fp32 and in no particular order.
 Zeros to add to have to be written, and read again: for short rows that is a good part of all traffic. Without them (not
 ZEROED) the program of a head's first keys, which all its queries see, stores its tiles. It reports how many it has
 stored, and the others wait until it is ahead of them. Those keys are drawn before the head's others: a program never
-waits for one that has not begun. All others are still added in any order. With a window the first keys are not seen by
+waits for one that has not begun. All others are still added in any order. With a limit the first keys are not seen by
 all queries: there it is ZEROED.
 """
 

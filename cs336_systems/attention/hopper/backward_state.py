@@ -7,23 +7,36 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, locate, mma_over_columns
+from cs336_systems.attention.hopper.common import (
+    WG,
+    aggregate,
+    async_load,
+    exp2,
+    locate,
+    mma_over_columns,
+    query_ends,
+)
 
 
 @gluon.jit
 def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                  G: gl.constexpr, BLOCK_M: gl.constexpr, window=None):  # fmt: skip
+                  G: gl.constexpr, BLOCK_M: gl.constexpr, limit=None):  # fmt: skip
     """Pᵀ of tile i of the queries, of which minus_l is −L · log2(e), and the G-th 64 keys from `first_key` on."""
     of_query: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     p = exp2(s * scale_log2 + minus_l[None, :])
     if MASKED:
         keys = first_key + G * WG + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
         seen = (keys < num_keys)[:, None]
-        if IS_CAUSAL:
-            queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
+        queries = i * BLOCK_M + gl.arange(0, BLOCK_M, of_query)
+        if limit is not None:  # without its sign, a negative distance is a large one
+            distance = (queries[None, :] - keys[:, None]).to(gl.uint32)
+            queries_of = query_ends(keys, num_keys, limit) - keys
+            if limit.dtype.is_ptr():  # a key that is not there has none
+                seen = distance < gl.maximum(queries_of, 0).to(gl.uint32)[:, None]
+            else:
+                seen = seen & (distance < queries_of.to(gl.uint32)[:, None])
+        elif IS_CAUSAL:
             seen = seen & (queries[None, :] >= keys[:, None])
-            if window is not None:
-                seen = seen & (queries[None, :] - keys[:, None] < window)
         p = gl.where(seen, p, 0.0)
     return p
 
@@ -110,16 +123,17 @@ class TileScheduler:
     """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
     are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another, so that dK and
     dV are summed over them in registers. Where these heads are parted, to have more programs, `heads` are PARTS times
-    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts. WINDOWED: a
-    query sees `window` keys at most."""
+    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts. LIMITED:
+    there is a `limit`."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
     section: gl.tensor
     key_tiles: gl.tensor
     query_tiles: gl.tensor
-    window: gl.tensor
-    WINDOWED: gl.constexpr
+    num_keys: gl.tensor
+    limit: gl.tensor
+    LIMITED: gl.constexpr
     IS_CAUSAL: gl.constexpr
     BLOCK_M: gl.constexpr
     D: gl.constexpr
@@ -147,8 +161,8 @@ class TileScheduler:
     def end_of(self, tile):
         """Past the last tile of queries that sees a key of this tile, if one does."""
         end = self.query_tiles
-        if self.WINDOWED:
-            last_query = tile * 2 * WG + 2 * WG - 1 + self.window - 1
+        if self.LIMITED:
+            last_query = query_ends(tile * 2 * WG + 2 * WG - 1, self.num_keys, self.limit) - 1
             end = gl.minimum(last_query // self.BLOCK_M + 1, end)
         return end
 
@@ -181,7 +195,6 @@ class Program:
     gradients: GradientTiles
     results: gl.shared_memory_descriptor
     scheduler: TileScheduler
-    num_keys: gl.tensor
     scale_log2: gl.tensor
     scale: gl.tensor
     DO_STEP: gl.constexpr
@@ -212,6 +225,6 @@ class Program:
         """Pᵀ of tile i of the queries, the t-th of this program, and of the keys of group G."""
         layout: gl.constexpr = s.type.layout
         minus_l = self.queries.statistic(0, t, layout)
-        return probabilities(s, minus_l, first_key, i, self.num_keys, self.scale_log2, MASKED,
-                             self.scheduler.IS_CAUSAL, G, self.queries.BLOCK_M,
-                             self.scheduler.window if self.scheduler.WINDOWED else None)  # fmt: skip
+        scheduler = self.scheduler
+        return probabilities(s, minus_l, first_key, i, scheduler.num_keys, self.scale_log2, MASKED, scheduler.IS_CAUSAL,
+                             G, self.queries.BLOCK_M, scheduler.limit if scheduler.LIMITED else None)  # fmt: skip

@@ -66,6 +66,25 @@ WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumu
 
 
 @gluon.jit
+def first_keys(queries, total, limit):
+    """The first key that each query sees, by a window (then it may be below 0) or bounds; of queries past all `total`
+    tokens, the last one's."""
+    if limit.dtype.is_ptr():
+        return gl.load(limit + gl.minimum(queries, total - 1))
+    else:
+        return queries - limit + 1
+
+
+@gluon.jit
+def query_ends(keys, total, limit):
+    """Where the queries that see each key end, by a window (then perhaps past the last one) or bounds."""
+    if limit.dtype.is_ptr():
+        return gl.load(limit + total + gl.minimum(keys, total - 1))
+    else:
+        return keys + limit
+
+
+@gluon.jit
 def exp2(x):
     """2^x by the hardware's instruction alone; `exp2` would spend two more on arguments below 2^-126."""
     return gl.inline_asm_elementwise(

@@ -184,7 +184,7 @@ def chain_of(
 @dataclass(frozen=True)
 class Shape:
     """What the rule looks at: heads of all sequences, lengths, the columns that matmuls compute with, the GPU's
-    multiprocessors, the keys that a window shows at most."""
+    multiprocessors, the keys that a query sees at most, where a window or documents leave fewer."""
 
     batch_heads: int
     num_queries: int

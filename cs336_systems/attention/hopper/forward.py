@@ -9,9 +9,10 @@
 
 Tiles of keys begin at multiples of 64, as groups of queries do, and are as long or longer: the diagonal of a group's
 64 queries lies in one tile, its first, and this alone needs a mask (`first_softmax`). What lies to the right of the
-last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by. So with a window:
-what lies to the left of the first group's is not loaded (`first_key_tile`), and a group masks the one or two tiles in
-which its queries' windows begin (`in_window`); a row may see nothing of these, but has seen a key before.
+last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by. So with a limit:
+what lies to the left of the first group's is not loaded (`first_key_tile`), and a group masks the tiles in which its
+queries' windows, or the document of its last query, begin, and those before (`limited`); a row may see nothing of
+these, but has seen a key before.
 
 The groups of a program read the same tiles of K and V: the more there are, the less often a tile is loaded, and the
 fewer registers a thread has. They do not synchronize with each other, and that is the point: while one waits for a
@@ -78,8 +79,11 @@ def _load_tile(program, first_query, head, done, uses):
     for g in gl.static_range(scheduler.GROUPS):
         program.queries.load(program.q_desc, b, h, first_query, done, g)
     end = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
+    BEGUN: gl.constexpr = 1 if scheduler.LIMITED else 0
+    if BEGUN:  # the first K need not wait until bounds have been read
+        program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, 0, 1, end)
     steps = end - scheduler.first_key_tile(first_query)
-    for t in range(steps + 1):
+    for t in range(BEGUN, steps + 1):
         program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, t, steps, end)
     return uses + steps + 1
 
@@ -119,7 +123,11 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     first_query = first_of_tile + G * WG
     rows = first_query + gl.arange(0, WG, s_rows)
     end_of_tile = scheduler.key_tiles(first_of_tile, GROUPS * WG)
-    end, begin = scheduler.key_tiles(first_query, WG), scheduler.first_key_tile(first_query)
+    end = scheduler.key_tiles(first_query, WG)
+    # not before the tile's, also where cu_seqlens falls: groups and producer must count the same
+    begin_of_tile = scheduler.first_key_tile(first_of_tile)
+    begin = gl.maximum(scheduler.first_key_tile(first_query), begin_of_tile)
+    unlimited = scheduler.unlimited_key(first_query)
 
     t = uses
     for _ in range(end_of_tile - end):  # tiles to the right of this group's diagonal are for the other groups
@@ -144,7 +152,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     met = warpgroup_mma_wait(0, deps=(met,))
     kv.release(slot)
     first_key = (end - 1) * BLOCK_N
-    met = scheduler.in_window(met, first_query, first_key)
+    met = scheduler.limited(met, first_query, first_key, unlimited)
     softmax, p32 = first_softmax(
         met, first_query, first_key, scheduler.num_keys, scale_log2, scheduler.IS_CAUSAL
     )
@@ -156,7 +164,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     for _ in range(end - 1 - begin):
         t += 1
-        if scheduler.WINDOWED:
+        if scheduler.LIMITED:
             first_key -= BLOCK_N
         slot, parity = kv.slot_and_parity(t)
         k = kv.k_tile(slot)
@@ -166,7 +174,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(MMAS, deps=(s,))
-            s = scheduler.in_window(s, first_query, first_key)
+            s = scheduler.limited(s, first_query, first_key, unlimited)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(kv.full.index(slot), parity)
@@ -180,7 +188,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             kv.release(slot)
-            s = scheduler.in_window(s, first_query, first_key)
+            s = scheduler.limited(s, first_query, first_key, unlimited)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
 
@@ -196,7 +204,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-    if done is not None or scheduler.WINDOWED:  # otherwise nothing is loaded any more
+    if done is not None or scheduler.LIMITED:  # otherwise nothing is loaded any more
         kv.release(slot)
         if done is not None and not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
@@ -205,7 +213,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     store_parts(acc, o.reshape([WG, D]))
     fence_async_shared()
     async_store(program.o_desc, [head // scheduler.heads, head % scheduler.heads, first_query, 0], o)
-    for _ in range(begin - scheduler.first_key_tile(first_of_tile)):  # those before its windows, too
+    for _ in range(begin - begin_of_tile):  # those that its queries do not see any more, too
         t += 1
         kv.skip(t)
 
@@ -251,9 +259,9 @@ def _group(program, G: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "full_tiles", "row_tiles", "num_queries",
-                              "num_keys", "window"])  # fmt: skip
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, full_tiles, row_tiles,
-                   num_queries, num_keys, window, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
+                              "num_keys", "limit"])  # fmt: skip
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_heads, section, full_tiles, row_tiles,
+                   num_queries, num_keys, scale_log2, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
                    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
                    REST: gl.constexpr, PERSISTENT: gl.constexpr, HALVE: gl.constexpr,
                    HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
@@ -274,9 +282,10 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, se
     fence_async_shared()  # the TMA unit sees them initialized
     queries = QueryTiles(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
     kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
-    WINDOWED: gl.constexpr = window is not None
+    LIMITED: gl.constexpr = limit is not None
+    UNEVEN: gl.constexpr = IS_CAUSAL and (limit is None or limit.dtype.is_ptr())
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys,
-                              window if WINDOWED else num_keys, WINDOWED, IS_CAUSAL and not WINDOWED, IS_CAUSAL,
+                              limit if LIMITED else num_keys, LIMITED, UNEVEN, IS_CAUSAL,
                               GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, scale_log2, OVERLAP, REST,
                       HALVE)  # fmt: skip

@@ -31,7 +31,13 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward_state import first_key_tile, first_softmax, in_window, key_tiles
+from cs336_systems.attention.hopper.forward_state import (
+    first_key_tile,
+    first_softmax,
+    key_tiles,
+    limited,
+    unlimited_key,
+)
 
 
 @gluon.jit
@@ -55,10 +61,10 @@ def _load_both(k_desc, v_desc, k_smem, v_smem, full, b, h, t, steps, end):
     async_load(v_desc, [b, h, first_key + WG, 0], full, v_smem.index(0))
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys", "window",
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "row_tiles", "num_queries", "num_keys", "limit",
                               "chain"])  # fmt: skip
-def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, section, row_tiles, num_queries,
-                 num_keys, window, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_heads, section, row_tiles, num_queries,
+                 num_keys, scale_log2, chain, IS_CAUSAL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
                  HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of up to `chain` tiles of 64 queries of one head. Grid: (⌈row_tiles / chain⌉ · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -87,7 +93,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
     zeros = gl.zeros([WG, WG], gl.float32, s_layout)
     for done in range(tiles):
         queries = first_query + gl.arange(0, WG, s_rows)
-        steps = end - first_key_tile(first_query, window, WG)
+        steps = end - first_key_tile(first_query, num_keys, limit, WG)
+        unlimited = unlimited_key(first_query, num_keys, limit)
         acc = accumulators(D, REST)
         p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
@@ -98,7 +105,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
         tma.store_wait(0)  # O of the tile before has left the place of V
         fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
         _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, 1, steps, end)
-        s = in_window(s, first_query, (end - 1) * WG, window)
+        s = limited(s, first_query, (end - 1) * WG, unlimited, num_keys, limit)
         softmax, p32 = first_softmax(s, first_query, (end - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
@@ -108,7 +115,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, sect
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, t + 1, steps, end)
-            s = in_window(s, first_query, (end - 1 - t) * WG, window)
+            s = limited(s, first_query, (end - 1 - t) * WG, unlimited, num_keys, limit)
             # not LAZY, by which these programs gain nothing
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, dtype, False)
             acc = [times_rows(x, alpha) for x in acc]

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, locate
+from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, first_keys, locate
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -25,22 +25,32 @@ def key_tiles(first_query, num_queries, num_keys, IS_CAUSAL: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def first_key_tile(first_query, window, BLOCK_N: gl.constexpr):
-    """The first tile of keys that the queries from `first_query` on see. window: the keys that one sees, or None."""
+def first_key_tile(first_query, num_keys, limit, BLOCK_N: gl.constexpr):
+    """The first tile of keys that the queries from `first_query` on see."""
     first = 0
-    if window is not None:
-        first = gl.maximum(first_query - window + 1, 0) // BLOCK_N
+    if limit is not None:
+        first = gl.maximum(first_keys(first_query, num_keys, limit), 0) // BLOCK_N
     return first
 
 
 @gluon.jit
-def in_window(s, first_query, first_key, window):
-    """s, −∞ where a key lies before its query's window: none does in a tile that the last query sees all of."""
-    if window is not None:  # noqa: SIM102 (known at compile time, the next one is not)
-        if first_key < first_query + s.shape[0] - window:
+def unlimited_key(first_query, num_keys, limit):
+    """The key from which on all of a group's queries, up to the diagonal, see all."""
+    key = 0
+    if limit is not None:
+        key = first_keys(first_query + WG - 1, num_keys, limit)
+    return key
+
+
+@gluon.jit
+def limited(s, first_query, first_key, unlimited, num_keys, limit):
+    """s, −∞ where a key lies before the first one that its query sees: none does from key `unlimited` on."""
+    if limit is not None:  # noqa: SIM102 (known at compile time, the next one is not)
+        if first_key < unlimited:
             queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
             keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-            s = gl.where(queries[:, None] - keys[None, :] < window, s, float("-inf"))
+            seen = first_keys(queries, num_keys, limit)[:, None] <= keys[None, :]
+            s = gl.where(seen, s, float("-inf"))
     return s
 
 
@@ -159,8 +169,8 @@ class TileScheduler:
     share items: tiles, or UNEVEN ones in pairs. HEADS_PER_KV heads of queries share one of keys; a section's programs
     are of neighbors among them, and the L2 cache serves all.
 
-    WINDOWED: a query sees `window` keys at most. UNEVEN: the later a tile, the more keys it sees: with a causal mask
-    and no window. With one, tiles come in the order of those without a mask, all of them full."""
+    LIMITED: there is a `limit`. UNEVEN: the later a tile, the more keys it sees, of its document if there are any: with
+    a causal mask and no window. With one, tiles come in the order of those without a mask, all of them full."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -169,8 +179,8 @@ class TileScheduler:
     row_tiles: gl.tensor
     num_queries: gl.tensor
     num_keys: gl.tensor
-    window: gl.tensor
-    WINDOWED: gl.constexpr
+    limit: gl.tensor
+    LIMITED: gl.constexpr
     UNEVEN: gl.constexpr
     IS_CAUSAL: gl.constexpr
     GROUPS: gl.constexpr
@@ -216,11 +226,16 @@ class TileScheduler:
 
     @gluon.jit
     def first_key_tile(self, first_query):
-        return first_key_tile(first_query, self.window if self.WINDOWED else None, self.BLOCK_N)
+        return first_key_tile(first_query, self.num_keys, self.limit if self.LIMITED else None, self.BLOCK_N)
 
     @gluon.jit
-    def in_window(self, s, first_query, first_key):
-        return in_window(s, first_query, first_key, self.window if self.WINDOWED else None)
+    def unlimited_key(self, first_query):
+        return unlimited_key(first_query, self.num_keys, self.limit if self.LIMITED else None)
+
+    @gluon.jit
+    def limited(self, s, first_query, first_key, unlimited):
+        limit = self.limit if self.LIMITED else None
+        return limited(s, first_query, first_key, unlimited, self.num_keys, limit)
 
 
 @aggregate

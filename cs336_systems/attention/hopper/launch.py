@@ -35,7 +35,7 @@ from cs336_systems.attention.hopper.tma import descriptor, first_launch
 from cs336_systems.attention.hopper.workspace import Workspace
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Pass
-from cs336_systems.attention.triton.launch import strides
+from cs336_systems.attention.triton.launch import first_bounds, strides, with_bounds
 from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
 LOG2_E = math.log2(math.e)
@@ -82,16 +82,21 @@ def reason_against(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | N
     return None
 
 
-def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
+def serves(
+    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, packed: bool = False,
+) -> bool:  # fmt: skip
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
-    (batch, heads, n, d), with or without a window; if not, the portable ones are. Which kernel here then takes them
-    `configs.forward_config` and `configs.few_queries` say."""
+    (batch, heads, n, d), with or without a window, packed documents or not; if not, the portable ones are. Which kernel
+    here then takes them `configs.forward_config` and `configs.few_queries` say."""
+    if packed:  # compiled ahead of time, but no GPU has run all of their tests yet
+        return False
     if q.dtype == torch.float32 or k.shape[2] < MIN_LENGTH:
         return False
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
-    if reason_against(q, k, v) is not None or (window is not None and q.shape[3] > MAX_BACKWARD_HEAD_DIM):
+    limited = window is not None or packed
+    if reason_against(q, k, v) is not None or (limited and q.shape[3] > MAX_BACKWARD_HEAD_DIM):
         return False
     batch, heads, num_queries, _ = q.shape
     num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
@@ -129,20 +134,26 @@ def launch_forward(
 
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
-    config: Forward | None = None, window: int | None = None, cu_seqlens: None = None,
+    config: Forward | None = None, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
     num_keys, d, multiprocessors = k.shape[2], padded(head_dim), multiprocessors_of(q.get_device())
     sizes = batch * heads, num_queries, num_keys
-    config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors, window)
+    most, packed = window or num_keys, cu_seqlens is not None
+    if packed:  # only the device knows where documents end: as if all were as long, and half of each was seen
+        most = min(most, triton.cdiv(num_keys, 2 * len(cu_seqlens) - 2))
+    config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors, most)
+    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
+    limit = bounds.get("bounds", window)
     row_tiles = full = triton.cdiv(num_queries, config.groups * GROUP)
     if not is_causal:
         full = full_tiles(config, columns_of(head_dim), batch * heads, num_queries, multiprocessors)
         row_tiles = full + max(triton.cdiv(num_queries, GROUP) - full * config.groups, 0)
-    persistent = config.can_persist(head_dim) and (
+    # tiles of documents have no pairs of the same work: a program takes one, when another program has ended
+    persistent = config.can_persist(head_dim) and not packed and (
         not is_causal or window is not None or even_pairs(config, *sizes, multiprocessors)
-    )
+    )  # fmt: skip
     rows, keys = (1, 1, GROUP, piece_of(d)), (1, 1, config.block_n, piece_of(d))
     descriptors = descriptor(q, *rows), descriptor(k, *keys), descriptor(v, *keys), descriptor(o, *rows)
     kernel = wide_kernel if d > 128 else alone_kernel if config.alone else forward_kernel
@@ -151,9 +162,9 @@ def first_forward(
     if persistent:
         programs = min(programs, multiprocessors)
     values = dict(
-        l_ptr=logsumexp, heads=heads, batch_heads=batch * heads,
+        l_ptr=logsumexp, limit=limit, heads=heads, batch_heads=batch * heads,
         section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
-        num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
+        num_queries=num_queries, num_keys=num_keys, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
         IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, PIECE=piece_of(d),
         COLUMNS=columns_of(head_dim), STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim),
         PERSISTENT=persistent,
@@ -162,8 +173,10 @@ def first_forward(
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     options = {} if config.registers is None else {"maxnreg": config.registers}
-    launch = first_launch(kernel, (programs, 1, 1), descriptors, 1, arguments, **options)
-    return Pass([launch], lambda *tensors_at: (tensors_at,))
+    launches.append(
+        first_launch(kernel, (programs, 1, 1), descriptors, 1 + len(bounds), arguments, **options)
+    )
+    return Pass(launches, with_bounds, scratch)
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -178,7 +191,7 @@ def launch_backward(
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
-    window: int | None = None, cu_seqlens: None = None,
+    window: int | None = None, cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the three kernels of the backward pass (of grouped queries in parts four) into `dq`, `dk` and `dv`, as
     `again.backward` asks for it.
@@ -188,16 +201,18 @@ def first_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
-    # a program for few queries holds those of one head, and would not sum dK and dV of a group; it has no windows
-    few = few_queries(num_queries, num_keys, d) and kv_heads == heads and window is None
+    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
+    limit = bounds.get("bounds", window)
+    # a program for few queries holds those of one head, and would not sum dK and dV of a group; it has no limits
+    few = few_queries(num_queries, num_keys, d) and kv_heads == heads and limit is None
     multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few else KEYS
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     parts = parts_of(heads // kv_heads, batch * kv_heads * key_tiles, multiprocessors)
     # heads as the kernel for many queries sees them, and heads of queries of each
     of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
     # with a mask the other keys of a group's second head would wait for the first ones, which have more to do; with a
-    # window not all queries see a head's first keys
-    zeroed = few or window is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
+    # limit not all queries see a head's first keys
+    zeroed = few or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -214,10 +229,10 @@ def first_backward(
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
         (batch, heads, GROUP, d) if one_number else None,
     )
-    scratch = workspace.scratch
+    more = workspace.scratch
     if parts > 1:
-        scratch += (((batch, of_parts, num_keys, head_dim), q.dtype),) * 2
-    buffer, *dk_dv_parts = again.empty(scratch, q.device)
+        more += (((batch, of_parts, num_keys, head_dim), q.dtype),) * 2
+    buffer, *dk_dv_parts = again.empty(more, q.device)
     dk_made, dv_made = dk_dv_parts or (dk, dv)
     stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
     do_tile = do if do_tile is None else do_tile
@@ -247,13 +262,16 @@ def first_backward(
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
     section = section_of(batch * of_parts, 8 * num_queries * d * heads_per_kv, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, heads=of_parts, batch_heads=batch * of_parts, section=section, key_tiles=key_tiles,
-        query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys, window=window, scale_log2=scale * LOG2_E,
-        scale=scale, IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
+        counters_ptr=counters, limit=limit, heads=of_parts, batch_heads=batch * of_parts, section=section,
+        key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
+        scale_log2=scale * LOG2_E, scale=scale,
+        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
         DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    main = first_launch(kernel, (programs, 1, 1), descriptors, int(not few), arguments, **options)
+    main = first_launch(
+        kernel, (programs, 1, 1), descriptors, 0 if few else 1 + len(bounds), arguments, **options
+    )
     arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
     arguments |= strides("dq", dq)
     del arguments["stride_dq_col"]  # 1
@@ -261,7 +279,7 @@ def first_backward(
                       HEAD_DIM=head_dim, WIDTH=width, D=d, TRANSPOSED=d == 64 and not few)  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
     finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
-    launches = [prepare, main, finish]
+    launches += [prepare, main, finish]
     if parts > 1:
         arguments = dict(dk_parts_ptr=dk_made, dv_parts_ptr=dv_made, dk_ptr=dk, dv_ptr=dv)
         arguments |= strides("dk", dk) | strides("dv", dv)
@@ -270,12 +288,14 @@ def first_backward(
         grid = (triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1)
         launches.append(first_launch(sum_kernel, grid, (), 4, arguments))
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, buffer_at, *parts_at):
+    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, *more_at):
+        bounds_at, (buffer_at, *parts_at) = more_at[: 2 * len(bounds)], more_at[2 * len(bounds) :]
         stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer_at)
         tile_at = tile_at if one_number else do_at
         prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
         described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at)), sum_at, stats_at
-        of_each = prepared, described if few else (*described, counters_at), (sum_at, dq_at)
-        return (*of_each, (*parts_at, dk_at, dv_at)) if parts_at else of_each
+        main_at = described if few else (*described, counters_at, *bounds_at[1:])
+        last_at = ((*parts_at, dk_at, dv_at),) if parts_at else ()
+        return *((bounds_at,) if bounds else ()), prepared, main_at, (sum_at, dq_at), *last_at
 
-    return Pass(launches, addresses, scratch, copies_do=copied)
+    return Pass(launches, addresses, (*scratch, *more), copies_do=copied)

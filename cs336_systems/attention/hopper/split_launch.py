@@ -108,11 +108,15 @@ def _multiprocessors(device: torch.device) -> int:
     return multiprocessors_of(device.index) if device.type == "cuda" else 1
 
 
-def serves(part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
+def serves(
+    part: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, packed: bool = False,
+) -> bool:  # fmt: skip
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
-    (batch, heads, n, d), without a window. Not where TF32 is allowed: with one TF32 matmul instead of six in bf16, both
-    passes together take less time, or hardly more."""
-    if window is not None or q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+    (batch, heads, n, d), without a window or packed documents. Not where TF32 is allowed: with one TF32 matmul instead
+    of six in bf16, both passes together take less time, or hardly more."""
+    if window is not None or packed:
+        return False
+    if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return False
     batch, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]

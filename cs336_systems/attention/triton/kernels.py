@@ -25,11 +25,12 @@ one number; 2 that of rows as well: a head is one number. Such numbers are loade
 HEADS_PER_KV: heads of queries that share one of keys (grouped queries), those of a group next to each other; 1 if each
 has its own.
 
-With a causal mask query i sees the keys up to i, from the first that `window` and `bounds_ptr` leave it, None where
-they limit nothing: window, the keys that a query sees at most, itself among them; bounds (2, n), for each token where
-its document begins and where it ends. First keys never fall from one query to the next. So of a tile of queries the
-first begins the loop over keys, and the last says from where on all its queries see a key: between there and the
-diagonal nothing needs a mask. The loop of a tile of keys ends likewise. Tiles that nobody sees are not loaded.
+With a causal mask query i sees the keys up to i, from the first that `window` or `bounds_ptr` leaves it; without a
+limit both are None. window: the keys that a query sees at most, itself among them; bounds (2, n), of packed documents
+and their windows: the first key that each token sees, and where those that see it end. First keys never fall from one
+query to the next. So of a tile of queries the first begins the loop over keys, and the last says from where on all its
+queries see a key: between there and the diagonal nothing needs a mask. The loop of a tile of keys ends likewise. Tiles
+that nobody sees are not loaded.
 """
 
 from __future__ import annotations
@@ -100,45 +101,46 @@ def _head(pointer, index, heads, stride_batch, stride_head):
 
 
 # ------------------------------------------------------------------------------------------------ which keys are seen
-@triton.jit(do_not_specialize=["documents", "total"])
-def bounds_kernel(cu_seqlens_ptr, bounds_ptr, documents, total, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where each token's document begins and ends, (2, total): a binary search in cu_seqlens (documents + 1,) for the
-    last document that begins at or before it, in STEPS steps. Grid: (cdiv(total, BLOCK),)."""
+@triton.jit(do_not_specialize=["documents", "total", "window"])
+def bounds_kernel(
+    cu_seqlens_ptr, bounds_ptr, documents, total, window, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The first key that each token sees, and where the tokens that see it end, (2, total): where its document begins
+    and ends, by a binary search in cu_seqlens (documents + 1,) for the last one that begins at or before it, in STEPS
+    steps; with a window closer to it. Grid: (cdiv(total, BLOCK),)."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     document = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(STEPS):
         probe = document + (1 << (STEPS - 1 - i))
         begin = tl.load(cu_seqlens_ptr + probe, mask=probe < documents, other=total)
         document = tl.where((probe < documents) & (begin <= tokens), probe, document)
-    # within the tensors, whatever cu_seqlens holds
-    begin = tl.maximum(tl.load(cu_seqlens_ptr + document), 0)
-    end = tl.minimum(tl.load(cu_seqlens_ptr + document + 1), total)
+    # whatever cu_seqlens holds: within the tensors, and a token sees itself
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + document), 0), tokens)
+    end = tl.maximum(tl.minimum(tl.load(cu_seqlens_ptr + document + 1), total), tokens + 1)
+    if window is not None:
+        begin, end = tl.maximum(begin, tokens - window + 1), tl.minimum(end, tokens + window)
     tl.store(bounds_ptr + tokens, begin, mask=tokens < total)
     tl.store(bounds_ptr + total + tokens, end, mask=tokens < total)
 
 
 @triton.jit
 def _first_keys(queries, num_queries, window, bounds_ptr):
-    """The first key that each query sees; of those past the last one, the last one's."""
+    """The first key that each query sees, by bounds or a window; of those past the last one, the last one's."""
     queries = tl.minimum(queries, num_queries - 1)
-    first = 0
     if bounds_ptr is not None:
-        first = tl.load(bounds_ptr + queries)
-    if window is not None:
-        first = tl.maximum(first, queries - window + 1)
-    return first
+        return tl.load(bounds_ptr + queries)
+    else:
+        return tl.maximum(queries - window + 1, 0)
 
 
 @triton.jit
 def _query_ends(keys, num_queries, window, bounds_ptr):
     """Where the queries that see each key end; of keys past the last query, as for the key at the last one."""
     keys = tl.minimum(keys, num_queries - 1)
-    end = num_queries
     if bounds_ptr is not None:
-        end = tl.load(bounds_ptr + num_queries + keys)
-    if window is not None:
-        end = tl.minimum(end, keys + window)
-    return end
+        return tl.load(bounds_ptr + num_queries + keys)
+    else:
+        return tl.minimum(keys + window, num_queries)
 
 
 # ------------------------------------------------------------------------------------------------ forward

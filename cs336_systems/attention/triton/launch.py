@@ -11,7 +11,7 @@ import triton
 
 from cs336_systems.attention.machine_code import faulty
 from cs336_systems.attention.triton import again
-from cs336_systems.attention.triton.again import Launch, Pass
+from cs336_systems.attention.triton.again import Launch, Pass, Shape
 from cs336_systems.attention.triton.backward import backward_keys_kernel, backward_queries_kernel
 from cs336_systems.attention.triton.kernels import bounds_kernel, combine_kernel, forward_kernel
 from cs336_systems.attention.triton.tiles import (
@@ -176,14 +176,9 @@ def first_forward(
     tiles, splits = config or (None, None)
     splits = splits or (1 if is_causal else splits_for(q, k))
     if splits == 1:
-        launches, scratch, bounds = _first_bounds(cu_seqlens, q)
+        launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
         tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp) | bounds
         launches += first_launch("forward", tensors, is_causal, tiles, window)
-
-        def with_bounds(q_at, k_at, v_at, o_at, l_at, *bounds_at):
-            tensors_at = q_at, k_at, v_at, o_at, l_at, *bounds_at[1:]
-            return (bounds_at, tensors_at) if bounds_at else (tensors_at,)
-
         return Pass(launches, with_bounds, scratch)
     # O and L of each split
     parts = ((splits, *q.shape), torch.float32), ((splits, *logsumexp.shape), torch.float32)
@@ -198,21 +193,30 @@ def first_forward(
     return Pass(launches, addresses, parts)
 
 
-def _first_bounds(
-    cu_seqlens: torch.Tensor | None, q: torch.Tensor
-) -> tuple[list[Launch], tuple[tuple[tuple[int, ...], torch.dtype], ...], dict[str, torch.Tensor]]:
-    """Of packed documents: how to find their tokens' bounds (2, total) again, their scratch, and the bounds by name."""
+def first_bounds(
+    cu_seqlens: torch.Tensor | None, q: torch.Tensor, window: int | None
+) -> tuple[
+    list[Launch], tuple[tuple[tuple[int, ...], torch.dtype], ...], dict[str, torch.Tensor], int | None
+]:
+    """Of packed documents: how to find their tokens' bounds (2, total) again, their scratch, and the bounds by name;
+    and the window, where they do not say it already."""
     if cu_seqlens is None:
-        return [], (), {}
+        return [], (), {}, window
     documents, total = len(cu_seqlens) - 1, q.shape[2]
     scratch = (((2, total), torch.int32),)
     (bounds,) = again.empty(scratch, q.device)
     arguments = dict(
-        cu_seqlens_ptr=cu_seqlens, bounds_ptr=bounds, documents=documents, total=total,
+        cu_seqlens_ptr=cu_seqlens, bounds_ptr=bounds, documents=documents, total=total, window=window,
         STEPS=(documents - 1).bit_length(), BLOCK=BOUNDED,
     )  # fmt: skip
     grid = (triton.cdiv(total, BOUNDED), 1, 1)
-    return _launched(bounds_kernel, grid, arguments, 2, FUSED), scratch, {"bounds": bounds}
+    return _launched(bounds_kernel, grid, arguments, 2, FUSED), scratch, {"bounds": bounds}, None
+
+
+def with_bounds(q_at: int, k_at: int, v_at: int, o_at: int, l_at: int, *bounds_at: int) -> tuple[Shape, ...]:
+    """`Pass.addresses` of a forward pass; bounds_at: those of cu_seqlens and bounds, where documents are packed."""
+    tensors_at = q_at, k_at, v_at, o_at, l_at, *bounds_at[1:]
+    return (bounds_at, tensors_at) if bounds_at else (tensors_at,)
 
 
 def _first_combination(
@@ -249,7 +253,7 @@ def first_backward(
     """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it; that for
     keys once for both of these, or once for each (`tiles.APART`). An expanded `do` is not copied."""
     query_tiles, key_tiles = config or (None, None)
-    launches, scratch, bounds = _first_bounds(cu_seqlens, q)
+    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
     scratch = (*scratch, (tuple(logsumexp.shape), torch.float32))
     (delta,) = again.empty(scratch[-1:], q.device)
     first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq) | bounds
