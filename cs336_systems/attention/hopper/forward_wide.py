@@ -44,8 +44,9 @@ class Pieces:
     LAST: gl.constexpr
 
     @gluon.jit
-    def load(self, desc, b, h, first_row, full, slot):
-        mbarrier.expect(full, self.ROWS * self.PIECE * self.PIECES * 2)
+    def load(self, desc, b, h, first_row, full, slot, MORE_BYTES: gl.constexpr = 0):
+        """A tile; MORE_BYTES: what else `full` is to wait for."""
+        mbarrier.expect(full, self.ROWS * self.PIECE * self.PIECES * 2 + MORE_BYTES)
         for i in gl.static_range(self.PIECES):
             async_load(desc, [b, h, first_row, i * self.PIECE], full, self.smem.index(slot * self.PIECES + i))
 
@@ -123,32 +124,32 @@ class Program:
 
 
 @gluon.jit
-def _scores(q, k, empty):
-    """Issues Q Kᵀ, a matmul for each piece of the columns that it sums over."""
-    s = warpgroup_mma(q[0], k[0].permute((1, 0)), empty, use_acc=False, is_async=True)
-    for i in gl.static_range(1, len(q)):
-        s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, is_async=True)
+def mma_over_pieces(a, b, empty):
+    """Issues a bᵀ, a matmul for each piece of the columns that it sums over."""
+    s = warpgroup_mma(a[0], b[0].permute((1, 0)), empty, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        s = warpgroup_mma(a[i], b[i].permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _accumulators(tile):
+def piece_accumulators(tile):
     """fp32 zeros, 64 rows of each piece's columns."""
     return [accumulator(x.shape[1]) for x in tile]
 
 
 @gluon.jit
-def _plus_piece(part, p, v):
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, part.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(p, v, part, is_async=True)
+def _plus_piece(part, a, b):
+    a = gl.convert_layout(a, gl.DotOperandLayout(0, part.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(a, b, part, is_async=True)
 
 
 @gluon.jit
-def _plus(acc, p, v):
-    """Issues O + P V, a matmul for each piece of the columns."""
+def mma_of_pieces(acc, a, b):
+    """Issues acc + a b, a in registers, a matmul for each piece of the columns."""
     parts = ()
-    for i in gl.static_range(len(v)):
-        parts = parts + (_plus_piece(acc[i], p, v[i]),)  # noqa: RUF005
+    for i in gl.static_range(len(b)):
+        parts = parts + (_plus_piece(acc[i], a, b[i]),)  # noqa: RUF005
     return parts
 
 
@@ -190,12 +191,12 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
 
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
     q = program.queries.tile(G)
-    acc = _accumulators(q)
+    acc = piece_accumulators(q)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     use = ring.use_of_k(first)
     mbarrier.wait(program.q_full.index(G), 0)
     ring.wait(use)
-    s = warpgroup_mma_wait(0, deps=(_scores(q, ring.tile(use), zeros),))
+    s = warpgroup_mma_wait(0, deps=(mma_over_pieces(q, ring.tile(use), zeros),))
     ring.release(use)
     first_key = (steps - 1 - first) * BLOCK_N
     softmax, p32 = first_softmax(
@@ -208,8 +209,8 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
         if ring.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             ring.wait(k_use)
             ring.wait(v_use)
-            s = _scores(q, ring.tile(k_use), zeros)
-            acc = _plus(acc, p, ring.tile(v_use))
+            s = mma_over_pieces(q, ring.tile(k_use), zeros)
+            acc = mma_of_pieces(acc, p, ring.tile(v_use))
             s = warpgroup_mma_wait(PIECES, deps=(s,))
             ring.release(k_use)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, True)
@@ -219,18 +220,18 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
             p = new_p
         else:  # in turn: registers do not suffice for both at once
             ring.wait(v_use)
-            acc = _plus(acc, p, ring.tile(v_use))
+            acc = mma_of_pieces(acc, p, ring.tile(v_use))
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             ring.release(v_use)
             ring.wait(k_use)
-            s = warpgroup_mma_wait(0, deps=(_scores(q, ring.tile(k_use), zeros),))
+            s = warpgroup_mma_wait(0, deps=(mma_over_pieces(q, ring.tile(k_use), zeros),))
             ring.release(k_use)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, True)
         acc = [times_rows(x, alpha, True) for x in acc]
 
     use = ring.use_of_v(steps - 1, steps)
     ring.wait(use)
-    acc = _plus(acc, p, ring.tile(use))
+    acc = mma_of_pieces(acc, p, ring.tile(use))
     num_queries = scheduler.num_queries
     rows = first_query + gl.arange(0, WG, gl.SliceLayout(1, s_layout))
     logsumexp = softmax.logsumexp(scale_log2)

@@ -1,0 +1,398 @@
+"""Backward of heads with 192 or 256 columns, by the equations of `backward`: what differs is who computes what.
+
+dK and dV of 64 keys are all that registers hold: 64 x 256 numbers in fp32 are 128 registers of each thread of a group.
+So one group has dV and one has dK, and a third one makes dQ; P and dS go from group to group through shared memory:
+
+    values group    sᵀ = K Qᵀ, Pᵀ, dV += Pᵀ dO      (10, 11, 12)    the scores of the next tile are issued beside dV
+    keys group      dPᵀ = V dOᵀ, dSᵀ, dK += dSᵀ Q   (13, 14, 16)    dPᵀ of the next tile is issued beside dK
+    queries group   dQ += dS K                      (15)            64 columns at a time, added to the sum by threads
+
+Each waits for nothing else than what it computes from, so that the exponentials of one run beside matmuls of others.
+
+Registers of a thread: 128 of dV or dK, 32 of s or dP, 16 of P or dS in 16 bits as an operand, 176 of 208; 32 to 64 of
+dQ and 16 of dS, of 72. Shared memory, KiB at 256 columns: K and V 64, two stages of Q and dO 128, P and dS 16, and no
+room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each, where TMA would read a tile of shared
+memory. A step of 64 keys and 64 queries takes the tensor cores 2,560 clocks at least. Meanwhile shared memory is read
+and written for 2,600, and L2 gives 64 KiB of Q and dO and adds 64 KiB of dQ: what that costs sets the rate.
+
+A program has one tile of keys, those with the most queries first. It begins with the tile of queries of the same
+number: programs side by side add to different tiles of dQ.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_rows, store_dq
+from cs336_systems.attention.hopper.backward_state import probabilities
+from cs336_systems.attention.hopper.backward_steps import zero
+from cs336_systems.attention.hopper.common import (
+    WG,
+    aggregate,
+    async_load,
+    async_store,
+    barriers,
+    locate,
+    rounded,
+    widened,
+)
+from cs336_systems.attention.hopper.forward_wide import (
+    Pieces,
+    mma_of_pieces,
+    mma_over_pieces,
+    piece_accumulators,
+)
+
+# the sum of dQ has as many columns, the next power of two: of fewer it is the first part of each tile's numbers
+SUM_COLUMNS = gl.constexpr(256)
+
+
+@aggregate
+class Exchange:
+    """Tiles of 64 keys by 64 queries that one group computes and another one reads, by turns in TILES places."""
+
+    smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    TILES: gl.constexpr
+
+    @gluon.jit
+    def put(self, x, t):
+        slot = t % self.TILES
+        mbarrier.wait(self.empty.index(slot), ((t // self.TILES) & 1) ^ 1)
+        self.smem.index(slot).store(x)
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def wait(self, t):
+        """The t-th tile."""
+        slot = t % self.TILES
+        mbarrier.wait(self.full.index(slot), (t // self.TILES) & 1)
+        return self.smem.index(slot)
+
+    @gluon.jit
+    def release(self, t):
+        mbarrier.arrive(self.empty.index(t % self.TILES), count=1)
+
+
+@aggregate
+class QueryRing:
+    """The ring of tiles of queries: Q with the statistics of its rows, −L · log2(e) and −delta, and dO. The groups for
+    values and for keys free them."""
+
+    q: Pieces
+    do: Pieces
+    stats: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def acquire(self, empty, t):
+        mbarrier.wait(empty.index(t % self.STAGES), ((t // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def wait(self, full, t):
+        mbarrier.wait(full.index(t % self.STAGES), (t // self.STAGES) & 1)
+
+    @gluon.jit
+    def release(self, empty, t):
+        mbarrier.arrive(empty.index(t % self.STAGES), count=1)
+
+    @gluon.jit
+    def statistic(self, which: gl.constexpr, t, layout: gl.constexpr):
+        """−L · log2(e), 0, or −delta, 1, of the t-th tile."""
+        return self.stats.index(2 * (t % self.STAGES) + which).reshape([WG]).load(gl.SliceLayout(0, layout))
+
+
+@aggregate
+class Program:
+    """What all warps of a program share. `head`, of keys, has HEADS_PER_KV heads of queries, each of which adds to dK
+    and dV; PARTS programs share them (`backward.TileScheduler`). DO_STEP: 0 where one tile of dO serves all queries."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    stats_desc: tma.tensor_descriptor
+    sum_ptr: gl.tensor
+    dq_desc: tma.tensor_descriptor
+    dq: gl.shared_memory_descriptor
+    kv: Pieces
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    queries: QueryRing
+    p: Exchange
+    ds: Exchange
+    heads: gl.tensor
+    head: gl.tensor
+    tile: gl.tensor
+    query_tiles: gl.tensor
+    num_keys: gl.tensor
+    scale_log2: gl.tensor
+    scale: gl.tensor
+    IS_CAUSAL: gl.constexpr
+    DO_STEP: gl.constexpr
+    HEADS_PER_KV: gl.constexpr
+    PARTS: gl.constexpr
+    DQ_TILES: gl.constexpr
+    DS_IN_REGISTERS: gl.constexpr
+    OVERLAP: gl.constexpr
+
+    @gluon.jit
+    def steps_of_head(self):
+        """How many tiles of queries see a key of this program."""
+        if self.IS_CAUSAL:
+            return gl.maximum(self.query_tiles - self.tile, 0)
+        else:
+            return self.query_tiles
+
+    @gluon.jit
+    def steps(self):
+        return self.steps_of_head() * self.HEADS_PER_KV
+
+    @gluon.jit
+    def step(self, t):
+        """The (head, tile) of queries of the t-th step."""
+        head, n = self.head * self.HEADS_PER_KV, t
+        if self.HEADS_PER_KV > 1:
+            head += t // self.steps_of_head()
+            n = t % self.steps_of_head()
+        i = self.tile + n
+        return head, i if self.IS_CAUSAL else i % self.query_tiles
+
+    @gluon.jit
+    def store(self, desc, parts, pieces, slot):
+        """Results of 64 keys by way of a place in shared memory."""
+        tile = pieces.tile(slot)
+        for i in gl.static_range(pieces.PIECES):
+            tile[i].store(parts[i].to(pieces.smem.dtype))
+        fence_async_shared()
+        b, h = self.head // self.heads, self.head % self.heads
+        for i in gl.static_range(pieces.PIECES):
+            piece = pieces.smem.index(slot * pieces.PIECES + i)
+            async_store(desc, [b, h, self.tile * WG, i * pieces.PIECE], piece)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(program):
+    """Loads the keys and values, and the queries that see them."""
+    queries = program.queries
+    gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
+    gdc_launch_dependents()
+    b, kv_h = program.head // program.heads, program.head % program.heads // program.PARTS
+    first_key, steps = program.tile * WG, program.steps()
+    if steps > 0:  # else dK takes the place of V at once
+        program.kv.load(program.k_desc, b, kv_h, first_key, program.k_full.index(0), 0)
+        program.kv.load(program.v_desc, b, kv_h, first_key, program.v_full.index(0), 1)
+    for t in range(steps):
+        head, i = program.step(t)
+        h = head % (program.heads * program.HEADS_PER_KV)  # b is that of the keys
+        slot = t % queries.STAGES
+        queries.acquire(queries.q_empty, t)
+        full = queries.q_full.index(slot)
+        queries.q.load(program.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
+        for which in gl.static_range(2):
+            async_load(
+                program.stats_desc, [2 * head + which, i * WG], full, queries.stats.index(2 * slot + which)
+            )
+        queries.acquire(queries.do_empty, t)
+        queries.do.load(program.do_desc, b, h, i * WG * program.DO_STEP, queries.do_full.index(slot), slot)
+
+
+@gluon.jit
+def _values_group(program):
+    """Pᵀ of each tile of queries, for the keys group, and dV."""
+    queries = program.queries
+    DTYPE: gl.constexpr = queries.q.smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    empty = gl.zeros([WG, WG], gl.float32, layout)
+    first_key = program.tile * WG
+    steps = program.steps()
+    k = program.kv.tile(0)
+    dv = piece_accumulators(k)
+    if steps > 0:
+        mbarrier.wait(program.k_full.index(0), 0)
+        queries.wait(queries.q_full, 0)
+        s = warpgroup_mma_wait(0, deps=(mma_over_pieces(k, queries.q.tile(0), empty),))
+        for t in range(steps):
+            _, i = program.step(t)
+            minus_l = queries.statistic(0, t, layout)
+            queries.release(queries.q_empty, t)
+            # of a key that is not there P, exp(−L), may be infinite
+            masked = first_key + WG > program.num_keys
+            if program.IS_CAUSAL:
+                masked = masked | (i == program.tile)
+            p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, False, False, 0, WG)
+            if masked:
+                keys = first_key + gl.arange(0, WG, gl.SliceLayout(1, layout))
+                seen = (keys < program.num_keys)[:, None]
+                if program.IS_CAUSAL:
+                    seen = seen & (i * WG + gl.arange(0, WG, gl.SliceLayout(0, layout))[None, :] >= keys[:, None])
+                p = gl.where(seen, p, 0.0)
+            p16 = rounded(p, DTYPE)
+            program.p.put(p16, t)
+            queries.wait(queries.do_full, t)
+            # after the last tile it is computed again, and unused
+            following = gl.minimum(t + 1, steps - 1)
+            queries.wait(queries.q_full, following)
+            s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % queries.STAGES), empty)
+            dv = mma_of_pieces(dv, p16, queries.do.tile(t % queries.STAGES))
+            s = warpgroup_mma_wait(0, deps=(s,))
+            dv = [warpgroup_mma_wait(0, deps=(x,)) for x in dv]
+            queries.release(queries.do_empty, t)
+        queries.acquire(queries.q_empty, steps - 1 + queries.STAGES)  # the keys group needs no Q any more
+    program.store(program.dv_desc, dv, queries.q, 0)
+
+
+@gluon.jit
+def _keys_group(program):
+    """dSᵀ of each tile of queries, for the queries group, and dK."""
+    queries = program.queries
+    DTYPE: gl.constexpr = queries.q.smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    empty = gl.zeros([WG, WG], gl.float32, layout)
+    steps = program.steps()
+    v = program.kv.tile(1)
+    dk = piece_accumulators(v)
+    if steps > 0:
+        mbarrier.wait(program.v_full.index(0), 0)
+        queries.wait(queries.do_full, 0)
+        dp = warpgroup_mma_wait(0, deps=(mma_over_pieces(v, queries.do.tile(0), empty),))
+        for t in range(steps):
+            queries.release(queries.do_empty, t)
+            queries.wait(queries.q_full, t)
+            p16 = program.p.wait(t).load(layout)
+            minus_delta = queries.statistic(1, t, layout)
+            ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
+            program.ds.put(ds, t)
+            program.p.release(t)
+            following = gl.minimum(t + 1, steps - 1)
+            queries.wait(queries.do_full, following)
+            dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
+            if not program.OVERLAP:
+                dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
+            dp = mma_over_pieces(program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty)
+            if program.OVERLAP:
+                dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            queries.release(queries.q_empty, t)
+    program.store(program.dk_desc, [x * program.scale for x in dk], program.kv, 1)
+
+
+@gluon.constexpr_function
+def _additions(count):
+    """Inline assembly: adds `count` numbers of a thread to what lies at its address and 2 KiB further each time, four
+    at a time."""
+    lines = []
+    for i in range(0, count, 4):
+        numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
+        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [${count} + {512 * i}], {{{numbers}}};")
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _addition_operands(count):
+    """`count` results, which are unused, addresses, of which the first is used, and numbers."""
+    return ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
+
+
+@gluon.jit
+def _add(sum_ptr, dq):
+    """Adds columns of dQ to their sum, in the order of `backward_dq.store_dq`: 16 bytes of a thread side by side."""
+    layout: gl.constexpr = dq.type.layout
+    rows = gl.arange(0, WG, gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))[None, :]
+    of_thread = rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
+    COUNT: gl.constexpr = dq.shape[0] * dq.shape[1] // 128
+    asm: gl.constexpr = _additions(COUNT)
+    operands: gl.constexpr = _addition_operands(COUNT)
+    at = gl.cast(sum_ptr, gl.int64) + of_thread * 4
+    gl.inline_asm_elementwise(asm, operands, [at, dq], dtype=gl.int32, is_pure=False, pack=COUNT)
+
+
+@gluon.jit
+def _queries_group(program):
+    """dQ of each tile of queries, a piece of its columns at a time."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    empty = gl.zeros([WG, WG], gl.float32, layout)
+    steps = program.steps()
+    mbarrier.wait(program.k_full.index(0), 0, pred=steps > 0)
+    for t in range(steps):
+        head, i = program.step(t)
+        ds = program.ds.wait(t).permute((1, 0))
+        if program.DS_IN_REGISTERS:
+            ds = ds.load(gl.DotOperandLayout(0, layout, 2))
+            program.ds.release(t)
+        for piece in range(program.kv.PIECES):  # not unrolled: registers suffice for one
+            k = program.kv.smem.index(piece).reshape([WG, WG])
+            dq = warpgroup_mma(ds, k, empty, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            if program.DQ_TILES:
+                tile = program.dq.index(piece % program.DQ_TILES)
+                tma.store_wait(program.DQ_TILES - 1)
+                store_dq(dq, tile)
+                fence_async_shared()
+                add_rows(program.dq_desc, tile, head, (i * 4 + piece) * DQ_ROWS, WG)
+            else:
+                tiles = (head.to(gl.int64) * program.query_tiles + i) * (SUM_COLUMNS // WG) + piece
+                _add(program.sum_ptr + tiles * (WG * WG), dq)
+        if not program.DS_IN_REGISTERS:
+            program.ds.release(t)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
+def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, sum_ptr, heads,
+                         batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
+                         IS_CAUSAL: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+                         DS_TILES: gl.constexpr, DS_IN_REGISTERS: gl.constexpr, DQ_TILES: gl.constexpr,
+                         OVERLAP: gl.constexpr, DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr,
+                         PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys of one of `batch_heads` heads, and what they add to dQ's sum, which is zero at the start.
+    Tiles have D columns, of which matmuls compute with the first COLUMNS. Grid: (key_tiles · batch_heads,)."""
+    dtype: gl.constexpr = q_desc.dtype
+    PIECES: gl.constexpr = D // WG
+    LAST: gl.constexpr = WG - (D - COLUMNS)
+    exchanged: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    kv_smem = gl.allocate_shared_memory(dtype, [2 * PIECES, 1, 1, WG, WG], k_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, WG, WG], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, WG, WG], do_desc.layout)
+    p_smem = gl.allocate_shared_memory(dtype, [1, WG, WG], exchanged)
+    ds_smem = gl.allocate_shared_memory(dtype, [DS_TILES, WG, WG], exchanged)
+    dq_smem = gl.allocate_shared_memory(
+        gl.float32, [max(DQ_TILES, 1), 1, DQ_ROWS if DQ_TILES else 1, DQ_COLUMNS], dq_desc.layout
+    )
+    stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WG], stats_desc.layout)
+    k_full, v_full = barriers(1, 1), barriers(1, 1)
+    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    p = Exchange(p_smem, barriers(1, 1), barriers(1, 1), 1)
+    ds = Exchange(ds_smem, barriers(DS_TILES, 1), barriers(DS_TILES, 1), DS_TILES)
+    fence_async_shared()
+    queries = QueryRing(Pieces(q_smem, WG, WG, PIECES, LAST), Pieces(do_smem, WG, WG, PIECES, LAST), stats_smem,
+                        q_full, q_empty, do_full, do_empty, STAGES)  # fmt: skip
+    tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
+    program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, dq_desc, dq_smem,
+                      Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,
+                      query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV, PARTS, DQ_TILES,
+                      DS_IN_REGISTERS, OVERLAP)  # fmt: skip
+    # as in `forward`: functions, warps, registers; the first group gets what the others leave
+    OF_DQ: gl.constexpr = 104 if D == 192 else 80 if DS_IN_REGISTERS else 72
+    gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,)),
+                        (_producer, (program,))], [4, 4, 1], [(488 - OF_DQ) // 16 * 8, OF_DQ, 24])  # fmt: skip
