@@ -23,7 +23,7 @@ from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, KERNEL
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.hopper.configs import Forward
+    from cs336_systems.attention.hopper.configs import BackwardWide, Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -108,11 +108,12 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, config: Forward | int, *, is_causal: bool = True,
+    kernel: str, head_dim: int, dtype: str, config: Forward | BackwardWide | int, *, is_causal: bool = True,
     zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
-    pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are.
+    pass of `"few"` queries. `config` of these two up to 128 columns: tiles of 64 queries, those in flight, or all that
+    there are.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
     backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
@@ -120,6 +121,7 @@ def compile_hopper_kernel(
     """
     from cs336_systems.attention.hopper.backward import backward_keys_kernel
     from cs336_systems.attention.hopper.backward_few import few_queries_kernel
+    from cs336_systems.attention.hopper.backward_wide import backward_wide_kernel
     from cs336_systems.attention.hopper.configs import (
         FEW_REGISTERS,
         GROUP,
@@ -152,8 +154,9 @@ def compile_hopper_kernel(
         if config.registers:
             options["maxnreg"] = config.registers
     else:
-        few = kernel == "few"
-        rows, keys = (described(dtype, 1, 1, n, head_dim) for n in (GROUP, GROUP if few else KEYS))
+        few, wide = kernel == "few", columns > 128
+        piece = GROUP if wide else head_dim
+        rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, GROUP if few or wide else KEYS))
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=rows, do_desc=rows, dk_desc=rows, dv_desc=rows,
             dq_desc=described("fp32", 1, *dq_tile(rest, few), swizzled=False),
@@ -163,6 +166,13 @@ def compile_hopper_kernel(
         if few:
             function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
+        elif wide:
+            function, signature["sum_ptr"] = backward_wide_kernel, "*fp32"
+            constants = dict(
+                IS_CAUSAL=is_causal, D=head_dim, COLUMNS=columns, STAGES=config.stages, DS_TILES=config.ds_tiles,
+                DS_IN_REGISTERS=config.ds_in_registers, DQ_TILES=config.dq_tiles, DO_STEP=1,
+                HEADS_PER_KV=heads_per_kv, PARTS=1, num_warps=4,
+            )  # fmt: skip
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
             constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)

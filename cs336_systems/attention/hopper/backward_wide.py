@@ -238,12 +238,16 @@ def _values_group(program):
             masked = first_key + WG > program.num_keys
             if program.IS_CAUSAL:
                 masked = masked | (i == program.tile)
-            p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, False, False, 0, WG)
+            p = probabilities(
+                s, minus_l, first_key, i, program.num_keys, program.scale_log2, False, False, 0, WG
+            )
             if masked:
                 keys = first_key + gl.arange(0, WG, gl.SliceLayout(1, layout))
                 seen = (keys < program.num_keys)[:, None]
                 if program.IS_CAUSAL:
-                    seen = seen & (i * WG + gl.arange(0, WG, gl.SliceLayout(0, layout))[None, :] >= keys[:, None])
+                    seen = seen & (
+                        i * WG + gl.arange(0, WG, gl.SliceLayout(0, layout))[None, :] >= keys[:, None]
+                    )
                 p = gl.where(seen, p, 0.0)
             p16 = rounded(p, DTYPE)
             program.p.put(p16, t)
@@ -287,7 +291,9 @@ def _keys_group(program):
             dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
             if not program.OVERLAP:
                 dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
-            dp = mma_over_pieces(program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty)
+            dp = mma_over_pieces(
+                program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty
+            )
             if program.OVERLAP:
                 dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -362,8 +368,8 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
                          batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
                          DS_TILES: gl.constexpr, DS_IN_REGISTERS: gl.constexpr, DQ_TILES: gl.constexpr,
-                         OVERLAP: gl.constexpr, DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr,
-                         PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                         DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr,
+                         num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one of `batch_heads` heads, and what they add to dQ's sum, which is zero at the start.
     Tiles have D columns, of which matmuls compute with the first COLUMNS. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -391,7 +397,7 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, dq_desc, dq_smem,
                       Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,
                       query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV, PARTS, DQ_TILES,
-                      DS_IN_REGISTERS, OVERLAP)  # fmt: skip
+                      DS_IN_REGISTERS, D == 192 or not DS_IN_REGISTERS)  # fmt: skip
     # as in `forward`: functions, warps, registers; the first group gets what the others leave
     OF_DQ: gl.constexpr = 104 if D == 192 else 80 if DS_IN_REGISTERS else 72
     gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,)),

@@ -11,8 +11,10 @@ from cs336_systems.attention.hopper.backward import backward_keys_kernel
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel, sum_kernel
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
+from cs336_systems.attention.hopper.backward_wide import backward_wide_kernel
 from cs336_systems.attention.hopper.configs import (
     BACKWARD_STAGES,
+    BACKWARD_WIDE,
     FEW_REGISTERS,
     GROUP,
     Forward,
@@ -203,20 +205,24 @@ def first_backward(
     (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
     launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
     limit = bounds.get("bounds", window)
+    wide, power = d > 128, triton.next_power_of_2(d)
+    assert not wide or limit is None, "`serves` leaves these to the portable kernels"
     # a program for few queries holds those of one head, and would not sum dK and dV of a group; it has no limits
-    few = few_queries(num_queries, num_keys, d) and kv_heads == heads and limit is None
-    multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few else KEYS
+    few = not wide and few_queries(num_queries, num_keys, d) and kv_heads == heads and limit is None
+    multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few or wide else KEYS
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     parts = parts_of(heads // kv_heads, batch * kv_heads * key_tiles, multiprocessors)
     # heads as the kernel for many queries sees them, and heads of queries of each
     of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
     # with a mask the other keys of a group's second head would wait for the first ones, which have more to do; with a
     # limit not all queries see a head's first keys
-    zeroed = few or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
+    zeroed = (
+        few or wide or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
+    )
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
-    rest, width = rest_of(head_dim), columns_of(head_dim)
+    rest, width, piece = rest_of(head_dim), d if wide else columns_of(head_dim), GROUP if wide else d
     rows = query_tiles * GROUP
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
@@ -224,10 +230,10 @@ def first_backward(
         do = do.clone(memory_format=torch.contiguous_format)
     workspace = Workspace(
         (batch_heads * 2, rows),
-        (batch_heads, rows * d // DQ_COLUMNS.value, DQ_COLUMNS.value),
+        (batch_heads, rows * power // DQ_COLUMNS.value, DQ_COLUMNS.value),
         1 + batch_heads,
         # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
-        (batch, heads, GROUP, d) if one_number else None,
+        (batch, heads, GROUP, power) if one_number else None,
     )
     more = workspace.scratch
     if parts > 1:
@@ -241,13 +247,15 @@ def first_backward(
     arguments |= strides("o", o) | strides("do", do)
     del arguments["stride_o_col"]  # 1
     arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=d,
+        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=power,
         ROWS=_ROWS, TILE_ROWS=GROUP if one_number else 0, ZEROED=zeroed,
     )  # fmt: skip
-    prepare = first_launch(prepare_kernel, (triton.cdiv(rows, _ROWS) * batch_heads, 1, 1), (), 7, arguments)
+    warps = 8 if wide else 4
+    grid = triton.cdiv(rows, _ROWS) * batch_heads, 1, 1
+    prepare = first_launch(prepare_kernel, grid, (), 7, arguments, num_warps=warps)
     descriptors = (
-        descriptor(q, 1, 1, GROUP, d), descriptor(k, 1, 1, keys, d), descriptor(v, 1, 1, GROUP, d),
-        descriptor(do_tile, 1, 1, GROUP, d), descriptor(dk_made, 1, 1, GROUP, d), descriptor(dv_made, 1, 1, GROUP, d),
+        descriptor(q, 1, 1, GROUP, piece), descriptor(k, 1, 1, keys, piece), descriptor(v, 1, 1, GROUP, piece),
+        *(descriptor(x, 1, 1, GROUP, piece) for x in (do_tile, dk_made, dv_made)),
         # of 64 queries and 8 columns four warps have 128 numbers each
         descriptor(dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum, 1, *dq_tile(rest, few),
                    swizzled=False),
@@ -257,6 +265,8 @@ def first_backward(
     kernel, programs, options = few_queries_kernel, key_tiles * batch * of_parts, {"launch_pdl": True}
     if few:
         options["maxnreg"] = FEW_REGISTERS[d][query_tiles - 1]
+    elif wide:
+        kernel = backward_wide_kernel
     else:
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors)
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
@@ -265,9 +275,15 @@ def first_backward(
         counters_ptr=counters, limit=limit, heads=of_parts, batch_heads=batch * of_parts, section=section,
         key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
         scale_log2=scale * LOG2_E, scale=scale,
-        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES[d],
+        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES.get(d),
         DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
+    if wide:
+        config = BACKWARD_WIDE[d]
+        values |= dict(
+            sum_ptr=dq_sum, COLUMNS=columns_of(head_dim), STAGES=config.stages, DS_TILES=config.ds_tiles,
+            DS_IN_REGISTERS=config.ds_in_registers, DQ_TILES=config.dq_tiles,
+        )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(
         kernel, (programs, 1, 1), descriptors, 0 if few else 1 + len(bounds), arguments, **options
@@ -276,15 +292,17 @@ def first_backward(
     arguments |= strides("dq", dq)
     del arguments["stride_dq_col"]  # 1
     arguments |= dict(heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale,
-                      HEAD_DIM=head_dim, WIDTH=width, D=d, TRANSPOSED=d == 64 and not few)  # fmt: skip
+                      HEAD_DIM=head_dim, WIDTH=width, D=power, TRANSPOSED=d == 64 and not few)  # fmt: skip
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
-    finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, launch_pdl=True)
+    finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, num_warps=warps, launch_pdl=True)
     launches += [prepare, main, finish]
     if parts > 1:
         arguments = dict(dk_parts_ptr=dk_made, dv_parts_ptr=dv_made, dk_ptr=dk, dv_ptr=dv)
         arguments |= strides("dk", dk) | strides("dv", dv)
         del arguments["stride_dk_col"], arguments["stride_dv_col"]  # 1
-        arguments |= dict(heads=kv_heads, num_keys=num_keys, HEAD_DIM=head_dim, D=d, ROWS=_ROWS, PARTS=parts)
+        arguments |= dict(
+            heads=kv_heads, num_keys=num_keys, HEAD_DIM=head_dim, D=power, ROWS=_ROWS, PARTS=parts
+        )
         grid = (triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1)
         launches.append(first_launch(sum_kernel, grid, (), 4, arguments))
 
@@ -294,7 +312,7 @@ def first_backward(
         tile_at = tile_at if one_number else do_at
         prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
         described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at)), sum_at, stats_at
-        main_at = described if few else (*described, counters_at, *bounds_at[1:])
+        main_at = described if few else (*described, sum_at if wide else counters_at, *bounds_at[1:])
         last_at = ((*parts_at, dk_at, dv_at),) if parts_at else ()
         return *((bounds_at,) if bounds else ()), prepared, main_at, (sum_at, dq_at), *last_at
 
