@@ -43,6 +43,7 @@ from cs336_systems.attention.hopper.common import (
     barriers,
     locate,
     rounded,
+    wait_for_both,
     widened,
 )
 from cs336_systems.attention.hopper.forward_wide import (
@@ -151,7 +152,6 @@ class Program:
     PARTS: gl.constexpr
     DQ_TILES: gl.constexpr
     DS_IN_REGISTERS: gl.constexpr
-    OVERLAP: gl.constexpr
 
     @gluon.jit
     def steps_of_head(self):
@@ -176,6 +176,22 @@ class Program:
         return head, i if self.IS_CAUSAL else i % self.query_tiles
 
     @gluon.jit
+    def load_queries(self, t):
+        """What the t-th step needs, when its place is free."""
+        queries = self.queries
+        head, i = self.step(t)
+        q_heads = self.heads * self.HEADS_PER_KV
+        b, h, slot = head // q_heads, head % q_heads, t % queries.STAGES
+        queries.acquire(queries.q_empty, t)
+        full = queries.q_full.index(slot)
+        queries.q.load(self.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
+        for which in gl.static_range(2):
+            stats = queries.stats.index(2 * slot + which)
+            async_load(self.stats_desc, [2 * head + which, i * WG], full, stats)
+        queries.acquire(queries.do_empty, t)
+        queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_full.index(slot), slot)
+
+    @gluon.jit
     def store(self, desc, parts, pieces, slot):
         """Results of 64 keys by way of a place in shared memory."""
         tile = pieces.tile(slot)
@@ -187,32 +203,6 @@ class Program:
             piece = pieces.smem.index(slot * pieces.PIECES + i)
             async_store(desc, [b, h, self.tile * WG, i * pieces.PIECE], piece)
         tma.store_wait(0)
-
-
-@gluon.jit
-def _producer(program):
-    """Loads the keys and values, and the queries that see them."""
-    queries = program.queries
-    gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
-    gdc_launch_dependents()
-    b, kv_h = program.head // program.heads, program.head % program.heads // program.PARTS
-    first_key, steps = program.tile * WG, program.steps()
-    if steps > 0:  # else dK takes the place of V at once
-        program.kv.load(program.k_desc, b, kv_h, first_key, program.k_full.index(0), 0)
-        program.kv.load(program.v_desc, b, kv_h, first_key, program.v_full.index(0), 1)
-    for t in range(steps):
-        head, i = program.step(t)
-        h = head % (program.heads * program.HEADS_PER_KV)  # b is that of the keys
-        slot = t % queries.STAGES
-        queries.acquire(queries.q_empty, t)
-        full = queries.q_full.index(slot)
-        queries.q.load(program.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
-        for which in gl.static_range(2):
-            async_load(
-                program.stats_desc, [2 * head + which, i * WG], full, queries.stats.index(2 * slot + which)
-            )
-        queries.acquire(queries.do_empty, t)
-        queries.do.load(program.do_desc, b, h, i * WG * program.DO_STEP, queries.do_full.index(slot), slot)
 
 
 @gluon.jit
@@ -257,8 +247,7 @@ def _values_group(program):
             queries.wait(queries.q_full, following)
             s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % queries.STAGES), empty)
             dv = mma_of_pieces(dv, p16, queries.do.tile(t % queries.STAGES))
-            s = warpgroup_mma_wait(0, deps=(s,))
-            dv = [warpgroup_mma_wait(0, deps=(x,)) for x in dv]
+            dv, s = wait_for_both(0, dv, s)
             queries.release(queries.do_empty, t)
         queries.acquire(queries.q_empty, steps - 1 + queries.STAGES)  # the keys group needs no Q any more
     program.store(program.dv_desc, dv, queries.q, 0)
@@ -289,14 +278,10 @@ def _keys_group(program):
             following = gl.minimum(t + 1, steps - 1)
             queries.wait(queries.do_full, following)
             dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
-            if not program.OVERLAP:
-                dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
             dp = mma_over_pieces(
                 program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty
             )
-            if program.OVERLAP:
-                dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
-            dp = warpgroup_mma_wait(0, deps=(dp,))
+            dk, dp = wait_for_both(0, dk, dp)
             queries.release(queries.q_empty, t)
     program.store(program.dk_desc, [x * program.scale for x in dk], program.kv, 1)
 
@@ -334,12 +319,24 @@ def _add(sum_ptr, dq):
 
 @gluon.jit
 def _queries_group(program):
-    """dQ of each tile of queries, a piece of its columns at a time."""
+    """Loads the keys and values and the queries that see them; dQ of each tile, a piece of its columns at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    AHEAD: gl.constexpr = program.queries.STAGES - 1
     empty = gl.zeros([WG, WG], gl.float32, layout)
+    gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
+    gdc_launch_dependents()
     steps = program.steps()
-    mbarrier.wait(program.k_full.index(0), 0, pred=steps > 0)
+    if steps > 0:  # else dK takes the place of V at once
+        b, kv_h = program.head // program.heads, program.head % program.heads // program.PARTS
+        program.kv.load(program.k_desc, b, kv_h, program.tile * WG, program.k_full.index(0), 0)
+        program.load_queries(0)
+        program.kv.load(program.v_desc, b, kv_h, program.tile * WG, program.v_full.index(0), 1)
+        for t in range(1, gl.minimum(AHEAD, steps)):
+            program.load_queries(t)
+        mbarrier.wait(program.k_full.index(0), 0)
     for t in range(steps):
+        if t + AHEAD < steps:  # the step before this one has left its place
+            program.load_queries(t + AHEAD)
         head, i = program.step(t)
         ds = program.ds.wait(t).permute((1, 0))
         if program.DS_IN_REGISTERS:
@@ -397,8 +394,8 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, dq_desc, dq_smem,
                       Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,
                       query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV, PARTS, DQ_TILES,
-                      DS_IN_REGISTERS, D == 192 or not DS_IN_REGISTERS)  # fmt: skip
-    # as in `forward`: functions, warps, registers; the first group gets what the others leave
-    OF_DQ: gl.constexpr = 104 if D == 192 else 80 if DS_IN_REGISTERS else 72
-    gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,)),
-                        (_producer, (program,))], [4, 4, 1], [(488 - OF_DQ) // 16 * 8, OF_DQ, 24])  # fmt: skip
+                      DS_IN_REGISTERS)  # fmt: skip
+    # as in `forward`: functions, warps, registers; the first group gets what the others leave of 504
+    REGS: gl.constexpr = [200, 104] if D == 192 else [208, 88]
+    gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,))],
+                       [4, 4], REGS)  # fmt: skip
