@@ -1,9 +1,9 @@
 """FlashAttention for Hopper GPUs. For 16-bit tensors in Gluon, Triton's lower language: `forward` and `backward` hold
-the kernels in use, `forward_alone` the one for short rows, `forward_wide` the one for more than 128 columns (whose
-backward pass is portable), `backward_few` the one for few queries, `forward_state` and `backward_state` what travels
-together in them; `backward_ends` what runs before and after; `configs` chooses tiles, `launch` says what they serve and
-launches them, `tma` makes the descriptors of their tensors. For fp32 in Triton, with bf16 matmuls: `split` and
-`split_launch`. What follows is about the first.
+the kernels in use, `forward_alone` the one for short rows, `forward_wide` and `backward_wide` those for more than 128
+columns, `backward_few` the one for few queries, `forward_state` and `backward_state` what travels together in them;
+`backward_ends` what runs before and after; `configs` chooses tiles, `launch` says what they serve and launches them,
+`tma` makes the descriptors of their tensors. For fp32 in Triton, with bf16 matmuls: `split` and `split_launch`. What
+follows is about the first.
 
 The algorithm and its symbols are those of `attention.triton.kernels`; the kernels here say who does what and when,
 which Triton's own language leaves to its compiler. A program is a *producer* warp, which has tiles copied to shared

@@ -3,17 +3,21 @@
 dK and dV of 64 keys are all that registers hold: 64 x 256 numbers in fp32 are 128 registers of each thread of a group.
 So one group has dV and one has dK, and a third one makes dQ; P and dS go from group to group through shared memory:
 
-    values group    sᵀ = K Qᵀ, Pᵀ, dV += Pᵀ dO      (10, 11, 12)    the scores of the next tile are issued beside dV
+    values group    sᵀ = K Qᵀ, Pᵀ, dV += Pᵀ dO      (10, 11, 12)    scores of the next tile are issued beside dV
     keys group      dPᵀ = V dOᵀ, dSᵀ, dK += dSᵀ Q   (13, 14, 16)    dPᵀ of the next tile is issued beside dK
-    queries group   dQ += dS K                      (15)            64 columns at a time, added to the sum by threads
+    queries group   dQ += dS K                      (15)            and loads all tiles: registers and threads of a
+                                                                    producer's warps would be lacking elsewhere
+None waits for more than what it computes from, so that the exponentials of one run beside matmuls of the others.
 
-Each waits for nothing else than what it computes from, so that the exponentials of one run beside matmuls of others.
+Registers of a thread: 128 of dV or dK, 32 of s or dP, 16 of P or dS as an operand: 176 of 208; 32 of 64 columns of dQ
+and at 192 columns 16 of dS, of 88 and 104. Shared memory at 256 columns: K and V 64 KiB, two stages of Q and dO 128, P
+and dS 24. That leaves no room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each at a time,
+where TMA would read a tile of shared memory, which is busy enough. For a step of 64 keys and 64 queries tensor cores
+need 2,560 clocks and shared memory 2,700; L2 gives 64 KiB of Q and dO and takes 64 KiB of dQ, at 5.5 TB/s in 5,500
+clocks: that should set the rate, at 440 TFLOP/s on an H100 or H200. Larger tiles of keys would read and add less, and
+have no place.
 
-Registers of a thread: 128 of dV or dK, 32 of s or dP, 16 of P or dS in 16 bits as an operand, 176 of 208; 32 to 64 of
-dQ and 16 of dS, of 72. Shared memory, KiB at 256 columns: K and V 64, two stages of Q and dO 128, P and dS 16, and no
-room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each, where TMA would read a tile of shared
-memory. A step of 64 keys and 64 queries takes the tensor cores 2,560 clocks at least. Meanwhile shared memory is read
-and written for 2,600, and L2 gives 64 KiB of Q and dO and adds 64 KiB of dQ: what that costs sets the rate.
+Blocks are pieces of 64 columns (`forward_wide`); of the third of 160 matmuls leave out the second half, but for dQ's.
 
 A program has one tile of keys, those with the most queries first. It begins with the tile of queries of the same
 number: programs side by side add to different tiles of dQ.
@@ -228,24 +232,19 @@ def _values_group(program):
             masked = first_key + WG > program.num_keys
             if program.IS_CAUSAL:
                 masked = masked | (i == program.tile)
-            p = probabilities(
-                s, minus_l, first_key, i, program.num_keys, program.scale_log2, False, False, 0, WG
-            )
             if masked:
-                keys = first_key + gl.arange(0, WG, gl.SliceLayout(1, layout))
-                seen = (keys < program.num_keys)[:, None]
-                if program.IS_CAUSAL:
-                    seen = seen & (
-                        i * WG + gl.arange(0, WG, gl.SliceLayout(0, layout))[None, :] >= keys[:, None]
-                    )
-                p = gl.where(seen, p, 0.0)
+                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, True,
+                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
+            else:
+                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, False,
+                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
             p16 = rounded(p, DTYPE)
             program.p.put(p16, t)
-            queries.wait(queries.do_full, t)
             # after the last tile it is computed again, and unused
             following = gl.minimum(t + 1, steps - 1)
             queries.wait(queries.q_full, following)
             s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % queries.STAGES), empty)
+            queries.wait(queries.do_full, t)
             dv = mma_of_pieces(dv, p16, queries.do.tile(t % queries.STAGES))
             dv, s = wait_for_both(0, dv, s)
             queries.release(queries.do_empty, t)
@@ -275,9 +274,9 @@ def _keys_group(program):
             ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
             program.ds.put(ds, t)
             program.p.release(t)
+            dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
             following = gl.minimum(t + 1, steps - 1)
             queries.wait(queries.do_full, following)
-            dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
             dp = mma_over_pieces(
                 program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty
             )

@@ -132,10 +132,7 @@ class BackwardWide:
     dq_tiles: int
 
 
-BACKWARD_WIDE = {
-    192: BackwardWide(2, 1, True, 0),
-    256: BackwardWide(2, 2, False, 0),
-}  # by the padded head dimension
+BACKWARD_WIDE = dict.fromkeys((192, 256), BackwardWide(2, 1, True, 0))  # by the padded head dimension
 # of the backward kernel with grouped queries: tiles of keys for each multiprocessor that make shares even enough
 ITEMS = 4
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
