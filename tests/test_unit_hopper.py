@@ -895,7 +895,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
     by_threads = kernel.startswith("backward") and head_dim > 128 and not config.dq_tiles
-    addition = "red.relaxed.gpu.global.add.v4.f32" if by_threads else "cp.reduce.async.bulk.tensor"
+    addition = "add.v4.f32" if by_threads else "cp.reduce.async.bulk.tensor"
     assert (addition in compiled.ptx) != kernel.startswith("forward")
     programs = 1  # that are to fit a multiprocessor
     if kernel == "few":

@@ -285,35 +285,13 @@ def _keys_group(program):
     program.store(program.dk_desc, [x * program.scale for x in dk], program.kv, 1)
 
 
-@gluon.constexpr_function
-def _additions(count):
-    """Inline assembly: adds `count` numbers of a thread to what lies at its address and 2 KiB further each time, four
-    at a time."""
-    lines = []
-    for i in range(0, count, 4):
-        numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
-        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [${count} + {512 * i}], {{{numbers}}};")
-    return " ".join(lines)
-
-
-@gluon.constexpr_function
-def _addition_operands(count):
-    """`count` results, which are unused, addresses, of which the first is used, and numbers."""
-    return ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
-
-
 @gluon.jit
 def _add(sum_ptr, dq):
     """Adds columns of dQ to their sum, in the order of `backward_dq.store_dq`: 16 bytes of a thread side by side."""
-    layout: gl.constexpr = dq.type.layout
-    rows = gl.arange(0, WG, gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))[None, :]
-    of_thread = rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
-    COUNT: gl.constexpr = dq.shape[0] * dq.shape[1] // 128
-    asm: gl.constexpr = _additions(COUNT)
-    operands: gl.constexpr = _addition_operands(COUNT)
-    at = gl.cast(sum_ptr, gl.int64) + of_thread * 4
-    gl.inline_asm_elementwise(asm, operands, [at, dq], dtype=gl.int32, is_pure=False, pack=COUNT)
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([DQ_ROWS, DQ_COLUMNS])
+    rows = gl.arange(0, DQ_ROWS, gl.SliceLayout(1, parts.type.layout))[:, None]
+    columns = gl.arange(0, DQ_COLUMNS, gl.SliceLayout(0, parts.type.layout))[None, :]
+    gl.atomic_add(sum_ptr + rows * DQ_COLUMNS + columns, parts, sem="relaxed")
 
 
 @gluon.jit
