@@ -10,12 +10,11 @@ So one group has dV and one has dK, and a third one makes dQ; P and dS go from g
 None waits for more than what it computes from, so that the exponentials of one run beside matmuls of the others.
 
 Registers of a thread: 128 of dV or dK, 32 of s or dP, 16 of P or dS as an operand: 176 of 208; 32 of 64 columns of dQ
-and at 192 columns 16 of dS, of 88 and 104. Shared memory at 256 columns: K and V 64 KiB, two stages of Q and dO 128, P
-and dS 24. That leaves no room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each at a time,
-where TMA would read a tile of shared memory, which is busy enough. For a step of 64 keys and 64 queries tensor cores
-need 2,560 clocks and shared memory 2,700; L2 gives 64 KiB of Q and dO and takes 64 KiB of dQ, at 5.5 TB/s in 5,500
-clocks: that should set the rate, at 440 TFLOP/s on an H100 or H200. Larger tiles of keys would read and add less, and
-have no place.
+and 16 of dS, of 88. Shared memory at 256 columns: K and V 64 KiB, two stages of Q and dO 128, P and dS 16. That leaves
+no room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each at a time, where TMA would read a
+tile of shared memory, which is busy enough. For a step of 64 keys and 64 queries tensor cores need 2,560 clocks and
+shared memory 2,500; L2 gives 64 KiB of Q and dO and takes 64 KiB of dQ, at 5.5 TB/s in 5,500 clocks: that should set
+the rate, at 440 TFLOP/s on an H100 or H200. Larger tiles of keys would read and add less, and have no place.
 
 Blocks are pieces of 64 columns (`forward_wide`); of the third of 160 matmuls leave out the second half, but for dQ's.
 
