@@ -83,10 +83,7 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
         if kernels == "hopper":
             launcher.UNZEROED = dict.fromkeys((64, 128), 2**30 if whole else 0)
         forward = [launcher.launch_forward(q, k, v, is_causal, *config) for config in configs(d)]
-        of_backward = launcher
-        if kernels == "hopper" and d > launcher.MAX_BACKWARD_HEAD_DIM:
-            from cs336_systems.attention.triton import launch as of_backward
-        found = [o for o, _ in forward], *of_backward.launch_backward(q, k, v, *forward[0], grad_o, is_causal)
+        found = [o for o, _ in forward], *launcher.launch_backward(q, k, v, *forward[0], grad_o, is_causal)
         torch.use_deterministic_algorithms(False)
         for xs, true in zip(found, exact_attention(q, k, v, grad_o, is_causal), strict=True):
             for x in xs if isinstance(xs, list) else [xs]:

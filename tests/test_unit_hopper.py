@@ -134,12 +134,14 @@ def test_who_is_served(monkeypatch):
 
 
 @pytest.mark.parametrize("d", [136, 192, 200, 256])
-def test_wide_heads_are_served_forward(d, monkeypatch):
+def test_wide_heads_are_served_without_limits(d, monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     q, k = zeros(1, 40, 1024, d), zeros(1, 8, 1024, d)
     for of_keys in (q, k):
-        served = [hopper.serves(part, q, of_keys, of_keys) for part in ("forward", "backward")]
-        assert served == [True, False]
+        for part in ("forward", "backward"):
+            assert hopper.serves(part, q, of_keys, of_keys)
+            assert not hopper.serves(part, q, of_keys, of_keys, window=100)
+            assert not hopper.serves(part, q, of_keys, of_keys, packed=True)
     columns = 160 if d == 136 else 192 if d == 192 else 256
     for heads, table in ((8, configs.FORWARD), (9, configs.FORWARD_LARGE), (500, configs.FORWARD_LARGE)):
         for is_causal in (False, True):
@@ -248,15 +250,16 @@ def test_whose_kernels_windows_and_documents_are_for(monkeypatch):
     on_a_hopper_gpu(monkeypatch)
     launchers = {"hopper": hopper, "split": split_launch}
     monkeypatch.setattr(flash_triton, "_launchers", lambda device_index: launchers)
-    for dtype, without, with_window in (
-        (torch.bfloat16, hopper, hopper), (torch.float32, split_launch, portable),
+    for dtype, d, without, limited in (
+        (torch.bfloat16, 128, hopper, hopper), (torch.bfloat16, 136, hopper, portable),
+        (torch.float32, 128, split_launch, portable),
     ):  # fmt: skip
-        x = zeros(1, 40, 1024, 128, dtype=dtype)
+        x = zeros(1, 40, 1024, d, dtype=dtype)
         monkeypatch.setattr(type(x), "is_cuda", True)
         for part in ("forward", "backward"):
             assert flash_triton._launcher(part, x, x, x) is without
-            assert flash_triton._launcher(part, x, x, x, 100) is with_window
-            assert flash_triton._launcher(part, x, x, x, 100, zeros(2)) is portable
+            for window, cu_seqlens in ((100, None), (100, zeros(2)), (None, zeros(2))):
+                assert flash_triton._launcher(part, x, x, x, window, cu_seqlens) is limited
 
 
 def test_parts_of_a_group():
@@ -444,7 +447,9 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
     assert met_again > 50
 
 
-@pytest.mark.parametrize("d, packed", [(64, False), (64, True), (192, False)], ids=["one sequence", "documents", "wide heads"])
+@pytest.mark.parametrize(
+    "d, packed", [(64, False), (64, True), (192, False)], ids=["one sequence", "documents", "wide heads"]
+)
 @pytest.mark.parametrize("heads", [2, 6], ids=["one each", "a group in parts"])
 def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypatch):
     """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
@@ -1118,7 +1123,7 @@ def test_windows_by_the_public_function(on_hopper, d):
 def test_grouped_queries_by_the_public_function(on_hopper, d):
     """Long rows of many heads, again, in a graph, and with the flag for determinism."""
     q, k, v, grad_o = (gpu(2, heads, 3000, d, requires_grad=True) for heads in (16, 4, 4, 16))
-    assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "portable"}
+    assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "hopper"}
 
     def both():
         o = attention(q, k, v, True, "flash_triton", enable_gqa=True)
@@ -1182,7 +1187,7 @@ def test_backward_of_wide_heads(on_hopper, d, is_causal, monkeypatch):
 def test_wide_heads_by_the_public_function(on_hopper, d):
     """Enough programs for two groups; again, at known addresses with other numbers, and in a graph."""
     q, k, v, grad_o = (gpu(2, heads, 1500, d, requires_grad=True) for heads in (16, 4, 4, 16))
-    assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "portable"}
+    assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "hopper"}
 
     def both():
         o = attention(q, k, v, True, "flash_triton", enable_gqa=True)

@@ -43,7 +43,7 @@ from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multipr
 LOG2_E = math.log2(math.e)
 KEYS = 128  # of a tile of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # smaller ones would be padded to twice as much and more
-MAX_BACKWARD_HEAD_DIM = 128
+MAX_LIMITED_HEAD_DIM = 128
 MIN_LENGTH = 64  # queries and keys from which on the forward kernel is faster than the portable one
 # up to so many programs per multiprocessor, in tiles for few, the portable backward kernels are faster than the three
 # here: tiles as large as these make fewer programs, and the time is that of the longest one
@@ -90,26 +90,19 @@ def serves(
     """Whether on a Hopper GPU these kernels are for `part`, "forward" or "backward", of the attention of tensors
     (batch, heads, n, d), with or without a window, packed documents or not; if not, the portable ones are. Which kernel
     here then takes them `configs.forward_config` and `configs.few_queries` say."""
-    if packed:  # compiled ahead of time, but no GPU has run all of their tests yet
-        return False
     if q.dtype == torch.float32 or k.shape[2] < MIN_LENGTH:
         return False
     # of few queries and many keys the portable kernel for dQ would walk along all keys in few programs
     if q.shape[2] < MIN_LENGTH and (part == "forward" or k.shape[2] < CROSS * q.shape[2]):
         return False
     limited = window is not None or packed
-    if reason_against(q, k, v) is not None or (limited and q.shape[3] > MAX_BACKWARD_HEAD_DIM):
+    if reason_against(q, k, v) is not None or (limited and q.shape[3] > MAX_LIMITED_HEAD_DIM):
         return False
     batch, heads, num_queries, _ = q.shape
     num_keys, multiprocessors = k.shape[2], multiprocessors_of(q.get_device())
     if part == "forward":
         # few queries against many keys: the portable forward kernel splits the keys among programs
         return num_keys < CROSS * num_queries or splits_for(q, k) < 4
-    if q.shape[3] > MAX_BACKWARD_HEAD_DIM:
-        return False
-    # of groups: compiled ahead of time, but no GPU has run all of their tests yet
-    if q.shape[1] != k.shape[1]:
-        return False
     # with more keys than queries a portable program for queries has more to do than any here
     programs = few_programs_of(batch * heads, num_queries)
     if num_keys <= num_queries and programs <= PORTABLE_BACKWARD * multiprocessors:
@@ -216,9 +209,7 @@ def first_backward(
     of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
     # with a mask the other keys of a group's second head would wait for the first ones, which have more to do; with a
     # limit not all queries see a head's first keys
-    zeroed = (
-        few or wide or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
-    )
+    zeroed = few or wide or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
