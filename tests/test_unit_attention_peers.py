@@ -75,7 +75,7 @@ def test_flash_attention_is_asked_for_the_same(name):
 def test_varlen_attn_is_asked_for_the_same(name, monkeypatch):
     from torch.nn.attention import varlen
 
-    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa):
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
         assert enable_gqa == (q.shape[1] != k.shape[1])
         size = {"causal": True} if window_size == (-1, 0) else {"window_size": window_size}
         return packages_varlen(q, k, v, cu_q, cu_k, max_q, max_k, **size)[0]
@@ -84,6 +84,20 @@ def test_varlen_attn_is_asked_for_the_same(name, monkeypatch):
     agree(peers.MAKERS["varlen"](asked(name)), name)
     with pytest.raises(Skip, match="packed sequences alone"):
         peers.MAKERS["varlen"](asked("window"))
+
+    # as it is in torch 2.11, and before
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *args, window_size: varlen_attn(*args, window_size=window_size)
+    )
+    agree(peers.MAKERS["varlen"](asked("packed")), "packed")
+    with pytest.raises(Skip, match="knows no enable_gqa"):
+        peers.MAKERS["varlen"](asked("all"))
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *args, is_causal: varlen_attn(*args, window_size=(-1, 0))
+    )
+    agree(peers.MAKERS["varlen"](asked("packed")), "packed")
+    with pytest.raises(Skip, match="knows no window_size and no enable_gqa"):
+        peers.MAKERS["varlen"](asked("all"))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

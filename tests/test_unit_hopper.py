@@ -935,8 +935,24 @@ def on_hopper(monkeypatch):
 def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, window=None, cu_seqlens=None):
     """The error against fp64 is at most two and a half times that of the portable kernels, which round to 16 bits now
     and then (with one query, where few errors average, up to 2.1 times in thousands of draws); theirs is below
-    `largest`. `forward`: another configuration than the tables'."""
+    `largest`. Of a group's parts dK and dV may be rounded before they are summed, as those of copied heads are.
+    `forward`: another configuration than the tables'."""
     exact = exact_attention(q, k, v, grad_o, is_causal, window=window, cu_seqlens=cu_seqlens)
+    group, rounded = q.shape[1] // k.shape[1], (None,) * 4
+    if group > 1:
+        of_copies = exact_attention(
+            q,
+            *(x.repeat_interleave(group, 1) for x in (k, v)),
+            grad_o,
+            is_causal,
+            window=window,
+            cu_seqlens=cu_seqlens,
+        )
+        rounded = (
+            None,
+            None,
+            *(x.to(q.dtype).double().unflatten(1, (-1, group)).sum(2) for x in of_copies[2:]),
+        )
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     results = []
     for launcher, chosen in ((hopper, forward), (portable, None)):
@@ -947,10 +963,13 @@ def check_both_ways(q, k, v, grad_o, is_causal, largest=0.02, forward=None, wind
         results.append((o, logsumexp, grads))
     (o, logsumexp, grads), (o2, logsumexp2, grads2) = results
     torch.testing.assert_close(logsumexp, logsumexp2, rtol=1e-4, atol=1e-4)
-    for ours, other, true in zip((o, *grads), (o2, *grads2), exact, strict=True):
+    for ours, other, sum_of_rounded, true in zip((o, *grads), (o2, *grads2), rounded, exact, strict=True):
         assert ours.stride() == other.stride() and torch.isfinite(ours).all()
-        assert relative(ours, true, 1) <= 2.5 * relative(other, true, 1) + 1e-4
-        assert relative(other, true, 1) < largest
+        error = relative(other, true, 1)
+        assert error < largest
+        if sum_of_rounded is not None:
+            error = max(error, relative(sum_of_rounded, true, 1))
+        assert relative(ours, true, 1) <= 2.5 * error + 1e-4
 
 
 def test_no_loop_sets_a_variable_to_another_constant():
@@ -1125,9 +1144,9 @@ def test_grouped_queries_by_the_public_function(on_hopper, d):
     q, k, v, grad_o = (gpu(2, heads, 3000, d, requires_grad=True) for heads in (16, 4, 4, 16))
     assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "hopper"}
 
-    def both():
+    def both():  # O without its graph, which the next capture would meet
         o = attention(q, k, v, True, "flash_triton", enable_gqa=True)
-        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+        return o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
 
     first, second = both(), both()
     graph, captured_ones = captured(both)
@@ -1189,9 +1208,9 @@ def test_wide_heads_by_the_public_function(on_hopper, d):
     q, k, v, grad_o = (gpu(2, heads, 1500, d, requires_grad=True) for heads in (16, 4, 4, 16))
     assert flash_triton.kernels_for(q, k, v) == {"forward": "hopper", "backward": "hopper"}
 
-    def both():
+    def both():  # O without its graph, which the next capture would meet
         o = attention(q, k, v, True, "flash_triton", enable_gqa=True)
-        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+        return o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
 
     graph, replayed = captured(both)
     for _ in range(2):
@@ -1201,7 +1220,8 @@ def test_wide_heads_by_the_public_function(on_hopper, d):
         graph.replay()
         found = both()
         assert_near(found, q, k, v, grad_o)
-        assert all(torch.equal(x, y) for x, y in zip(found, replayed, strict=True))
+        assert_near(replayed, q, k, v, grad_o)
+        assert all(torch.equal(found[i], replayed[i]) for i in (0, 2, 3))  # but for dQ, sums of a fixed order
 
 
 @pytest.mark.gpu
@@ -1356,7 +1376,7 @@ def assert_near(found, q, k, v, grad_o, window=None):
 
 def both_passes(q, k, v, grad_o, window=None):
     o = attention(q, k, v, True, "flash_triton", window=window)
-    return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
 
 
 @pytest.mark.gpu

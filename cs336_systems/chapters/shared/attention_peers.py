@@ -256,12 +256,15 @@ def _varlen(asked: Asked) -> Attention:
     if not asked.lengths:
         raise Skip("is asked for packed sequences alone")
     ends, longest = asked.cu_seqlens(), max(asked.lengths)
+    asks = {"window_size": bool(asked.window), "enable_gqa": asked.grouped}
+    known = inspect.signature(varlen_attn).parameters
+    if missing := [word for word, wanted in asks.items() if wanted and word not in known]:
+        raise Skip(f"varlen_attn of this torch knows no {' and no '.join(missing)}")
     # without a window (-1, 0): causal
-    options: dict[str, Any] = {"window_size": (asked.window - 1, 0), "enable_gqa": asked.grouped}
-    if "window_size" not in inspect.signature(varlen_attn).parameters:
-        if asked.window or asked.grouped:
-            raise Skip("torch before 2.12 has no windows or grouped queries here")
-        options = {"is_causal": True}
+    options: dict[str, Any] = (
+        {"window_size": (asked.window - 1, 0)} if "window_size" in known else {"is_causal": True}
+    )
+    options |= {"enable_gqa": True} if asked.grouped else {}
 
     def packed(q, k, v):
         return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
