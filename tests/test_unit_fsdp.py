@@ -310,7 +310,7 @@ def losses_of_different_heads(seed):
         [[0, 1, 2]] * ranks, [[0], *[[1]] * (ranks - 1)], [[], *[[2, 0]] * (ranks - 1)], [[]] * ranks, [[1]] * ranks,
         *([rng.sample(range(3), rng.randint(0, 3)) for _ in range(ranks)] for _ in range(3)),
     ]  # fmt: skip
-    for units in ("layer", "block"):
+    for units, reshard in (("layer", True), ("block", True), ("block", False)):
         issued = recorded_collectives()
         torch.manual_seed(seed)
         module = Heads().double()
@@ -329,9 +329,10 @@ def losses_of_different_heads(seed):
                     (sum((i + 1) * outputs[i].square().mean() for i in used) / ranks).backward()
 
         batches = list(zip(data(len(plans), 2, seed), plans, strict=True))
-        with about(units), issued as log:
+        with about(units, reshard), issued as log:
             part = lambda batch: (share(batch[0]), batch[1])
-            train_beside(seed, module, functools.partial(sharded, units=units), batches, own, whole, part)
+            wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+            train_beside(seed, module, wrap, batches, own, whole, part)
             # each of the two kinds in one order, whatever a rank has used
             for kind in ("gather", "reduce"):
                 assert distributed.ranks_agree([event for event in log if event[0] == kind]), kind

@@ -143,6 +143,7 @@ class Schedule:
             gathers, reduces = self._gathers[number], self._reductions[number]
             if number >= until and not self._done.issuperset(gathers + reduces):
                 break
+            self._gather_until(number)
             self._free(flat for flat in gathers if flat not in self._held)
             self._gather_until(number + 2)
             self._num_closed += 1
