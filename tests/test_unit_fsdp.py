@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -31,13 +32,7 @@ from cs336_systems.model import build as build_lm
 from cs336_systems.parallel import schedule, shards
 from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
-from cs336_systems.parallel.sharded_checkpoint import ShardedState
-from cs336_systems.parallel.sharded_state import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-)
+from cs336_systems.parallel.sharded_state import ShardedState
 from cs336_systems.sizes import ModelConfig
 
 
@@ -174,11 +169,13 @@ def loss_of(model, ids):
 
 def full_gradients(model):
     """The gradients of a sharded model by name, put together; None where there is none."""
-    found = {}
-    for flat in model.flats:
-        if there := {w: w.parameter.grad for w in flat.weights if w.parameter.grad is not None}:
-            found |= {weight.parameter: grad for weight, grad in flat.assembled(there).items()}
-    return {name: found.get(p, p.grad) for name, p in model.module.named_parameters()}
+    weights = {weight.parameter: weight for flat in model.flats for weight in flat.weights}
+    return {
+        name: weights[p].assembled(p.grad, model.process_group)
+        if p in weights and p.grad is not None
+        else p.grad
+        for name, p in model.module.named_parameters()
+    }
 
 
 def assert_like(model, alone, **bounds):
@@ -419,10 +416,8 @@ def recompute(seed):
                 seed, module, functools.partial(sharded, units=units), data(steps, 2, seed), loss_backward
             )
             if not reentrant:
-                # of embedding, layers, head; whole parameters and gradients are looked at after each step and at last
-                looks = 2 * (steps + 1) * len(model.flats)
-                gathered = sum(kind == "gather" for kind, _ in log)
-                assert gathered - looks == steps * (2 * len(model.flats) - 1)
+                gathered = sum(kind == "gather" for kind, _ in log)  # of embedding, layers, head
+                assert gathered == steps * (2 * len(model.flats) - 1)
 
 
 # ------------------------------------------------------------------------------------- order and memory
@@ -553,7 +548,7 @@ def arrive_meanwhile(seed):
             if number > 1:  # the embedding's weights are not read in backward
                 arrived(called[number - 1].flats[0]._work)
             if number + 1 < len(called):
-                arrived(model._reductions[-1].reduction)
+                arrived(model._schedule.reductions[-1].reduction)
 
         for number, unit in enumerate(called):
             unit.module.register_forward_pre_hook(functools.partial(during_forward, number=number))
@@ -609,8 +604,8 @@ def hold_few_bytes(seed):
             gather(self)
             weights.append(sum(flat.gathered_bytes for flat in model.flats))
 
-        def counted_take(self, weight, model=model, take=take, gradients=gradients):
-            take(self, weight)
+        def counted_take(self, weight, gradient, model=model, take=take, gradients=gradients):
+            take(self, weight, gradient)
             gradients.append(sum(f.gradient.numel() * 4 for f in model.flats if f.gradient is not None))
 
         with about(units, dtype, reshard), pytest.MonkeyPatch.context() as patch:
@@ -664,7 +659,7 @@ def begin_on_meta(seed):
         with about(name, units, loaded):
             model = sharded(module, units, device="cpu", param_init_fn=fail_not if loaded else init)
             if loaded:
-                load_full_state_dict(model, {} if dist.get_rank() else alone.state_dict())
+                ShardedState(model).load_full_state_dict(alone.state_dict())
             else:
                 for part in alone.modules():
                     initialize(part, seed)
@@ -691,27 +686,19 @@ def begin_by_modules(seed):
         assert torch.equal(model(share(ids)), alone(share(ids)))
 
 
-def fail_to_initialize(seed):
-    """What is raised on rank 0, which alone initializes, ends the others."""
-
-    def init(part):
-        raise OSError("no such weights")
-
-    with pytest.raises(OSError if dist.get_rank() == 0 else ValueError, match="no such weights"):
-        sharded(build_on_meta("tied"), "block", device="cpu", param_init_fn=init)
-
-
 class Bytes(TorchDispatchMode):
-    """`peak`: the most bytes that tensors made inside, those that live, have had."""
+    """`peak`: the most bytes that tensors made inside, those that live, have had; but not as views of those before."""
 
-    def __init__(self):
+    def __init__(self, before):
         super().__init__()
         self.peak, self.live = 0, weakref.WeakSet()
+        self.before = {tensor.untyped_storage() for tensor in before}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         made = operator(*args, **(kwargs or {}))
         tensors = (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
-        self.live.update(tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+        storages = {tensor.untyped_storage() for tensor in tensors if not tensor.is_meta}
+        self.live.update(storages - self.before)
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live))
         return made
 
@@ -727,14 +714,18 @@ def hold_few_bytes_from_the_beginning(seed):
         with torch.device("meta"):
             module = Model(width=256, num_blocks=6)
         state = {name: torch.rand(t.shape).to(t.dtype) for name, t in module.state_dict().items()}
-        with Bytes() as bytes_, about(units, loaded):
+        with Bytes(state.values()) as bytes_, about(units, loaded):
             model = sharded(module, units, device="cpu", param_init_fn=in_place)
             if loaded:
-                load_full_state_dict(model, state)
+                ShardedState(model).load_full_state_dict(state)
         kept = {p.untyped_storage() for p in model.parameters()}
         largest = max(flat.numel for flat in model.flats) * 4
         bound = sum(storage.nbytes() for storage in kept) + largest
         assert bound - largest < bytes_.peak < bound + 0.1 * largest, (units, loaded, bytes_.peak, bound)
+        with Bytes(module.state_dict().values()) as bytes_:
+            ShardedState(model).full_state_dict()
+        if dist.get_rank():
+            assert 0 < bytes_.peak <= 2 * largest, (units, bytes_.peak, largest)
 
 
 # ---------------------------------------------------------------------------------------------- norms, states
@@ -786,7 +777,7 @@ def save_after_training(seed, folder):
         step_of(model, optimizer, share(ids))
         step_of(alone, plain, ids)
     dcp.save({"run": ShardedState(model, optimizer)}, checkpoint_id=f"{folder}/sharded")
-    weights, moments = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
+    weights, moments = ShardedState(model, optimizer).full_state_dict()
     assert (dist.get_rank() == 0) == bool(weights) == bool(moments)
     if dist.get_rank() == 0:
         for name, tensor in alone.state_dict().items():
@@ -823,25 +814,24 @@ def go_on_from_saved(seed, folder):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         with about(units, whole):
             if whole:
-                load_full_state_dict(model, saved["weights"])
-                load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(saved["moments"]))
+                ShardedState(model, optimizer).load_full_state_dict(**copy.deepcopy(saved))
             else:
                 dcp.load({"run": ShardedState(model, optimizer)}, checkpoint_id=f"{folder}/sharded")
             for ids in data_of_six(seed)[3:]:
                 step_of(model, optimizer, share(ids))
-            for name, tensor in full_state_dict(model).items():
+            for name, tensor in ShardedState(model).full_state_dict()[0].items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-11)
     plain = build("tied", seed).state_dict()  # reads it as well
     dcp.load({"run": {"model": plain}}, checkpoint_id=f"{folder}/sharded")
     for name, tensor in saved["weights"].items():
         assert torch.equal(plain[name], tensor), name
-    other = ShardedState(model, torch.optim.AdamW(list(model.parameters())[::-1], lr=0.5))
-    with pytest.raises(ValueError, match="other groups of parameters"):
-        dcp.load({"run": other}, checkpoint_id=f"{folder}/sharded")
-    with pytest.raises(ValueError, match=r"other names than the model: head\.weight"):
-        load_full_state_dict(model, {k: v for k, v in saved["weights"].items() if k != "head.weight"})
-    with pytest.raises(ValueError, match=r"scale has shape \(2,\); expected \(\)"):
-        load_full_state_dict(model, saved["weights"] | {"scale": torch.ones(2)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.weight"):
+        ShardedState(model).load_full_state_dict(
+            {k: v for k, v in saved["weights"].items() if k != "head.weight"}
+        )
+    for name, error in (("scale", RuntimeError), ("head.weight", ValueError)):
+        with pytest.raises(error, match=name):
+            ShardedState(model).load_full_state_dict(saved["weights"] | {name: torch.ones(2)})
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
@@ -852,15 +842,17 @@ def test_states_go_on_at_another_world_size(before, after, tmp_path):
 
 
 def go_on_from_shards(seed, folder):
-    """Frozen and unused parameters, buffers, settings, and an optimizer whose state goes on from nothing where it had
-    none."""
+    """Frozen and unused parameters, buffers, settings, an optimizer whose state goes on from nothing where it had none,
+    and a block that is compiled in one of the models."""
     folder = f"{folder}/{dist.get_world_size()}"
     for make in (
         lambda p: torch.optim.AdamW(p, lr=0.01),
         lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
         lambda p: torch.optim.RMSprop(p, lr=torch.tensor(0.01)),
     ):
-        first, second = (sharded(build("odd", seed + i), ("layer", "block")[i]) for i in range(2))
+        modules = [build("odd", seed + i) for i in range(2)]
+        modules[1].layers[0] = torch.compile(modules[1].layers[0], backend="eager")
+        first, second = map(sharded, modules, ("layer", "block"))
         optimizers = [make([p for p in model.parameters() if p.requires_grad]) for model in (first, second)]
         batches = data(4, 2, seed)
         for ids in batches[:2]:
@@ -870,9 +862,14 @@ def go_on_from_shards(seed, folder):
         dcp.save({"run": ShardedState(first, optimizers[0])}, checkpoint_id=folder)
         assert all(torch.equal(p, q) for p, q in zip(first.parameters(), before, strict=True))
         dcp.load({"run": ShardedState(second)}, checkpoint_id=folder)
-        for one, other in zip(full_state_dict(first).items(), full_state_dict(second).items(), strict=True):
-            assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
-        dcp.load({"run": ShardedState(second, optimizers[1])}, checkpoint_id=folder)
+        for one, other in zip(
+            ShardedState(first).full_state_dict()[0].items(),
+            ShardedState(second).full_state_dict()[0].items(),
+            strict=True,
+        ):
+            assert one[0] == other[0].replace("_orig_mod.", "") and torch.equal(one[1], other[1]), one[0]
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load({"run": ShardedState(second, optimizers[1])}, checkpoint_id=folder, planner=planner)
         for ids in batches[2:]:
             for model, optimizer in zip((first, second), optimizers, strict=True):
                 step_of(model, optimizer, share(ids))
@@ -1179,7 +1176,6 @@ CHECKS = {  # by the number of ranks
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
         gather_once_for_late_outputs, begin_on_meta, begin_by_modules, hold_few_bytes_from_the_beginning,
-        fail_to_initialize,
     ],
     3: [begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
     4: [train_in_two_groups],
@@ -1197,12 +1193,12 @@ def test_on_ranks(ranks, check):
     [
         (
             {"compute_dtype": torch.int8},
-            r"compute_dtype is torch.int8; expected a floating-point .*, or None",
+            r"compute_dtype is torch.int8; expected a floating-point",
         ),
         ({"compute_dtype": "bf16"}, r"compute_dtype is 'bf16'; expected a floating-point"),
         ({"reduce_dtype": None}, r"reduce_dtype is None; expected a floating-point torch.dtype$"),
-        ({"units": [nn.ReLU()]}, "units holds ReLU, which is no module of Model"),
-        ({"units": "layers"}, r"units holds str, which is no module of Model"),
+        ({"units": [nn.ReLU()]}, r"units holds ReLU \(not in the model\); expected modules of the model"),
+        ({"units": "layers"}, r"units holds str \(not in the model\)"),
         ({"process_group": "all"}, "process_group is 'all' on rank 0; expected a group"),
     ],
 )
@@ -1218,7 +1214,7 @@ def test_wrong_models_are_refused_by_name(alone):
         (3, None, "module is 3; expected a torch.nn.Module"),
         (frozen, None, "module Model has no parameter that requires a gradient"),
         (Norm(3), None, "module Norm has no weight to shard"),
-        (model, [model.layers], r"units holds ModuleList \('layers'\), which is never called"),
+        (model, [model.layers], r"units holds ModuleList \(layers\); expected .* which are called"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
             None,
@@ -1234,7 +1230,7 @@ def test_who_initializes_must_be_known(alone):
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 3), Norm(3))
     with pytest.raises(
-        ValueError, match=r"Norm \('1'\) is .* without reset_parameters\(\); expected param_init_fn="
+        ValueError, match=r"Norm \('1'\) is .* expected .* reset_parameters\(\) .* param_init_fn="
     ):
         FullyShardedDataParallel(module, device="cpu")
 
@@ -1253,7 +1249,7 @@ class Gain(nn.Module):
 def test_a_parameter_needs_who_initializes_it(alone):
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 3), Gain())
-    with pytest.raises(ValueError, match=r"Gain \('1'\) is .* without reset_parameters\(\)"):
+    with pytest.raises(ValueError, match=r"Gain \('1'\) is .* expected .* reset_parameters\(\)"):
         FullyShardedDataParallel(module, device="cpu")
 
 
@@ -1272,13 +1268,6 @@ def test_what_has_values_keeps_them(alone):
     with model.full_parameters():
         assert module[0].weight.sum() == 16 and module[0].scale == 2 and module[1].weight.sum() == 32
     assert not any(p.decays for p in module.parameters())
-
-
-def test_optimizers_that_do_not_begin_with_zeros_are_not_saved_before_a_step(alone):
-    for make in (torch.optim.NAdam, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)):
-        model = FullyShardedDataParallel(Model())
-        with pytest.raises(ValueError, match="does not begin with zeros; make a step before saving"):
-            ShardedState(model, make(model.parameters())).state_dict()
 
 
 def test_a_model_is_sharded_once(alone):
@@ -1308,10 +1297,10 @@ def test_nothing_outlives_the_model(units, alone):
 def test_a_model_that_has_changed_is_refused(alone):
     ids = torch.tensor([[1, 2]])
     for change, words in (
-        (lambda module: module.double(), "lies elsewhere than it did"),
+        (lambda module: module.double(), "has been converted, moved or replaced"),
         (
             lambda module: setattr(module.head, "weight", nn.Parameter(torch.ones(11, 6))),
-            "has been replaced",
+            "has been converted, moved or replaced",
         ),
         (
             lambda module: module.layers[0].down.weight.requires_grad_(True),
@@ -1364,21 +1353,30 @@ def test_a_loss_may_depend_on_the_shards_themselves(alone):
         torch.testing.assert_close(p.grad, grad + 2 * p)
 
 
-def fall_between_gathers(rank, how):
-    """Rank 1 ends in the first block, while rank 0 waits for what the others have of the next ones."""
-    torch.manual_seed(0)
-    model = sharded(Model(), "block")
+def fall(rank, how):
+    """Rank 1 ends in the first block, while rank 0 waits for what the others have of the next ones; or rank 0, which
+    alone initializes, while rank 1 waits for its weights."""
+    if how == "initialize":
+        sharded(build_on_meta("tied"), "block", device="cpu", param_init_fn=fail)
+    model = sharded(build("plain", 0), "block")
     if rank.rank == 1:
         end = {"raise": fail, "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL)}[how]
         model.module.layers[0].down.register_forward_pre_hook(end)
-    model(torch.randint(11, (2, 3))).sum().backward()
+    backward(model, torch.randint(11, (2, 3)))
 
 
-@pytest.mark.parametrize(("how", "said"), [("raise", "ZeroDivisionError: in"), ("kill", "signal SIGKILL")])
-def test_a_rank_that_falls_in_the_middle_ends_the_run(how, said):
+@pytest.mark.parametrize(
+    ("how", "number", "said"),
+    [
+        ("raise", 1, "ZeroDivisionError: in"),
+        ("kill", 1, "signal SIGKILL"),
+        ("initialize", 0, "ZeroDivisionError: in"),
+    ],
+)
+def test_a_rank_that_falls_ends_the_run(how, number, said):
     with distributed.forking(), pytest.raises(LaunchError) as caught:
         # the other rank would wait for an hour, longer than any test may take
-        launch(f"{__name__}:fall_between_gathers", 2, {"how": how}, device="cpu", collective_timeout_s=3600)
+        launch(f"{__name__}:fall", 2, {"how": how}, device="cpu", collective_timeout_s=3600)
     words = str(caught.value)
-    assert words.startswith(f"rank 1 of 2: {said}"), words
-    assert ("fsdp.py" in words) == (how == "raise"), words  # its traceback
+    assert words.startswith(f"rank {number} of 2: {said}"), words
+    assert ("fsdp.py" in words) == (how != "kill"), words  # its traceback

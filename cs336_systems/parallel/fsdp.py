@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,16 +41,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.buckets import assign
 from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
 from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Weight, Wires
-from cs336_systems.parallel.units import LAYERS, Fresh, Unit, intercept, named, readers_of, to_be_sharded
-
-_REDUCTIONS_IN_FLIGHT = 1
-"""While the gradients of the next unit are collected; each holds those of a unit."""
+from cs336_systems.parallel.units import LAYERS, Fresh, Intercepted, Unit, derive, to_be_sharded
 
 
 class FullyShardedDataParallel(DuringBackward):
@@ -93,63 +88,62 @@ class FullyShardedDataParallel(DuringBackward):
         process_group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None,
         param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:  # fmt: skip
-        _check_dtypes(compute_dtype, reduce_dtype)
-        chosen = named(module, units)
-        fresh = Fresh(module, device, param_init_fn)
+        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+            if not getattr(dtype, "is_floating_point", dtype is None and name == "compute_dtype"):
+                raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype")
+        named_parts = module.named_modules() if isinstance(module, nn.Module) else ()
+        parts = {part: name for name, part in named_parts}
+        units = list(units or ())
+        for unit in units:
+            if unit not in parts or getattr(unit.forward, "__func__", None) is nn.Module.forward:
+                raise ValueError(
+                    f"units holds {type(unit).__name__} ({parts.get(unit, 'not in the model')}); expected modules of "
+                    "the model with a forward of their own, which are called"
+                )
+        fresh = Fresh(parts, device, param_init_fn)
         super().__init__(
-            module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, units=list(chosen),
-            reshard_after_forward=bool(reshard_after_forward),
+            module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
+            units=[parts[unit] for unit in units], reshard_after_forward=bool(reshard_after_forward),
         )  # fmt: skip
-        self.compute_dtype = compute_dtype
-        weights = to_be_sharded(module, self._trained)
-        homes = {weight: readers_of(weight, chosen) for weight in weights}
-        wires = Wires(self.process_group, weights[0].parameter.device)
-        alike: dict[Any, list[Weight]] = {}
-        for weight, modules in homes.items():
-            kind = frozenset(modules), weight.parameter.dtype, weight.number is None
-            alike.setdefault(kind, []).append(weight)
-        self.flats = []
-        flats_of: dict[nn.Module, list[FlatWeights]] = {}
-        for (modules, dtype, _), group in alike.items():
-            wide = torch.float64 if dtype == torch.float64 else reduce_dtype
-            flat = FlatWeights(group, compute_dtype or dtype, wide, wires, fresh.fill)
-            self.flats.append(flat)
-            for reader in modules:
-                flats_of.setdefault(reader, []).append(flat)
-        with agreement(self.process_group):
-            if self.process_group.rank() == 0:
-                fresh.fill_rest(weights)
-        self._copy_from_rank_0()
-        named_parts = [(name, part) for name, part in module.named_modules() if part in flats_of]
-        called = [Unit(name, part, flats_of[part], compute_dtype) for name, part in named_parts]
-        self._schedule = Schedule(called, reshard_after_forward, self._reduce)
-        self._trained_flats = [flat for flat in self.flats if flat.trained]
-        self._reductions: deque[FlatWeights] = deque()  # whose reductions are under way
-        self._whole = False
+        self.compute_dtype, self._whole = compute_dtype, False
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
+        self.weights = to_be_sharded(module, self._trained, units)
+        wires = Wires(self.process_group, self.weights[0].parameter.device)
+        alike: dict[Any, list[Weight]] = {}
+        for weight in self.weights:
+            kind = frozenset(weight.readers), weight.parameter.dtype, weight.number is None
+            alike.setdefault(kind, []).append(weight)
+        make = functools.partial(FlatWeights, compute_dtype, reduce_dtype, wires, fresh.fill)
+        self.flats = list(map(make, alike.values()))  # as they are gathered together
+        if self.process_group.rank() == 0:
+            fresh.fill_rest()
+        for weight in self.weights:
+            weight.show(None)
+        super()._copy_from_rank_0()  # what is replicated
+        for weight in self.weights:
+            weight.show(weight.parameter)
+        called = [
+            Unit(name, part, flats)
+            for part, name in parts.items()
+            if (flats := [flat for flat in self.flats if part in flat.weights[0].readers])
+        ]
+        self._schedule = Schedule(called, self.flats, reshard_after_forward)
+        self._trained_flats = [flat for flat in self.flats if flat.trained]
         self._flat_of = {w.number: (flat, w) for flat in self._trained_flats for w in flat.weights}
         replicated = [p for i, p in enumerate(self._trained) if i not in self._flat_of]
         self._buckets = assign(replicated, float("inf"))
         # by number: what such a hook holds is never collected with the tensor that it hangs on
         this = weakref.ref(self)
         for number, (_, weight) in self._flat_of.items():
-            arrived = functools.partial(_call_gradient_arrived, this, number)
-            weight.full.register_post_accumulate_grad_hook(arrived)
+            weight.full.register_post_accumulate_grad_hook(
+                lambda full, number=number: this() and this()._gradient_is_ready(number, full)
+            )
         for unit in called:
-            intercept(unit.module, functools.partial(self._call, unit))
-
-    flats: Sequence[FlatWeights] = ()
-    """The sharded weights, as they are gathered together."""
+            unit.module.__dict__["_called"] = functools.partial(self._call, unit)
+            derive(unit.module, Intercepted)
 
     def _copy_from_rank_0(self) -> None:
-        """Copies what is replicated, once the rest is sharded (see `FlatWeights.scatter`)."""
-        weights = [weight for flat in self.flats for weight in flat.weights]
-        for weight in weights:
-            weight.show(None)
-        if weights:
-            super()._copy_from_rank_0()
-        for weight in weights:
-            weight.show(weight.parameter)
+        """Not before weights are sharded."""
 
     # ----------------------------------------------------------------------------------------- forward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -170,16 +164,13 @@ class FullyShardedDataParallel(DuringBackward):
             inputs = tuple(map(self._narrow, inputs))
             kwargs = {name: self._narrow(value) for name, value in kwargs.items()}
         self._schedule.enter(unit, again)
-        for module, name, p in unit.narrowed:
-            module._parameters[name] = p.to(self.compute_dtype)
+        for layer, bias in unit.biases if self.compute_dtype is not None else ():
+            layer._parameters["bias"] = bias.to(self.compute_dtype)
         try:
             outputs = call(*inputs, **kwargs)
-        except BaseException:
-            differentiable = False
-            raise
         finally:
-            for module, name, p in unit.narrowed:
-                module._parameters[name] = p
+            for layer, bias in unit.biases:
+                layer._parameters["bias"] = bias
             self._schedule.leave(unit, again, differentiable)
         if differentiable:
             self._watch(unit, (inputs, kwargs), outputs, again)
@@ -204,16 +195,16 @@ class FullyShardedDataParallel(DuringBackward):
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
-        super()._begin_backward()
-        self._schedule.begin_backward(reduces=not self._accumulating)
+        if not self._in_backward:
+            super()._begin_backward()
+            self._schedule.begin_backward(reduces=not self._accumulating)
 
     def _end_backward(self) -> None:
         super()._end_backward()
         self._schedule.end_backward()
 
     def _reached(self, unit: Unit, _: Tensor) -> None:
-        if not self._in_backward:
-            self._begin_backward()
+        self._begin_backward()
         self._schedule.reach(unit)
 
     def _left(self, frozen: list[FlatWeights]) -> None:
@@ -223,41 +214,23 @@ class FullyShardedDataParallel(DuringBackward):
                 self._schedule.done(flat)
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
-        # where the loss depends on the shard itself, what that adds is this rank's own
-        if number not in self._flat_of:
-            self._note(number, parameter)
-
-    def _note(self, number: int, parameter: nn.Parameter, sent: bool = False) -> None:
-        if number in self._arrived or sent:
+        """Called when backward has the whole gradient of what is replicated, or of a gathered weight, for this rank's
+        batch; or of a shard, on which the loss depends itself: what that adds is this rank's own."""
+        flat, weight = self._flat_of.get(number, (None, None))
+        if weight is not None:
+            if parameter is weight.parameter:
+                return
+            gradient, parameter.grad, parameter = parameter.grad, None, weight.parameter
+        if number in self._arrived or (flat is not None and flat.mean is not None):
             self._refuse_second_pass(parameter)
         super()._gradient_is_ready(number, parameter)
-        if not self._in_backward:
-            self._begin_backward()
-
-    def _gradient_arrived(self, flat: FlatWeights, weight: Weight) -> None:
-        """Called when backward has the whole gradient of a sharded weight, for this rank's batch."""
-        try:
-            self._note(weight.number, weight.parameter, sent=flat.mean is not None)
-        except RuntimeError:
-            weight.full.grad = None
-            raise
-        if flat.gradient is None:
-            self._settle(_REDUCTIONS_IN_FLIGHT)
-        flat.take_gradient(weight)
-        flat.missing.discard(weight)
-        if not flat.missing:
-            self._schedule.done(flat)
-
-    def _reduce(self, flat: FlatWeights) -> None:
-        if flat.gradient is not None:  # a rank that has skipped it must not wait for those that have not
-            self._settle(_REDUCTIONS_IN_FLIGHT)
-        flat.reduce()
-        self._reductions.append(flat)
-
-    def _settle(self, left: int) -> None:
-        """Waits for the oldest reductions until so many are under way; on a GPU the host does not wait."""
-        while len(self._reductions) > left:
-            self._reductions.popleft().settle()
+        self._begin_backward()
+        if weight is not None:
+            if flat.gradient is None:
+                self._schedule.settle()
+            flat.take_gradient(weight, gradient)
+            if not flat.missing:
+                self._schedule.done(flat)
 
     def _absent(self) -> list[int]:
         seen = {weight.number for flat in self._trained_flats for weight in flat.written}
@@ -270,15 +243,15 @@ class FullyShardedDataParallel(DuringBackward):
         super()._end_step(given_up)
 
     def _average_gradients(self) -> None:
-        if self._schedule.calls and not self._in_backward:  # there was none here
+        if not self._in_backward:  # there was none here, or it has ended, and no call is left
             self._schedule.begin_backward(reduces=True)
         self._end_backward()
         for flat in self._trained_flats:
             if flat.mean is None:
-                self._settle(_REDUCTIONS_IN_FLIGHT)
-                self._reduce(flat)
+                self._schedule.settle()
+                self._schedule.reduce(flat)
         buckets = [average(bucket.gathered(), self.process_group, async_op=True) for bucket in self._buckets]
-        self._settle(0)
+        self._schedule.settle(0)
         for flat in self._trained_flats:
             flat.deliver()
         for work in buckets:
@@ -315,18 +288,18 @@ class FullyShardedDataParallel(DuringBackward):
 
         As torch's function for a model that is not sharded. All ranks call it; the host does not wait.
         """
-        trained = [(i, p) for i, p in enumerate(self._trained) if p.grad is not None]
-        share, rest = (
-            nn.utils.get_total_norm(
-                [p.grad for i, p in trained if (i in self._flat_of) == sharded and p.numel()], norm_type
-            ).to(self._trained[0].device)
-            for sharded in (True, False)
-        )
-        largest = norm_type == float("inf")
-        power = share if largest else share.pow(norm_type)
-        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self.process_group)
-        norm = torch.maximum(power, rest) if largest else (power + rest.pow(norm_type)).pow(1 / norm_type)
-        nn.utils.clip_grads_with_norm_([p for _, p in trained], max_norm, norm)
+        mine = [
+            p.grad for i, p in enumerate(self._trained)
+            # what is replicated counts once
+            if p.grad is not None and p.numel() and (i in self._flat_of or self.process_group.rank() == 0)
+        ]  # fmt: skip
+        norm = nn.utils.get_total_norm(mine, norm_type).to(self._trained[0].device)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
+        else:
+            dist.all_reduce(norm := norm.pow(norm_type), dist.ReduceOp.SUM, self.process_group)
+            norm = norm.pow(1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self._trained, max_norm, norm)
         return norm
 
     @contextmanager
@@ -338,7 +311,7 @@ class FullyShardedDataParallel(DuringBackward):
         """
         if self._whole or self._in_backward:
             raise RuntimeError("full_parameters() inside itself, or inside a backward pass")
-        shown = [piece for flat in self.flats for piece in flat.assembled().items()]
+        shown = [(weight, weight.assembled(weight.parameter, self.process_group)) for weight in self.weights]
         for weight, whole in shown:
             weight.show(nn.Parameter(whole, requires_grad=weight.parameter.requires_grad))
         self._whole = True
@@ -371,21 +344,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return found
 
 
-# ----------------------------------------------------------------------------------------------- helpers
-def _call_gradient_arrived(wrapper: weakref.ref[FullyShardedDataParallel], number: int, _: Tensor) -> None:
-    if (alive := wrapper()) is not None:
-        alive._gradient_arrived(*alive._flat_of[number])
-
-
-def _check_dtypes(compute_dtype: Any, reduce_dtype: Any) -> None:
-    for name, dtype, allowed in (
-        ("compute_dtype", compute_dtype, ", or None"), ("reduce_dtype", reduce_dtype, ""),
-    ):  # fmt: skip
-        is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if not (is_dtype or (allowed and dtype is None)):
-            raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype{allowed}")
-
-
 def _differentiable(value: Any) -> list[Tensor]:
-    leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

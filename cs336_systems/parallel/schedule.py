@@ -14,7 +14,8 @@ before their turn; they stay gathered until they are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 
 from cs336_systems.parallel.shards import FlatWeights
 from cs336_systems.parallel.units import Unit
@@ -23,20 +24,22 @@ from cs336_systems.parallel.units import Unit
 class Schedule:
     """The gathers and reductions of a model.
 
-    units: in the order of their definition; reshard: whether forward frees what it has used; reduce: starts a
-    reduction.
+    units: in the order of their definition; flats: what they gather; reshard: whether forward frees what it has used.
     """
 
-    def __init__(self, units: Iterable[Unit], reshard: bool, reduce: Callable[[FlatWeights], None]) -> None:
-        self.order = list(units)
-        self._reshard, self._reduce = reshard, reduce
-        self._flats = list(dict.fromkeys(flat for unit in self.order for flat in unit.flats))
-        self._number = {unit: i for i, unit in enumerate(self.order)}
+    def __init__(self, units: list[Unit], flats: list[FlatWeights], reshard: bool) -> None:
+        self.order, self._flats, self._reshard = units, flats, reshard
+        self._number = {unit: i for i, unit in enumerate(units)}
         self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
         self._next = 0  # the position in `order` that is expected next
-        self._called: list[Unit] | None = None  # in this forward pass, if it is one of the whole model
+        self._called: list[Unit] = []  # in this forward pass
         self.calls: list[Unit] = []  # that a backward pass may come to, in order
+        self.reductions: deque[FlatWeights] = deque()  # whose reductions are under way
         self.begin_backward(reduces=False)
+
+    def _gather(self, flats: Iterable[FlatWeights]) -> None:
+        for flat in flats:
+            flat.gather()
 
     def _free(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
@@ -46,52 +49,38 @@ class Schedule:
     # ------------------------------------------------------------------------------------------- forward
     def begin_forward(self) -> None:
         """Nothing is left from before: weights that were kept may have been updated since."""
-        self._called = []
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._next = 0
+        self._called, self._next = [], 0
         self._free(self._flats)
 
     def end_forward(self) -> None:
         """The order of this pass is expected of the next one; what was gathered for nothing goes."""
-        if self._called:
-            self.order = self._called
-        self._called = None
+        self.order, self._called = self._called or self.order, []
         if self._reshard:
             self._free(self._flats)
 
     def enter(self, unit: Unit, again: bool) -> None:
         """A module is called: its weights are there for what is queued from now on. again: by backward, since a
         checkpoint has not kept what it needs of this call."""
-        if again:
-            if (number := self.first_call.get(unit)) is not None:
-                self._gather_until(number)
-                self._held.update(flat for flat in unit.flats if flat not in self._done)
-            else:
-                self._done.difference_update(unit.flats)
-        elif (position := self._position(unit)) is not None:
-            self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
-            for expected in self.order[position : position + 2]:
-                self._gather(expected.flats)
-            self._next = position + 1
-        if not again:
+        if again and unit in self.first_call:
+            self._gather_until(self.first_call[unit])
+            self._held.update(flat for flat in unit.flats if flat not in self._done)
+        elif again:
+            self._done.difference_update(unit.flats)
+        else:
             self.trace = hash((self.trace, self._number[unit])) % 2**62
-            if self._called is not None:
-                self._called.append(unit)
+            self._called.append(unit)
+            if unit in self.order:
+                if unit not in self.order[self._next :]:  # another pass has begun
+                    self._next = 0
+                    self._free(self._flats)
+                position = self.order.index(unit, self._next)
+                self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
+                self._gather(flat for ahead in self.order[position : position + 2] for flat in ahead.flats)
+                self._next = position + 1
         self._gather(unit.flats)
         for flat in unit.flats:
             flat.wait()
             flat.lend()
-
-    def _position(self, unit: Unit) -> int | None:
-        """Where in the expected order it is: from the next one on, or, in another pass, from the first."""
-        for begin in (self._next, 0):
-            if unit in self.order[begin:]:
-                if not begin and self._next:
-                    self._start_over()
-                return self.order.index(unit, begin)
-        return None
 
     def leave(self, unit: Unit, again: bool, differentiable: bool) -> None:
         """Its call has ended; differentiable: a backward pass may follow."""
@@ -106,12 +95,9 @@ class Schedule:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
         if self._next and self.order[self._next - 1] is unit:
-            for expected in self.order[self._next + 1 : self._next + 2]:
-                self._gather(expected.flats)
-
-    def _gather(self, flats: Iterable[FlatWeights]) -> None:
-        for flat in flats:
-            flat.gather()
+            self._gather(
+                flat for ahead in self.order[self._next + 1 : self._next + 2] for flat in ahead.flats
+            )
 
     # ------------------------------------------------------------------------------------------ backward
     def begin_backward(self, reduces: bool) -> None:
@@ -135,7 +121,7 @@ class Schedule:
     def _gather_until(self, last: int) -> None:
         for flats in self._gathers[self._num_gathered : last + 1]:
             self._gather(flats)
-        self._num_gathered = max(self._num_gathered, min(last + 1, len(self._gathers)))
+        self._num_gathered = max(self._num_gathered, last + 1)
 
     def _close(self, until: int) -> None:
         """Ends the calls before this one, and those after them that are done."""
@@ -148,7 +134,7 @@ class Schedule:
             self._gather_until(number + 2)
             self._num_closed += 1
             for flat in reduces if self._reduces else ():
-                self._reduce(flat)
+                self.reduce(flat)
 
     def reach(self, unit: Unit) -> None:
         """Backward has come to a call: its weights are there for what is queued from now on."""
@@ -168,6 +154,19 @@ class Schedule:
         self._done.add(flat)
         self._free([flat])
         self._close(self._num_closed)
+
+    def reduce(self, flat: FlatWeights) -> None:
+        """Starts the reduction of what there is of their gradients."""
+        if flat.gradient is not None:  # a rank that has skipped it must not wait for those that have not
+            self.settle()
+        flat.reduce()
+        self.reductions.append(flat)
+
+    def settle(self, left: int = 1) -> None:
+        """Waits for the oldest reductions until so many are under way, one while the gradients of the next unit are
+        collected, since each holds those of a unit; on a GPU the host does not wait."""
+        while len(self.reductions) > left:
+            self.reductions.popleft().settle()
 
     def end_backward(self) -> None:
         """Backward has ended: what it has not come to is sent all the same, and everything is freed."""

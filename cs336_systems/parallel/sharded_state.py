@@ -1,11 +1,19 @@
-"""Whole state dicts of a fully sharded model and of its optimizer, on rank 0.
+"""State dicts of a fully sharded model and of its optimizer: whole ones, on rank 0, and sharded ones.
 
-    weights, moments = full_state_dict(model), full_optimizer_state_dict(model, optimizer)     # on all ranks
+    states = ShardedState(model, optimizer)                 # on all ranks
+    weights, moments = states.full_state_dict()
     if rank == 0:
         torch.save({"weights": weights, "moments": moments}, path)
 
 They are what the plain model's and optimizer's `state_dict` would be, so either loads the other's, and any number of
-ranks loads what any other has saved. Sharded ones: `sharded_checkpoint.py`.
+ranks loads what any other has saved. The same is so of what `torch.distributed.checkpoint` saves, and loads:
+
+    dcp.save({"run": states}, checkpoint_id=folder)
+    dcp.load({"run": states}, checkpoint_id=folder)
+
+Each rank writes and reads its own elements. The checkpoint has the plain model's names and shapes, and of the optimizer
+what torch's `get_optimizer_state_dict` gives: models that are not sharded, or otherwise, read it too. Parameters that
+had no gradient yet have no state in it; `DefaultLoadPlanner(allow_partial_load=True)` has it begin anew.
 """
 
 from __future__ import annotations
@@ -15,118 +23,133 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.parallel.shards import Weight
 
 
-def tensors_of(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """The model's parameters and buffers by the names that state dicts have for them."""
-    return model.module.state_dict(keep_vars=True)
+class ShardedState:
+    """A model's weights and an optimizer's state; optimizer: None for the weights alone. All ranks make all calls."""
 
+    def __init__(
+        self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._weights = {weight.parameter: weight for weight in model.weights}
 
-def weights_of(model: FullyShardedDataParallel) -> dict[Tensor, Weight]:
-    """The sharded weights by their parameters."""
-    return {weight.parameter: weight for flat in model.flats for weight in flat.weights}
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.model.module.state_dict(keep_vars=True)
 
+    def _parameters(self) -> list[Tensor]:
+        """Of the optimizer, by the numbers that a state dict has for them."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-def is_piece(value: Any, weight: Weight | None) -> bool:
-    """Whether something, of an optimizer's state say, has an element for each that this rank has of a weight."""
-    return weight is not None and isinstance(value, Tensor) and value.shape == weight.parameter.shape
+    def _is_piece(self, value: Any, of: Tensor) -> bool:
+        """Whether something, of an optimizer's state say, has an element for each that this rank has of a weight."""
+        return of in self._weights and isinstance(value, Tensor) and value.shape == of.shape
 
+    # ------------------------------------------------------------------------------------------------- whole
+    def full_state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """On rank 0 of the group the model's whole state by name, and what the plain optimizer's `state_dict` would be,
+        tensors on the CPU; {} on the others, and without an optimizer.
 
-# ----------------------------------------------------------------------------------------------------- model
-def full_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """On rank 0 of the group the model's whole state by name, on the CPU; {} on the others. All ranks call it.
+        Of a sharded weight, state with an element for each of the shard's is put together; the rest (counters) is taken
+        as it is. On the device it takes one tensor of a weight at a time.
+        """
+        group = self.model.process_group
 
-    On the device it takes one unit's weights at a time.
-    """
-    first = model.process_group.rank() == 0
-    whole: dict[Tensor, Tensor] = {}
-    for flat in model.flats:
-        there = flat.assembled()
-        whole |= {weight.parameter: tensor.cpu() for weight, tensor in there.items() if first}
-    named = tensors_of(model).items() if first else ()
-    return {name: whole[t] if t in whole else t.detach().cpu().clone() for name, t in named}
+        def whole(value: Any, of: Tensor) -> Any:
+            if self._is_piece(value, of):
+                value = self._weights[of].assembled(value, group)
+            if group.rank():
+                return None
+            return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
+        own = self._tensors()
+        tensors = {t: whole(t, t) for t in own.values()}
+        moments = self.optimizer.state_dict() if self.optimizer is not None else {}
+        if moments:
+            of = self._parameters()
+            moments["state"] = {
+                number: {key: whole(value, of[number]) for key, value in state.items()}
+                for number, state in moments["state"].items()
+            }
+        return ({}, {}) if group.rank() else ({name: tensors[t] for name, t in own.items()}, moments)
 
-@torch.no_grad()
-def load_full_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Tensor]) -> None:
-    """Gives each rank its shards, and what is replicated, of the whole state dict that rank 0 has; others may give {}.
+    def load_full_state_dict(
+        self, weights: Mapping[str, Tensor], moments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Takes this rank's shards, and what is replicated, from such states, or from those of a plain model and its
+        optimizer, which each rank has (`mmap=True` reads no more than is taken). Errors: torch's where names, groups or
+        shapes differ; ValueError for another shape of a weight that is sharded."""
+        own, mine = self._tensors(), dict(weights)
+        for name, value in weights.items():
+            if (weight := self._weights.get(own.get(name))) is not None:
+                if value.shape != weight.shape:
+                    raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(weight.shape)}")
+                mine[name] = value.reshape(-1)[weight.start : weight.stop]
+        self.model.module.load_state_dict(mine)
+        if moments is None:
+            return
+        of = dict(enumerate(map(self._weights.get, self._parameters())))
 
-    On the device it takes one unit's weights at a time. All ranks call it. ValueError on all, before anything is taken,
-    where names or shapes differ from the model's.
-    """
-    first, weights, own = model.process_group.rank() == 0, weights_of(model), tensors_of(model)
-    with agreement(model.process_group):
-        if first and (wrong := sorted(own.keys() ^ state.keys())):
-            raise ValueError(
-                f"the state dict has other names than the model: {', '.join(wrong)} in one of them only"
-            )
-        for name, tensor in own.items() if first else ():
-            shape = weights[tensor].shape if tensor in weights else tensor.shape
-            if shape != state[name].shape:
-                raise ValueError(f"{name} has shape {tuple(state[name].shape)}; expected {tuple(shape)}")
-    names = {tensor: name for name, tensor in own.items()}
-    for flat in model.flats:
-        flat.scatter(lambda weight, place: place.copy_(state[names[weight.parameter]]))
-    for tensor in names.keys() - weights.keys() if first else ():
-        tensor.copy_(state[names[tensor]])
-    model._copy_from_rank_0()
+        def share(value: Any, weight: Weight | None) -> Any:
+            whole = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
+            return value.reshape(-1)[weight.start : weight.stop].clone() if whole else value
 
-
-# ------------------------------------------------------------------------------------------------- optimizer
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """By the numbers that a state dict has for them."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def full_optimizer_state_dict(
-    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """On rank 0 what the plain optimizer's `state_dict` would be, tensors on the CPU; {} on the others.
-
-    Of a sharded weight, state with an element for each of the shard's is put together; the rest (counters) is taken as
-    it is. All ranks call it; on the device it takes one state tensor of a unit at a time.
-    """
-    packed = optimizer.state_dict()
-    numbers = {p: number for number, p in enumerate(_parameters(optimizer))}
-    first = model.process_group.rank() == 0
-    whole = {
-        number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for number, state in packed["state"].items()
-    }
-    for flat in model.flats:
-        states = {weight: optimizer.state.get(weight.parameter, {}) for weight in flat.weights}
-        pieces = {
-            (key, w): value for w, own in states.items() for key, value in own.items() if is_piece(value, w)
+        state = {
+            number: {key: share(value, of.get(number)) for key, value in values.items()}
+            for number, values in moments["state"].items()
         }
-        for key in sorted({key for key, _ in pieces}):
-            there = flat.assembled({w: value for (name, w), value in pieces.items() if name == key})
-            for weight, tensor in there.items() if first else ():
-                whole[numbers[weight.parameter]][key] = tensor.cpu()
-    return {**packed, "state": whole} if first else {}
+        self.optimizer.load_state_dict({**moments, "state": state})
+
+    # ----------------------------------------------------------------------------------------------- sharded
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": …, "optimizer": {"state": …, "param_groups": …}}`, by names; the tensors themselves, no copies. An
+        optimizer without any state is given what it has after a step of zeros, as torch does."""
+
+        def shared(value: Any, of: Tensor) -> Any:
+            return Shard(value, self._weights[of]) if self._is_piece(value, of) else value
+
+        own = {name.replace("_orig_mod.", ""): t for name, t in self._tensors().items()}  # as if not compiled
+        state: dict[str, Any] = {"model": {name: shared(t.detach(), t) for name, t in own.items()}}
+        if self.optimizer is not None:
+            moments = get_optimizer_state_dict(self.model.module, self.optimizer)
+            for name, values in moments["state"].items():
+                moments["state"][name] = {key: shared(value, own[name]) for key, value in values.items()}
+            state["optimizer"] = moments
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the optimizer's settings, and of its state what is no tensor: these have been loaded in place."""
+        if self.optimizer is not None:
+            moments, loaded = get_optimizer_state_dict(self.model.module, self.optimizer), state["optimizer"]
+            for name, own in moments["state"].items():
+                own |= {k: v for k, v in loaded["state"][name].items() if not isinstance(v, Tensor)}
+            moments["param_groups"] = loaded["param_groups"]
+            set_optimizer_state_dict(self.model.module, self.optimizer, moments)
 
 
-def load_full_optimizer_state_dict(
-    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> None:
-    """Takes the settings, and of the state this rank's share, from what `full_optimizer_state_dict` or a plain
-    optimizer over the same parameters has returned, which each rank has (`mmap=True` reads no more than is taken).
-    ValueError where groups differ."""
-    both = state_dict["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in both]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"the state dict has groups of {sizes[0]} parameters; expected {sizes[1]}")
-    weights, parameters = weights_of(model), _parameters(optimizer)
+class Shard(LocalShardsWrapper):
+    """This rank's elements, (n,), of something in a weight's shape, read and written in place: a checkpoint has boxes.
 
-    def share(value: Any, weight: Weight | None) -> Any:
-        whole = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
-        return value.reshape(-1)[weight.start : weight.stop].clone() if whole else value
+    A range of a matrix's elements, row by row, is three at most: the rest of a row, whole rows, and a part of the next.
+    (A `DTensor` cannot tell it: torch cuts between rows alone.)
+    """
 
-    mine = {
-        number: {key: share(value, weights.get(parameters[number])) for key, value in state.items()}
-        for number, state in state_dict["state"].items()
-    }
-    optimizer.load_state_dict({**state_dict, "state": mine})
+    device: torch.device = torch.device("cpu")
+
+    @staticmethod
+    def __new__(cls, piece: Tensor, weight: Weight) -> Shard:
+        boxes, columns, begin = {}, weight.shape[1], 0
+        while left := len(piece) - begin:
+            row, column = divmod(weight.start + begin, columns)
+            rows, width = 1 if column else max(left // columns, 1), min(columns - column, left)
+            boxes[row, column] = piece[begin : begin + rows * width].view(rows, width)
+            begin += rows * width
+        self = LocalShardsWrapper.__new__(cls, list(boxes.values()), list(boxes))
+        # of the whole, to which the boxes belong, if there are any
+        self.size, self.device = lambda: weight.shape, piece.device
+        return self

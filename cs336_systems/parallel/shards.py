@@ -16,8 +16,8 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.buckets import sole
 from cs336_systems.parallel.state import bytes_of
 
@@ -66,35 +65,24 @@ class Wires:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def gathering(self) -> AbstractContextManager[object]:
-        """Work inside begins when what has been queued on the current stream so far is done; the host does not wait."""
+        """Work from now on, and inside on the current stream, begins when what has been queued on this one is done; the
+        host does not wait. So memory of gathers can be written again, or unmapped: who was to read it has."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def let_go(self) -> None:
-        """Memory of gathers may be unmapped, or written again, when what has been queued to read it has."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-
-_groups_of_gathers: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-"""Of all models of a group, since a group of NCCL keeps memory of the GPU and is not given back."""
-
-
+@functools.cache
 def _group_of_gathers(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A second group of the same ranks. NCCL's kernels in it come before those that compute: when a gather can start it
-    has little time, and nothing that it waits for."""
-    if group not in _groups_of_gathers:
-        backend, timeout = dist.get_backend(group), group._get_backend(device).options._timeout
-        options = None
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-        _groups_of_gathers[group] = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
-    return _groups_of_gathers[group]
+    has little time, and nothing that it waits for. One for all models, since a group of NCCL keeps memory of the GPU
+    and is not given back."""
+    timeout, options = group._get_backend(device).options._timeout, None
+    if (backend := dist.get_backend(group)) == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    return dist.new_group(timeout=timeout, backend=backend, pg_options=options)
 
 
 # --------------------------------------------------------------------------------------------------- weights
@@ -104,15 +92,17 @@ class Weight:
 
     name: in the model; parameter: the model's own, which keeps this rank's elements `start` to `stop` of the flattened
     weight, as a vector; number: which of the trained parameters it is, None if it is frozen. homes: the modules that
-    have it, each with its name there. offset: where it begins in the flat vector; piece: where in this rank's slice of
-    that its elements are. full: the gathered weight, in the dtype that it is computed with.
+    have it, each with its name there; readers: those at whose calls it must be there. offset: where it begins in the
+    flat vector; piece: where in this rank's slice of that its elements are. full: the gathered weight, in the dtype
+    that it is computed with.
     """
 
     name: str
     number: int | None
-    homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     shape: torch.Size
+    homes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    readers: set[nn.Module] = field(default_factory=set)
     offset: int = 0
     start: int = 0
     stop: int = 0
@@ -128,27 +118,38 @@ class Weight:
         """The part of a flat vector that is this weight's, in its shape."""
         return flat[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
+    @torch.no_grad()
+    def assembled(self, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The weight, or something else of its elements, in its shape, of what ranks have (n,). All ranks call it."""
+        whole = piece.new_zeros(self.shape)
+        whole.view(-1)[self.start : self.stop] = piece
+        # the sum of the bytes is exact: each is zero on all ranks but one
+        dist.all_reduce(bytes_of(whole), group=group)
+        return whole
+
 
 class FlatWeights:
     """Weights of one dtype and device, all trained or all frozen, that are gathered together and reduced together.
 
-    compute_dtype: what they travel and are computed with; reduce_dtype: what their gradients are summed in. fill: see
-    `scatter`, after which each rank has its slice of them.
+    compute_dtype: what they travel and are computed with, None for their own; reduce_dtype: what their gradients are
+    summed in, unless they are fp64. fill: on rank 0 `fill(weight, place)` writes each weight to its place in the flat
+    vector, of which each rank keeps its slice. All ranks make it.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], compute_dtype: torch.dtype, reduce_dtype: torch.dtype, wires: Wires,
-        fill: Callable[[Weight, Tensor], object],
+        self, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype, wires: Wires,
+        fill: Callable[[Weight, Tensor], object], weights: list[Weight],
     ) -> None:  # fmt: skip
-        self.weights, self.wires = list(weights), wires
-        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        self.trained = self.weights[0].number is not None
+        self.weights, self.wires, model = weights, wires, weights[0].parameter
+        self.compute_dtype = compute_dtype or model.dtype
+        self.reduce_dtype = torch.float64 if model.dtype == torch.float64 else reduce_dtype
+        self.trained = weights[0].number is not None
         # looking up rows leaves nothing that backward would read, but their numbers
-        forwards = [type(module).forward for weight in self.weights for module, _ in weight.homes]
+        forwards = [type(module).forward for weight in weights for module, _ in weight.homes]
         self.read_in_backward = any(forward is not nn.Embedding.forward for forward in forwards)
         self.users = 0  # calls of modules under way that read them
         self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
-        self.missing = set(self.weights)  # those whose gradients the running backward pass has not reached
+        self.missing = set(weights)  # those whose gradients the running backward pass has not reached
         self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until it is reduced
         self.written: set[Weight] = set()  # the weights whose gradients are, or were, in there in this step
         self.mean: Tensor | None = None  # (n,), what a reduction writes, from its beginning to delivery
@@ -156,46 +157,36 @@ class FlatWeights:
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
 
-        rank, ranks = wires.reductions.rank(), wires.reductions.size()
-        model = self.weights[0].parameter
-        dtypes = model.dtype, compute_dtype, reduce_dtype
-        step = _ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
+        group = wires.reductions
+        step = _ALIGNMENT // min(d.itemsize for d in (model.dtype, self.compute_dtype, self.reduce_dtype))
         self.numel = 0
-        for weight in self.weights:
+        for weight in weights:
             weight.offset = self.numel
-            self.numel += -(-weight.parameter.numel() // step) * step
-        self.numel += -self.numel % (ranks * step)
-        self._length = self.numel // ranks
-        begin, end = rank * self._length, (rank + 1) * self._length
+            self.numel += -(-weight.shape.numel() // step) * step
+        self.numel += -self.numel % (group.size() * step)
+        self._length = self.numel // group.size()
+        begin, end = group.rank() * self._length, (group.rank() + 1) * self._length
         self._shard = model.new_empty(self._length)
         # The gathered weights: memory that comes and goes beneath tensors that stay, since autograd keeps these.
-        self._flat = torch.empty(self.numel, dtype=compute_dtype, device=model.device)
-        for weight in self.weights:
+        self._flat = torch.empty(self.numel, dtype=self.compute_dtype, device=model.device)
+        for weight in weights:
             edges = begin - weight.offset, end - weight.offset
             weight.start, weight.stop = (min(max(edge, 0), weight.shape.numel()) for edge in edges)
-            first = max(weight.offset - begin, 0) if weight.stop > weight.start else 0
-            weight.piece = slice(first, first + weight.stop - weight.start)
+            weight.piece = slice(weight.offset + weight.start - begin, weight.offset + weight.stop - begin)
             # .data: not a view for autograd, which would find the weights that it has kept overwritten
             weight.full = nn.Parameter(weight.within(self._flat).data, requires_grad=self.trained)
         self._flat.untyped_storage().resize_(0)
-        self.scatter(fill)
-        for weight in self.weights:
+        with torch.no_grad():
+            whole = self._shard.new_zeros(self.numel)
+            for weight in weights if group.rank() == 0 else ():
+                fill(weight, weight.within(whole))
+            # as bytes, since no backend knows all dtypes
+            dist.broadcast(bytes_of(whole), group=group, group_src=0)
+            self._shard.copy_(whole[begin:end])
+            whole.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
+        for weight in weights:
             weight.parameter.data, weight.parameter.grad = self._shard[weight.piece], None
-        self._places = [weight.parameter.data_ptr() for weight in self.weights]
-
-    @torch.no_grad()
-    def scatter(self, fill: Callable[[Weight, Tensor], object]) -> None:
-        """Gives each rank its slice of what rank 0 has: there `fill(weight, place)` writes each weight to its place in
-        the flat vector. All ranks call it."""
-        group, first = self.wires.reductions, self.wires.reductions.rank() == 0
-        flat = self._shard.new_zeros(self.numel if first else 0)
-        with agreement(group):  # what is raised on rank 0 ends the others, too
-            for weight in self.weights if first else ():
-                fill(weight, weight.within(flat))
-        if self.numel:  # as bytes, since no backend knows all dtypes
-            slices = list(bytes_of(flat).view(group.size(), -1)) if first else None
-            dist.scatter(bytes_of(self._shard), slices, group=group, group_src=0)
-        flat.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
+        self._places = [weight.parameter.data_ptr() for weight in weights]
 
     def _finish(self, work: dist.Work, what: str) -> None:
         """Waits for a collective; RuntimeError that says what it was, where others did not join it."""
@@ -221,21 +212,19 @@ class FlatWeights:
         The memory is the gather stream's, which has waited for all that has read it before: it is reused without the
         host, or the allocator, having to know when a kernel ends.
         """
-        if self.gathered_bytes or not self.numel:
+        if self.gathered_bytes:
             return
-        if self._places != [weight.parameter.data_ptr() for weight in self.weights]:
-            raise RuntimeError(
-                f"a shard of {', '.join(w.name for w in self.weights)} lies elsewhere than it did when the model was "
-                "wrapped: convert, move or replace parameters first, wrap then"
-            )
+        for weight, place in zip(self.weights, self._places, strict=True):
+            module, name = weight.homes[0]
+            if module._parameters.get(name) is not weight.parameter or weight.parameter.data_ptr() != place:
+                raise RuntimeError(
+                    f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
+                    "wrap then"
+                )
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
-            try:
-                self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
-                self._work = all_gather(self._flat, self._sent, self.wires.gathers)
-            except BaseException:
-                self._flat.untyped_storage().resize_(0)
-                raise
+            self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
+            self._work = all_gather(self._flat, self._sent, self.wires.gathers)
 
     def wait(self) -> None:
         """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
@@ -247,20 +236,14 @@ class FlatWeights:
         """Lets go of the whole weights; what is queued to read them reads them first."""
         if self.gathered_bytes:
             self.wait()
-            self.wires.let_go()
+            self.wires.gathering()
             self._flat.untyped_storage().resize_(0)
 
     def lend(self) -> None:
         """Has the modules hold the whole weights, for one call more."""
         self.users += 1
         for weight in self.weights if self.users == 1 else ():
-            module, name = weight.homes[0]
-            if module._parameters.get(name) is not weight.parameter:
-                raise RuntimeError(
-                    f"{weight.name} has been replaced since the model was wrapped; do that first, wrap then"
-                )
-            if self.trained:
-                weight.full.requires_grad_(weight.parameter.requires_grad)
+            weight.full.requires_grad_(self.trained and weight.parameter.requires_grad)
             weight.show(weight.full)
 
     def take_back(self) -> None:
@@ -269,30 +252,13 @@ class FlatWeights:
         for weight in self.weights if not self.users else ():
             weight.show(weight.parameter)
 
-    @torch.no_grad()
-    def assembled(self, pieces: Mapping[Weight, Tensor] | None = None) -> dict[Weight, Tensor]:
-        """What ranks hold of each weight, or of something else of its elements, put together, in the weights' shapes.
-
-        pieces: of each weight, or of some, this rank's elements (n,), of one dtype; None: the weights' own. All ranks
-        call it.
-        """
-        if pieces is None:
-            pieces = {weight: weight.parameter for weight in self.weights}
-        dtype = next(iter(pieces.values())).dtype
-        mine = torch.zeros(self._length, dtype=dtype, device=self._shard.device)
-        for weight, piece in pieces.items():
-            mine[weight.piece] = piece
-        flat = mine.new_empty(self.numel)
-        all_gather(flat, mine, self.wires.gathers).wait()
-        return {weight: weight.within(flat) for weight in pieces}
-
     # ----------------------------------------------------------------------------------------- reducing
     @torch.no_grad()
-    def take_gradient(self, weight: Weight) -> None:
-        """Moves what autograd has left in `weight.full.grad` into the flat gradient, or adds it to what is there."""
-        gradient, added = weight.full.grad, weight in self.written
-        weight.full.grad = None
+    def take_gradient(self, weight: Weight, gradient: Tensor) -> None:
+        """Moves a weight's gradient, as autograd has left it, into the flat one, or adds it to what is there."""
+        added = weight in self.written
         self.written.add(weight)
+        self.missing.discard(weight)
         if self.gradient is None:
             alone = weight.shape.numel() == self.numel and gradient.dtype == self.reduce_dtype
             if alone and sole(gradient) is gradient:  # it is what would be written

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,59 +17,36 @@ LAYERS = ("Linear", "Embedding")
 """The classes whose 2-D weights are sharded, by name: so that anybody's are."""
 
 
+@dataclass(eq=False)
 class Unit:
-    """A module at whose call weights are gathered; `flats`: these weights, mostly one vector. name: in the model.
+    """A module at whose call weights are gathered; `flats`: these weights, mostly one vector. name: in the model."""
 
-    compute_dtype: as the wrapper's; `narrowed`: the other parameters of its layers that have to be cast to it, biases.
-    """
+    name: str
+    module: nn.Module
+    flats: list[FlatWeights]
 
-    def __init__(
-        self, name: str, module: nn.Module, flats: Sequence[FlatWeights], compute_dtype: torch.dtype | None
-    ) -> None:
-        self.name, self.module, self.flats = name, module, list(flats)
-        homes = {home for flat in flats for weight in flat.weights for home, _ in weight.homes}
-        sharded = {weight.parameter for flat in flats for weight in flat.weights}
-        self.narrowed = [
-            (home, key, p)
-            for home in homes if type(home).__name__ in LAYERS and compute_dtype is not None
-            for key, p in home._parameters.items()
-            if p is not None and p.is_floating_point() and p not in sharded and p.dtype != compute_dtype
-        ]  # fmt: skip
-
-
-def named(module: Any, units: Iterable[nn.Module] | None) -> dict[str, nn.Module]:
-    """The chosen units by name; see the class for the errors."""
-    if units is None or not isinstance(module, nn.Module):
-        return {}
-    names = {part: name for name, part in module.named_modules()}
-    chosen = {}
-    for unit in units:
-        if unit not in names:
-            raise ValueError(
-                f"units holds {type(unit).__name__}, which is no module of {type(module).__name__}"
-            )
-        if getattr(unit.forward, "__func__", None) is nn.Module.forward:
-            raise ValueError(
-                f"units holds {type(unit).__name__} ({names[unit]!r}), which is never called; expected modules with a "
-                "forward of their own"
-            )
-        chosen[names[unit]] = unit
-    return chosen
+    @functools.cached_property
+    def biases(self) -> list[tuple[nn.Module, nn.Parameter]]:
+        """Of its layers, with these: what has to be cast to what they compute in."""
+        homes = {home for flat in self.flats for weight in flat.weights for home, _ in weight.homes}
+        biases = [(home, home._parameters.get("bias")) for home in homes if type(home).__name__ in LAYERS]
+        return [(home, bias) for home, bias in biases if bias is not None]
 
 
 def _sharded_weight(part: nn.Module) -> nn.Parameter | None:
-    p = part._parameters.get("weight")
-    is_layer = type(part).__name__ in LAYERS and p is not None and p.dim() == 2 and p.is_floating_point()
-    return p if is_layer else None
+    p = part._parameters.get("weight") if type(part).__name__ in LAYERS else None
+    return p if p is not None and p.dim() == 2 and p.is_floating_point() and p.numel() else None
 
 
-def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight]:
-    """The weights of all layers, in the order of their definition."""
+def to_be_sharded(
+    module: nn.Module, trained: list[nn.Parameter], chosen: Collection[nn.Module]
+) -> list[Weight]:
+    """The weights of all layers, in the order of their definition. chosen: the units that are not layers."""
     numbers = {p: i for i, p in enumerate(trained)}
     weights: dict[nn.Parameter, Weight] = {}
     for name, part in module.named_modules():
         if (p := _sharded_weight(part)) is not None:
-            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), [], p, p.shape))
+            weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), p, p.shape))
     if not weights:
         raise ValueError(
             f"module {type(module).__name__} has no weight to shard: no module of a class Linear or Embedding with a "
@@ -76,21 +54,18 @@ def to_be_sharded(module: nn.Module, trained: list[nn.Parameter]) -> list[Weight
         )
     if len(devices := {p.device for p in module.parameters()}) > 1:
         raise ValueError(f"parameters on {', '.join(sorted(map(str, devices)))}; expected one device")
-    for part in module.modules():
+
+    def visit(part: nn.Module, unit: nn.Module | None) -> None:
+        unit = part if part in chosen else unit  # the innermost around it
         for name, p in part._parameters.items():
             if p in weights:
                 weights[p].homes.append((part, name))
+                weights[p].readers.add(part if unit is None else unit)
+        for child in part.children():
+            visit(child, unit)
+
+    visit(module, None)
     return list(weights.values())
-
-
-def readers_of(weight: Weight, chosen: dict[str, nn.Module]) -> list[nn.Module]:
-    """The modules at whose calls a weight must be there: the innermost chosen units around its homes, or these."""
-    found: dict[nn.Module, None] = {}
-    for home, _ in weight.homes:
-        around = [unit for unit in chosen.values() if any(part is home for part in unit.modules())]
-        inner = [u for u in around if not any(v is not u and v in set(u.modules()) for v in around)]
-        found |= dict.fromkeys(inner or [home])
-    return list(found)
 
 
 # ------------------------------------------------------------------------------------------- the meta device
@@ -102,59 +77,50 @@ class Fresh:
     """
 
     def __init__(
-        self, module: Any, device: torch.device | str | None, init: Callable[[nn.Module], object] | None
-    ) -> None:
-        self.parts = {
-            part: name
-            for name, part in (module.named_modules() if isinstance(module, nn.Module) else ())
-            if any(t.is_meta for t in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
-        }
-        self._init = init or _reset
-        for part, name in self.parts.items():
-            who = f"{type(part).__name__} ({name!r}) is on the meta device"
-            if device is None:
-                raise ValueError(f"{who}; expected device=, where to make it")
+        self, parts: Mapping[nn.Module, str], device: torch.device | str | None,
+        init: Callable[[nn.Module], object] | None,
+    ) -> None:  # fmt: skip
+        self._init = init or (lambda part: part.reset_parameters())
+        self._made: set[nn.Parameter] = set()
+        self._parts: dict[nn.Module, str] = {}  # to be initialized
+        sharded = {_sharded_weight(part) for part in parts}
+        for part, name in parts.items():
+            parameters = [p for p in part.parameters(recurse=False) if p.is_meta or p in self._made]
+            if not (parameters or any(t.is_meta for t in part.buffers(recurse=False))):
+                continue
+            initialized = init is not None or hasattr(part, "reset_parameters")
             # tables that are computed when a module is converted need nothing, parameters do
-            computed = type(part)._apply is not nn.Module._apply and not any(
-                p.is_meta for p in part.parameters(recurse=False)
-            )
-            if not (init or hasattr(part, "reset_parameters") or computed):
+            computed = type(part)._apply is not nn.Module._apply and not parameters
+            if device is None or not (initialized or computed):
                 raise ValueError(
-                    f"{who}, without reset_parameters(); expected param_init_fn=, to initialize it"
+                    f"{type(part).__name__} ({name!r}) is on the meta device; expected device=, where to make it, and "
+                    "a reset_parameters() of its own or param_init_fn=, to initialize it"
                 )
-        self._made = {p for part in self.parts for p in part.parameters(recurse=False) if p.is_meta}
-        sharded = {_sharded_weight(part) for part in self.parts}
-        for p in self._made:
-            made = torch.empty(() if p in sharded else p.shape, dtype=p.dtype, device=device).expand(p.shape)
-            marks = dict(vars(p))  # which are swapped, too
-            torch.utils.swap_tensors(p, nn.Parameter(made, p.requires_grad))
-            vars(p).update(marks)
-        for part in self.parts:  # buffers; some are computed when a module is converted
+            for p in parameters:
+                if p.is_meta:
+                    made = torch.empty(() if p in sharded else p.shape, dtype=p.dtype, device=device)
+                    marks = dict(vars(p))  # which are swapped, too
+                    torch.utils.swap_tensors(p, nn.Parameter(made.expand(p.shape), p.requires_grad))
+                    vars(p).update(marks)
+                    self._made.add(p)
             part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
+            if initialized:
+                self._parts[part] = name
 
-    @torch.no_grad()
     def fill(self, weight: Weight, place: Tensor) -> None:
         """Writes a weight to its place, in its shape: its values, or what the modules that have it make of it."""
         if weight.parameter not in self._made:
             place.copy_(weight.parameter)
-        fresh = [home for home, _ in weight.homes if home in self.parts]
-        if fresh:
-            weight.parameter.data = place
-        for home in fresh:
-            self._init(home)
+        weight.parameter.data = place
+        for home, _ in weight.homes:
+            if self._parts.pop(home, None) is not None:
+                self._init(home)
 
     @torch.no_grad()
-    def fill_rest(self, weights: Iterable[Weight]) -> None:
+    def fill_rest(self) -> None:
         """Initializes the modules that have none of the weights."""
-        homes = {home for weight in weights for home, _ in weight.homes}
-        for part in self.parts:
-            if part not in homes:
-                self._init(part)
-
-
-def _reset(part: nn.Module) -> None:
-    if hasattr(part, "reset_parameters"):
-        part.reset_parameters()
+        for part in self._parts:
+            self._init(part)
 
 
 # ------------------------------------------------------------------------------------------------------- calls
@@ -177,9 +143,3 @@ def derive(module: nn.Module, before: type) -> None:
     """Has a module's methods be those of `before`, whose `super()` is the module's class; its name stays."""
     # plainly set, a compiled module would pass it on to its original
     object.__setattr__(module, "__class__", _derived(before, type(module)))
-
-
-def intercept(module: nn.Module, called: Callable[..., Any]) -> None:
-    """Has a module's calls go through `called(call, inputs, kwargs)`."""
-    module.__dict__["_called"] = called
-    derive(module, Intercepted)

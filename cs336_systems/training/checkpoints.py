@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
-from cs336_systems.parallel import sharded_state
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.store.files import replace
 from cs336_systems.training import outputs
@@ -225,9 +224,11 @@ def whole(
     ranks call it. wrapped: what a step calls; model: the model inside of it."""
     if not isinstance(wrapped, FullyShardedDataParallel):
         return model.state_dict(), made.state_dict()
-    state = sharded_state.full_state_dict(wrapped)
-    weights = {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}
-    return weights, sharded_state.full_optimizer_state_dict(wrapped, made)
+    # it imports torch's checkpoints, which takes most of a second
+    from cs336_systems.parallel.sharded_state import ShardedState
+
+    state, moments = ShardedState(wrapped, made).full_state_dict()
+    return {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}, moments
 
 
 def take_whole(
@@ -240,11 +241,14 @@ def take_whole(
         into(model, weights, whose)
         made.load_state_dict(moments)
         return
+    from cs336_systems.parallel.sharded_state import ShardedState
+
+    weights = {_INSIDE + name: tensor for name, tensor in weights.items()}
     try:
-        sharded_state.load_full_state_dict(wrapped, {_INSIDE + name: x for name, x in weights.items()})
-    except ValueError as error:
-        raise ValueError(f"the weights do not fit {whose}: {error}") from None
-    sharded_state.load_full_optimizer_state_dict(wrapped, made, moments)
+        ShardedState(wrapped, made).load_full_state_dict(weights, moments)
+    except (RuntimeError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
 
 
 def tokenizer_of(path: Path) -> Path | None:
