@@ -201,7 +201,7 @@ NEVER = {"model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "mode
 def on(changes, dtype="fp32"):
     before = {"config": made("run").to_dict(), "dtype": "fp32"}
     now = config.load(None, changed("run", {}) | changes)
-    resuming.check("there", before, now, changes.get("run.dtype", dtype))
+    resuming.check(Path("there"), before, now, changes.get("run.dtype", dtype))
 
 
 @pytest.mark.parametrize(("key", "value"), [x for of in (MAY, MUST_NOT, NEVER) for x in of.items()])

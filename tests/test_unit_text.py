@@ -352,7 +352,7 @@ def test_two_at_once_make_it_once(tmp_path, stories, monkeypatch):
 def test_a_cache_holds_several_texts(tmp_path, source, stories):
     log, own = [], {"source": str(source)}
     for keys in (own, {}, {"seed": 1}, own, {"seed": 1}):
-        prepare(tmp_path, log=log, train_mb=0.001, valid_mb=0.001, cache="set", **keys)
+        prepare(tmp_path, log=log, train_mb=0.001, valid_mb=0.001, cache=str(tmp_path), **keys)
     assert [line.split()[1] for line in log] == ["made", "made", "made", "took", "took"]
     assert len(list(tmp_path.glob("*/text.json"))) == 3
 

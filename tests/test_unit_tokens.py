@@ -256,7 +256,9 @@ def test_what_was_made_from_the_same_is_taken(prepare, rng, tmp_path):
     assert len(made(more, path=str(given)).valid) > 0
     verbs = [line.split()[1] for line in log if not line.startswith("tokens: learning")]
     assert verbs == ["made", "took", "made", "made", "made", "took", "made"]
-    outputs.check(out / "tokens", "tokens")
+    assert not outputs.first_wrong(
+        out / "tokens", json.loads((out / "tokens" / "tokens.json").read_text())["files"]
+    )
 
 
 def test_what_is_known_of_the_tokens(prepare, rng, tmp_path):
@@ -269,11 +271,6 @@ def test_what_is_known_of_the_tokens(prepare, rng, tmp_path):
     known = dataclasses.replace(text_info, valid=dataclasses.replace(text_info.valid, nats=123.0))
     info = tokens.prepare(settings(vocab_size=300), known, tmp_path / "tokens", lambda line: None)
     assert info.floor == pytest.approx(123.0 / len(info.valid))
-    file = text_info.train.path
-    file.write_bytes(b"X" + file.read_bytes()[1:])
-    with pytest.raises(ValueError, match=r"train\.txt has been altered"):
-        tokens.prepare(settings(vocab_size=301), text_info, tmp_path / "out", log=lambda line: None)
-    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin", "tokenizer.json", "../text/valid.txt"])

@@ -113,9 +113,8 @@ def data(config: File = None, change: Change = None, **flags: Any) -> None:
         from cs336_systems.training import resuming, text
 
         made = _config(config, change, flags)
-        folder = Path(made.text.cache or Path(made.out) / "text")
         with alone(Path(made.text.cache or made.out), _say):
-            text.prepare(made.text, folder, _say, resuming.expected(made))
+            text.prepare(made.text, Path(made.out) / "text", _say, resuming.expected(made))
 
 
 @_flags(4)

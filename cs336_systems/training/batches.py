@@ -41,16 +41,6 @@ class Data:
     end_of_text: int | None = None
 
 
-def check_long_enough(count: int, context_length: int, name: str) -> None:
-    """ValueError where a text of so many tokens, train or valid, has not one window."""
-    if count <= context_length:
-        what = {"train": "training", "valid": "held-out"}[name]
-        raise ValueError(
-            f"the {what} text has {count} tokens; model.context_length={context_length} needs {context_length + 1} or "
-            f"more: a larger text.{name}_mb (or a longer text), or a shorter context"
-        )
-
-
 def begins_documents(documents: str, end_of_text: int | None) -> int | None:
     """The token that begins a document, where `text.documents` has them packed; None of a stream. ValueError where they
     are to be packed and no token stands between them."""
@@ -65,13 +55,18 @@ def begins_documents(documents: str, end_of_text: int | None) -> int | None:
 class Batches:
     """Windows over `tokens`, a 1-D array of token ids (a memory map, usually). `sequences`: of one optimizer step, all
     ranks and microbatches together. `name`: of the text, train or valid. `begin`: the token that begins a document,
-    where these are packed. ValueError as `check_long_enough`."""
+    where these are packed. ValueError where the text has not one window."""
 
     def __init__(
         self, tokens: np.ndarray, context_length: int, sequences: int, seed: int, name: str = "train",
         begin: int | None = None,
     ) -> None:  # fmt: skip
-        check_long_enough(len(tokens), context_length, name)
+        if len(tokens) <= context_length:
+            what = {"train": "training", "valid": "held-out"}[name]
+            raise ValueError(
+                f"the {what} text has {len(tokens)} tokens; model.context_length={context_length} needs "
+                f"{context_length + 1} or more: a larger text.{name}_mb (or a longer text), or a shorter context"
+            )
         self.begin = begin
         self.windows = (len(tokens) - 1) // context_length
         self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed

@@ -15,7 +15,7 @@ with the lowest validation loss.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
 import re
@@ -31,8 +31,8 @@ from torch import nn
 
 from cs336_systems.model import staff_state_dict
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
-from cs336_systems.store.files import replace
-from cs336_systems.training import outputs
+from cs336_systems.training import config, outputs
+from cs336_systems.training.config import TrainingConfig
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -59,28 +59,22 @@ def save(
     CheckpointError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
-    new = folder / f".{final.name}"
     try:
-        for left in folder.glob(".step-*"):  # of writers that were killed
-            shutil.rmtree(left)
-        new.mkdir(parents=True)
-        plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-        safetensors.torch.save_file(plain, new / _FILES[0])
-        for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
-            with open(new / name, "wb") as file:  # of a name alone torch.save hides what a full disk says
-                torch.save(dict(value), file)
-        shutil.copymode(new / _FILES[1], new / _FILES[0])  # safetensors lets nobody else read
-        if tokenizer:
-            (new / TOKENIZER).write_bytes(tokenizer)
-        files = {name: outputs.synced(new / name) for name in (*_FILES, *[TOKENIZER] * bool(tokenizer))}
-        (new / "checkpoint.json").write_text(json.dumps({"step": step, **about, "files": files}, indent=1))
-        outputs.synced(new / "checkpoint.json")
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(new, final)
-        outputs.sync_folder(folder)
+        with outputs.making(folder) as new:
+            plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+            safetensors.torch.save_file(plain, new / _FILES[0])
+            for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
+                with open(new / name, "wb") as file:  # of a name alone torch.save hides what a full disk says
+                    torch.save(dict(value), file)
+            shutil.copymode(new / _FILES[1], new / _FILES[0])  # safetensors lets nobody else read
+            if tokenizer:
+                (new / TOKENIZER).write_bytes(tokenizer)
+            outputs.recorded(new / "checkpoint.json", {"step": step, **about})
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(new, final)
+        outputs.sync(folder)
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(new, ignore_errors=True)
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {final}: {why}{_instead(folder)}") from error
     return final
@@ -98,7 +92,7 @@ def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, li
     why = []
     for path in (one for one in reversed(found(folder)) if one != but):
         try:
-            about(path)
+            told(path, sound=True)
         except CheckpointError as error:
             why.append(str(error))
         else:
@@ -114,11 +108,6 @@ def keep(folder: Path, count: int) -> None:
             shutil.rmtree(path)
 
 
-def mark_best(path: Path) -> None:
-    """Remembers that a checkpoint is the best of its folder."""
-    replace({path.parent / "best": path.name})
-
-
 def best_of(folder: Path) -> Path | None:
     """The best of a folder's checkpoints, if one was marked."""
     mark = folder / "best"
@@ -131,41 +120,38 @@ def best_of(folder: Path) -> Path | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
-def reading(file: Path) -> contextlib.AbstractContextManager[None]:
-    """`outputs.reading`, of checkpoints' files."""
-    return outputs.reading(file, CheckpointError, "")
+reading = functools.partial(outputs.reading, kind=CheckpointError, advice="")  # of checkpoints' files
 
 
-def told(path: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says of a checkpoint; CheckpointError where that cannot be. Its files are not read."""
+def told(path: Path, sound: bool = False) -> dict[str, Any]:
+    """What `checkpoint.json` says of a checkpoint; CheckpointError where that cannot be. sound: after its files were
+    held against it, else unread; the error then names the one that is missing, truncated or altered."""
     with reading(path / "checkpoint.json"):
         found = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != found["step"]:
             raise ValueError(f"step is {found['step']}, in a folder of that name")
         found["config"], found["data"], [found["files"][name]["sha256"] for name in _FILES]
-    return found
-
-
-def about(path: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says of a checkpoint, after its files were held against it; CheckpointError that names the
-    file which is missing, truncated or altered."""
-    found = told(path)
-    with reading(path / "checkpoint.json"):
-        if wrong := outputs.first_wrong(path, found["files"]):
+        if sound and (wrong := outputs.first_wrong(path, found["files"])):
             raise CheckpointError(wrong)
     return found
+
+
+def config_of(path: Path, about: Mapping[str, Any]) -> TrainingConfig:
+    """The configuration of a checkpoint of which `checkpoint.json` says `about`; CheckpointError where it is none."""
+    with reading(path / "checkpoint.json"):
+        return config.load(None, about["config"])
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    CheckpointError as `about`, and for a file that cannot be read, or is not safe to; it names the newest sound
+    CheckpointError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
     model, optimizer, state = (path / name for name in _FILES)
     try:
-        found = about(path)
+        found = told(path, sound=True)
         with reading(model):
             weights = safetensors.torch.load_file(model)
             if other := {str(tensor.dtype) for tensor in weights.values()} - {"torch.float32"}:

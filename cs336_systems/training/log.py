@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import math
 import os
 import secrets
@@ -65,9 +64,8 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.out, self.file = out, out / "log.csv"
-        self._lines = [row for row in read(self.file) if int(row["step"]) <= step]
+        lines = [row for row in read(self.file) if int(row["step"]) <= step]
         self._board = self._wandb = None
-        check_trackers(tensorboard, wandb)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -79,10 +77,11 @@ class RunLog:
                 told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
                 self._wandb = init(**told, id=self._known_run(step), resume="allow")
             # offline, of several parts of a run the one that is sent last replaces the others: it tells all
-            for row in self._lines if _offline() else ():
+            for row in lines if _offline() else ():
                 numbers = {name: float(text) for name, text in row.items() if text}
                 self._wandb.log(numbers, step=int(numbers.pop("step")))
-        self._write_all()
+        cells = [COLUMNS, *(row.values() for row in lines)]
+        files.replace({self.file: "".join(f"{','.join(row)}\n" for row in cells)})
         shown = sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05) if shown else None
 
@@ -93,28 +92,15 @@ class RunLog:
         return file.read_text(encoding="utf-8").strip()
 
     def row(self, values: Mapping[str, Any]) -> None:
-        """Adds a line: values by COLUMNS, unknown ones left out. A second line of a step joins the first."""
-        row = {name: "" if (value := values.get(name)) is None else str(value) for name in COLUMNS}
-        if self._lines and self._lines[-1]["step"] == row["step"]:
-            self._lines[-1] |= {name: text for name, text in row.items() if text}
-            self._write_all()
-        else:
-            self._lines.append(row)
-            with open(self.file, "a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        """Adds the line of a step: values by COLUMNS."""
+        with open(self.file, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
         self._tell(values["step"], known)
         for name, value in known.items() if self._board else ():
             self._board.add_scalar(name, value, values["step"])
         if self._wandb:
             self._wandb.log(known, step=values["step"])
-
-    def _write_all(self) -> None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._lines)
-        files.replace({self.file: text.getvalue()})
 
     def _tell(self, step: int, known: Mapping[str, Any]) -> None:
         forms = {
@@ -146,11 +132,9 @@ def recording(out: Path, count: int) -> Iterator[Callable[[], None]]:
         return
     from torch.profiler import profile, schedule
 
-    def written(found: Any) -> None:
-        found.export_chrome_trace(str(out / "trace.json.gz"))
-
     plan = schedule(skip_first=10, wait=0, warmup=1, active=count, repeat=1)
-    with profile(schedule=plan, on_trace_ready=written) as recorder:
+    write = lambda found: found.export_chrome_trace(str(out / "trace.json.gz"))
+    with profile(schedule=plan, on_trace_ready=write) as recorder:
         yield recorder.step
 
 
@@ -176,13 +160,11 @@ def read(file: Path) -> list[dict[str, str]]:
 def picture(out: Path, floor: float | None = None) -> Path:
     """Draws loss.svg beside log.csv: training and validation loss by tokens, and the text's entropy if it is known."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    lines = read(out / "log.csv")
+    lines, path = read(out / "log.csv"), out / "loss.svg"
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        FigureCanvasSVG(figure)
         ax = figure.add_subplot()
         for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
             points = [(int(line["tokens"]), float(line[name])) for line in lines if line[name]]
@@ -195,6 +177,5 @@ def picture(out: Path, floor: float | None = None) -> Path:
         ax.grid(color="#e4e4e4", linewidth=0.7)
         if ax.get_legend_handles_labels()[0]:
             ax.legend(frameon=False)
-        path = out / "loss.svg"
         figure.savefig(path, metadata={"Date": None})
     return path

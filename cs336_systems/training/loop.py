@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from cs336_systems.accounting import model_flops, peaks
+from cs336_systems.accounting import mfu, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
+from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
+from cs336_systems.store import files
 from cs336_systems.training import checkpoints, modes, optimizer, resuming
 from cs336_systems.training.batches import Batches, Data, begins_documents
 from cs336_systems.training.clock import Clock
@@ -73,8 +75,14 @@ class Trainer:
         self.sharded = self.wrapped if isinstance(self.wrapped, FullyShardedDataParallel) else None
         scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
         self.scaler = scaler(self.device.split(":")[0], enabled=self.dtype == "fp16", init_scale=2.0**16)
-        self.step, self.best, self.skipped = 0, math.inf, 0
+        self.step, self.best = 0, math.inf
+        self.step_tokens = config.batch.sequences * n
         kind, length = config.schedule.length
+        # steps of the whole run; None where minutes decide
+        self.total = None if kind == "minutes" else int(length)
+        if kind in ("tokens", "epochs"):
+            steps = length / self.step_tokens if kind == "tokens" else length * self.batches.steps_per_epoch
+            self.total = max(1, math.ceil(steps))
         limit_s = 60 * length if kind == "minutes" else math.inf
         self.clock = Clock(limit_s, self.device, self.number, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
@@ -84,21 +92,9 @@ class Trainer:
         self._saved_s = time.monotonic()  # when it was saved last, or began
 
     # ------------------------------------------------------------------------------------------------------- a step
-    def total_steps(self) -> int | None:
-        """Steps of the whole run; None where minutes decide."""
-        kind, value = self.config.schedule.length
-        if kind == "minutes":
-            return None
-        if kind == "steps":
-            return int(value)
-        per_step = self.config.batch.sequences * self.sizes.context_length
-        steps = value / per_step if kind == "tokens" else value * self.batches.steps_per_epoch
-        return max(1, math.ceil(steps))
-
     def progress(self, ahead: int = 0) -> float:
         """The share of the run that is done, or will be so many steps later."""
-        total = self.total_steps()
-        return self.clock.progress(ahead) if total is None else (self.step + ahead) / total
+        return self.clock.progress(ahead) if self.total is None else (self.step + ahead) / self.total
 
     def _tensors(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
         tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
@@ -178,7 +174,7 @@ class Trainer:
         return self.out / "checkpoints"
 
     def save(self) -> Path:
-        """Writes a checkpoint; all ranks call it. CheckpointError, on all ranks, where rank 0 cannot write."""
+        """Writes a checkpoint; all ranks call it. CheckpointError where rank 0 cannot, ValueError on the others."""
         weights, moments = checkpoints.whole(self.wrapped, self.model, self.optimizer)
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
@@ -187,26 +183,19 @@ class Trainer:
         if self.world > 1:
             states = [None] * self.world
             dist.all_gather_object(states, random)
-        path, trouble = self.folder / f"step-{self.step:08d}", [""]
-        if self.number == 0:
-            state = {"scaler": self.scaler.state_dict(), "random": states, "sum": self._sum.cpu()}
-            about = {
-                "count": self._count, "seconds": self.clock.seconds, "skipped": self.skipped,
-                "progress": self.progress(), "best": self.best if math.isfinite(self.best) else None,
-                "world_size": self.world, "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
-                "dtype": self.dtype, "data": dict(self.data.files),
-            }  # fmt: skip
-            try:
+        with agreement(dist.group.WORLD if self.world > 1 else None):
+            if self.number == 0:
+                state = {"scaler": self.scaler.state_dict(), "random": states, "sum": self._sum.cpu()}
+                about = {
+                    "count": self._count, "seconds": self.clock.seconds, "progress": self.progress(),
+                    "best": self.best if math.isfinite(self.best) else None, "world_size": self.world,
+                    "vocab_size": self.data.vocab_size, "config": self.config.to_dict(), "dtype": self.dtype,
+                    "data": dict(self.data.files),
+                }  # fmt: skip
                 checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep)
-            except checkpoints.CheckpointError as error:
-                trouble = [str(error)]
-        if self.world > 1:
-            dist.broadcast_object_list(trouble, src=0)
-        if trouble[0]:
-            raise checkpoints.CheckpointError(trouble[0])
         self._saved_s = time.monotonic()
-        return path
+        return self.folder / f"step-{self.step:08d}"
 
     def resume(self, path: Path) -> None:
         """Takes up a run where a checkpoint left it; CheckpointError for one that is not sound, ValueError for one of
@@ -224,104 +213,94 @@ class Trainer:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
         self._sum.copy_(state["sum"])
         with checkpoints.reading(path / "checkpoint.json"):
-            self.step, self._count, self.skipped = about["step"], about["count"], about["skipped"]
+            self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)
             self.best = math.inf if about["best"] is None else about["best"]
-
-    def _last_saved(self) -> str:
-        path = checkpoints.newest_sound(self.folder)[0]
-        return f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
 
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until it is asked to stop; what came of it, as JSON has it."""
-        config = self.config
-        total = self.total_steps()
-        log = None
+        out, told, log, valid = self.out, self.config.logging, None, None
         if self.number == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / STOP).unlink(missing_ok=True)
-            log = RunLog(
-                self.out, self.step, total, config.logging.tensorboard, config.logging.wandb, config.to_dict()
-            )
-        valid = None
+            out.mkdir(parents=True, exist_ok=True)
+            (out / STOP).unlink(missing_ok=True)
+            log = RunLog(out, self.step, self.total, told.tensorboard, told.wandb, self.config.to_dict())
         try:
-            count = 0 if self.number else config.run.profile
-            with on_sigterm(self._ask_to_stop), recording(self.out, count) as traced:
+            count = 0 if self.number else self.config.run.profile
+            with on_sigterm(self._ask_to_stop), recording(out, count) as traced:
                 valid = self._steps(log, traced)
         finally:
             if log:
                 log.close()
         return {
-            "step": self.step, "tokens": self._tokens(), "valid_loss": valid, "seconds": self.clock.seconds,
-            "bits_per_byte": None if valid is None else self.bits_per_byte(valid), "floor": self.data.floor,
-            "stopped": valid is None, "checkpoint": str(self.folder / f"step-{self.step:08d}"),
+            "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
+            "seconds": self.clock.seconds, "bits_per_byte": None if valid is None else self.bits_per_byte(valid),
+            "floor": self.data.floor, "stopped": valid is None,
+            "checkpoint": str(self.folder / f"step-{self.step:08d}"),
         }  # fmt: skip
 
     def _steps(self, log: RunLog | None, traced: Callable[[], None]) -> float | None:
-        config, clock, norm = self.config, self.clock, None
+        """The loss of all the held-out text in the end; None of a run that was stopped before."""
+        config, clock, valid = self.config, self.clock, None
         seconds, timed = clock.seconds, clock.timed  # at the last line of the log
         clock.start()
         while not self._asked_to_stop and self.progress() < 1:
             norm = self.train_step()
             clock.stepped()
             traced()
-            ends = self.progress() >= 1
-            due = {
-                "line": ends or self.step % config.logging.every == 0,
-                "evaluation": not ends and self._is_due(config.evaluation.every),
-                "checkpoint": not ends and self._is_due(config.checkpoints.every),
-            }
-            if not any(due.values()):
+            ends, row = self.progress() >= 1, {}
+            line, evaluation, saving = (
+                every > 0 and self.step % every == 0
+                for every in (config.logging.every, config.evaluation.every, config.checkpoints.every)
+            )
+            if not (ends or line or evaluation or saving):
                 continue
             clock.ask()
-            if due["line"]:
-                late = self._line(log, norm, clock.seconds - seconds, clock.timed - timed)
-                due["checkpoint"] |= late and not ends
+            if ends or line:
+                row, late = self._line(norm, clock.seconds - seconds, clock.timed - timed)
+                saving |= late
                 seconds, timed = clock.seconds, clock.timed
-            if due["evaluation"]:
-                self._note_validation(log, self.evaluate())
-            if due["checkpoint"]:
+            if ends or evaluation:
+                loss = self.evaluate(everything=ends)
+                row |= {"valid_loss": loss, "bits_per_byte": self.bits_per_byte(loss)}
+                self._keep_if_best(loss)
+                valid = loss if ends else None
+            if log and row:
+                log.row({"step": self.step, "tokens": self.step * self.step_tokens} | row)
+            if saving and not ends:
                 self._check_losses()
                 self.save()
             clock.start()  # these are no steps
         clock.ask()
         self._check_losses()
-        valid = None
-        if not (self._asked_to_stop and self.progress() < 1):
+        if valid is None and self.progress() >= 1:  # it goes on from its end, or was stopped there
             valid = self.evaluate(everything=True)
-            self._note_validation(log, valid)
         self.save()
         return valid
 
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _line(self, log: RunLog | None, norm: torch.Tensor | None, seconds: float, steps: int) -> bool:
-        """Logs what came since the last line, timed as so many steps, and has all ranks agree on whether to stop, and
-        on what it returns: whether by rank 0's clock a checkpoint is due."""
+    def _line(self, norm: torch.Tensor | None, seconds: float, steps: int) -> tuple[dict[str, Any], bool]:
+        """What came since the last line, timed as so many steps. Has all ranks agree on whether to stop, and on what it
+        returns beside: whether by rank 0's clock a checkpoint is due."""
         asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
         often = self.config.checkpoints
         late = time.monotonic() - self._saved_s >= 60 * (often.minutes if often.every >= 0 else 0) > 0
         flags = [float(asked), float(late and self.number == 0)]
         told = torch.tensor([self._check_losses(), *flags], dtype=torch.float64, device=self.device)
         self._add_up(told)
-        mean, self._asked_to_stop = told[0].item() / self.world, told[1].item() > 0
-        if self.scaler.is_enabled():
-            self.skipped = self.skipped_steps()
-        if log:
-            tokens = steps * self.config.batch.sequences * self.sizes.context_length
-            log.row({
-                "step": self.step, "tokens": self._tokens(), "epoch": self.step / self.batches.steps_per_epoch,
-                "seconds": self.clock.seconds, "loss": mean, "learning_rate": self.optimizer.param_groups[0]["lr"],
-                "grad_norm": None if norm is None else float(norm), "peak_gib": self._peak_gib(),
-                "tokens_per_s": tokens / seconds if seconds else None,
-                "mfu": self._mfu(seconds / steps) if seconds else None,
-                "skipped_steps": self.skipped if self.scaler.is_enabled() else None,
-            })  # fmt: skip
+        self._asked_to_stop = told[1].item() > 0
         self._sum.zero_()
         self._count = 0
-        return told[2].item() > 0
+        on_gpu = self.device != "cpu"
+        row = {
+            "epoch": self.step / self.batches.steps_per_epoch, "seconds": self.clock.seconds,
+            "loss": told[0].item() / self.world, "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": None if norm is None else float(norm),
+            "tokens_per_s": steps * self.step_tokens / seconds if seconds else None,
+            "mfu": self._mfu(1e3 * seconds / steps) if seconds and on_gpu else None,
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None,
+            "skipped_steps": self.skipped_steps() if self.scaler.is_enabled() else None,
+        }  # fmt: skip
+        return row, told[2].item() > 0
 
     def skipped_steps(self) -> int:
         """Steps that the gradient scaler has skipped: those that the optimizer did not make."""
@@ -334,38 +313,26 @@ class Trainer:
         if not math.isfinite(mean):
             first = self.step - self._count + 1
             where = f"step {self.step}" if first >= self.step else f"steps {first} to {self.step}"
-            raise TrainingError(f"the loss is not finite in {where}; {self._last_saved()}")
+            path = checkpoints.newest_sound(self.folder)[0]
+            last = f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
+            raise TrainingError(f"the loss is not finite in {where}; {last}")
         return mean
 
-    def _note_validation(self, log: RunLog | None, loss: float) -> None:
-        if log:
-            log.row({
-                "step": self.step, "tokens": self._tokens(), "valid_loss": loss,
-                "bits_per_byte": self.bits_per_byte(loss),
-            })  # fmt: skip
+    def _keep_if_best(self, loss: float) -> None:
         if loss < self.best:
             self.best = loss
             if self.config.checkpoints.best:
                 path = self.save()
-                if self.number == 0:
-                    checkpoints.mark_best(path)
+                if self.number == 0:  # `checkpoints.best_of` reads it
+                    files.replace({self.folder / "best": path.name})
 
-    def _tokens(self) -> int:
-        return self.step * self.config.batch.sequences * self.sizes.context_length
-
-    def _mfu(self, seconds: float) -> float | None:
+    def _mfu(self, ms: float) -> float | None:
         """Of packed windows too by the pairs of a stream, though those of different documents need no FLOPs."""
-        if self.device == "cpu":
-            return None
         known = peaks(torch.cuda.get_device_name(self.device))
-        tflops = known.tflops.get(self.dtype) if known else None
-        if not tflops:
+        if not (tflops := known.tflops.get(self.dtype) if known else None):
             return None
-        flops = model_flops(self.sizes, self.config.batch.sequences, self.sizes.context_length, "train_step")
-        return flops / (seconds * tflops * 1e12 * self.world)
-
-    def _peak_gib(self) -> float | None:
-        return None if self.device == "cpu" else torch.cuda.max_memory_allocated(self.device) / 2**30
+        sequences, length = self.config.batch.sequences, self.sizes.context_length
+        return mfu(self.sizes, sequences, length, "train_step", ms, tflops * self.world)
 
     def _ask_to_stop(self) -> None:
         """For an end after the step (of several ranks: at the next line of the log)."""
@@ -377,11 +344,10 @@ class Trainer:
 @contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
     """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: act())
+    hears = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: act()) if hears else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if hears:
+            signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,6 @@
 """What a stage of a run leaves: files that are there whole or not at all, taken again when made from the same.
 
-    told = stage(folder, "text", made_from, make, started, log=print)
+    told = stage(folder, "text", made_from, make, log=print)
 
 `<name>.json` beside the files is written last. It says what they were made from (settings, SHA-256 of inputs) and the
 size and SHA-256 of each; what says otherwise, or has files of other sizes, is made anew. Files of the same size whose
@@ -19,49 +19,46 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import content, lock, opened, replace
+from cs336_systems.store.files import content, lock, opened
 
 _FORMAT = 1  # of the files that stages write: what has another is made anew
 
 
 def stage(
     folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
-    started: float, log: Callable[[str], None], expected: Mapping[str, str] = {},
+    log: Callable[[str], None], expected: Mapping[str, str] = {},
 ) -> dict[str, Any]:  # fmt: skip
     """What `<name>.json` in `folder` says, after the files it speaks of were found there, or made.
 
     make(new) writes files into the empty folder `new` and returns what else is to be said, JSON, with a line about it
-    under "about". started: `time.perf_counter()` when the stage began, for the line that is logged. expected: SHA-256
-    of files by name, of those that must come out if they do at all. OSError that names the folder where it cannot be
-    written; ValueError for files that are damaged or not those expected. What was there stays then.
+    under "about". expected: SHA-256 of files by name, of those that must come out if they do at all. OSError that names
+    the folder where it cannot be written; ValueError for files that are damaged or not those expected. What was there
+    stays then.
     """
+    started, record = time.perf_counter(), folder / f"{name}.json"
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # the folder itself is the lock: no file to leave behind
         with lock(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
-            told, verb = _taken(folder, name, made_from), "took"
-            if told is None:
-                told, verb = _made(folder, name, made_from, make, expected), "made"
+            if told := _taken(record, made_from):
+                verb = "took"
+            else:
+                told, verb = _made(record, made_from, make, expected), "made"
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     if verb == "took":
-        check(folder, name)
+        with reading(record):
+            if wrong := first_wrong(folder, told["files"]):
+                raise Damaged(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
     return told
 
 
-def check(folder: Path, name: str) -> None:
-    """Reads a stage's files in full; ValueError that names what is missing or not what `<name>.json` says."""
-    record = folder / f"{name}.json"
-    with reading(record):
-        if wrong := first_wrong(folder, json.loads(content(record))["files"]):
-            raise Damaged(f"{wrong}; remove {record} to make it anew")
-
-
 def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
-    """What is wrong with the first of some files that is not what `synced` said of it; "" where all are sound."""
+    """Reads some files in full; what is wrong with the first that is not what `recorded` said of it, "" where all are
+    sound."""
     for name, told in files.items():
         if not (path := folder / name).is_file():
             return f"{path} is missing"
@@ -110,52 +107,65 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _taken(folder: Path, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
+def _taken(record: Path, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        told = json.loads(content(folder / f"{name}.json"))
-        sizes = {file: (folder / file).stat().st_size for file in told["files"]}
-        expected = {file: about["bytes"] for file, about in told["files"].items()}
-        same = told["from"] == made_from and sizes == expected
+        told = json.loads(content(record))
+        same = all(record.with_name(f).stat().st_size == about["bytes"] for f, about in told["files"].items())
+        return told if same and told["from"] == made_from else None
     # not there, or none of ours: to be made
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return told if same else None
 
 
 def _made(
-    folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
+    record: Path, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
     expected: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
+    with making(record.parent) as new:
+        told = recorded(new / record.name, {"from": made_from, **make(new)})
+        _hold(told["files"], expected, record.parent)
+        record.unlink(missing_ok=True)
+        for name in told["files"]:
+            os.replace(new / name, record.with_name(name))
+        sync(record.parent)
+        os.replace(new / record.name, record)
+    return told
+
+
+# ------------------------------------------------------------------------------------- whole or not there at all
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """An empty folder in `folder` for what is to be renamed once it is finished; the rest is removed."""
     new = folder / ".making"
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    new.mkdir()
+    new.mkdir(parents=True)
     try:
-        about = make(new)
-        files = {path.name: synced(path) for path in sorted(new.iterdir())}
-        _hold(files, expected, folder)
-        told = json.dumps({"from": made_from, **about, "files": files}, indent=1)
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        for file in files:
-            os.replace(new / file, folder / file)
-        sync_folder(folder)
-        replace({folder / f"{name}.json": told + "\n"})
+        yield new
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return json.loads(told)
+
+
+def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a JSON file beside the files of a folder: `about`, and the size and SHA-256 of each; all are on the disk
+    when it returns what it wrote."""
+    told = {**about, "files": {path.name: synced(path) for path in sorted(record.parent.iterdir())}}
+    record.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    sync(record)
+    return told
 
 
 def synced(path: Path) -> dict[str, Any]:
     """Bytes and SHA-256 of a file, after it is on the disk."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def sync_folder(folder: Path) -> None:
-    """Has a folder's names reach the disk."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Has a file's content, or a folder's names, reach the disk."""
+    if path.is_dir() and os.name != "posix":  # it cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -37,7 +37,7 @@ _FOREVER_S = 1e8  # three years: a run ends by its schedule
 def prepare(config: TrainingConfig, say: Say = print) -> batches.Data:
     """The text, its tokenizer and its tokens, made or found; ValueError where the run's checkpoints know others."""
     out, expected = Path(config.out), resuming.expected(config)
-    found = text.prepare(config.text, Path(config.text.cache or out / "text"), say, expected)
+    found = text.prepare(config.text, out / "text", say, expected)
     return tokens.prepare(config.tokenizer, found, out / "tokens", say, expected)
 
 
@@ -93,16 +93,13 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
         raise ValueError(str(error)) from error
     info = prepare(config, say)
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
-    for name, ids in (("train", info.train), ("valid", info.valid)):
-        batches.check_long_enough(len(ids), config.model.context_length, name)
-    begun = Path(config.checkpoints.init_from)
-    if config.checkpoints.init_from and begun.is_dir() and info.tokenizer:
-        theirs = checkpoints.tokenizer_of(begun)
-        if theirs and outputs.sha256(theirs) != info.files[info.tokenizer.name]:
-            raise ValueError(
-                f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's tokenizer; "
-                f"tokenizer.path={theirs} takes it"
-            )
+    begun, known = config.checkpoints.init_from, info.tokenizer
+    theirs = Path(begun) / checkpoints.TOKENIZER
+    if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
+        raise ValueError(
+            f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
+            f"tokenizer; tokenizer.path={theirs} takes it"
+        )
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
     return start
 
@@ -123,22 +120,19 @@ def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None])
     from torch import distributed as dist
 
     from cs336_systems.launch.group import process_group
+    from cs336_systems.parallel.agreement import agreement
 
-    failed, told = None, ["", ""]
+    start = [""]
     with contextlib.ExitStack() as held:
         with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
-            if rank.rank == 0:
-                try:
+            with agreement(dist.group.WORLD):  # an error of rank 0 ends all
+                if rank.rank == 0:
                     _check(config, rank.world_size)
                     held.enter_context(alone(Path(config.out)))
                     first()
-                    told[0] = _begin(config, rank.world_size, say)
-                except Exception as error:
-                    failed, told[1] = error, f"{type(error).__name__}: {error}"
-            dist.broadcast_object_list(told, src=0)
-            if told[1]:
-                raise failed or ValueError(f"rank 0 could not prepare the run: {told[1]}")
-            result = on_a_rank(rank, config.to_dict(), told[0])
+                    start = [_begin(config, rank.world_size, say)]
+            dist.broadcast_object_list(start, src=0)
+            result = on_a_rank(rank, config.to_dict(), start[0])
         return _finish(config, result, say) if rank.rank == 0 else result
 
 
@@ -244,20 +238,14 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
         raise ValueError("; ".join([none, *why]))
     about, weights, *_ = checkpoints.load(path)
     if (file := checkpoints.tokenizer_of(path)) is None:
-        raise ValueError(f"no tokenizer for {path}: neither in it nor in tokens/ of its run")
-    try:
-        config = load(None, about["config"])
-        sizes, separator = config.model.sizes(about["vocab_size"]), config.tokenizer.separator
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: checkpoint.json describes no model: {error!r}") from error
+        raise ValueError(f"no tokenizer for {path}: its tokens were drawn, or came without one")
+    config = checkpoints.config_of(path, about)
+    with checkpoints.reading(path / "checkpoint.json"):
+        sizes = config.model.sizes(about["vocab_size"])
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
-    tokenizer = tokens.load_tokenizer(file, separator)
-    if tokenizer.get_vocab_size() > sizes.vocab_size:
-        raise ValueError(
-            f"{file} has {tokenizer.get_vocab_size()} tokens; the model of {path} has {sizes.vocab_size}"
-        )
-    return model, tokenizer, end_of_text(tokenizer, separator)
+    tokenizer = tokens.load_tokenizer(file, config.tokenizer.separator)
+    return model, tokenizer, end_of_text(tokenizer, config.tokenizer.separator)
 
 
 def check_asked(prompt: str, temperature: float) -> None:

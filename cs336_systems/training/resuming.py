@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.training.config import TrainingConfig, load
+from cs336_systems.training.config import TrainingConfig
 
 # what changes nothing about the weights that come out
 BESIDE = ("out", "logging", "generation", "parallel.timeout_s", "parallel.nproc", "run.profile", "checkpoints",
@@ -37,13 +37,11 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     """Whether a run may go on from the checkpoint `path`, of which checkpoint.json says `about`.
 
     dtype: what `run.dtype` comes to here. ValueError where the settings differ in what changes the run, unless
-    `checkpoints.resume_changed` allows it; in the model's shape in any case.
+    `checkpoints.resume_changed` allows it; in the model's shape in any case. CheckpointError where it tells of no run.
     """
-    try:
-        before = load(None, about["config"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: checkpoint.json describes no run: {error}") from error
-    old, new = (_compared(config) for config in (before, now))
+    from cs336_systems.training import checkpoints
+
+    old, new = (_compared(config) for config in (checkpoints.config_of(path, about), now))
     old["run.dtype"], new["run.dtype"] = about["dtype"], dtype  # what `auto` came to
     differ = {key: f"{key}={old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]}
     if never := [text for key, text in differ.items() if key in _SHAPE]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +77,12 @@ _Source = tuple[Any, Callable[[Path], dict[str, dict[str, Any]]]]
 def prepare(
     config: Text, folder: Path, log: Callable[[str], None] = print, expected: Mapping[str, str] = {}
 ) -> TextInfo:
-    """The text that `config` asks for: taken from `folder`, or made there; in `config.cache`, in a folder of its own.
+    """The text that `config` asks for: taken from `folder`, or from one of its own in `config.cache`, or made there.
 
     expected: as for `outputs.stage`. Errors: ValueError for a source that does not exist, is empty, cannot be read or
     fetched, or is not UTF-8, and for a text that is damaged or not the one expected; OSError that names the folder
     where it cannot be written.
     """
-    started = time.perf_counter()
     if config.source == "random":
         log("text: random tokens need none")
         sizes = [round(mb * _MB) for mb in (config.train_mb, config.valid_mb)]
@@ -103,7 +101,9 @@ def prepare(
     if kind != "tinystories":
         made_from["seed"] = config.seed
     if config.cache:
-        folder /= f"{kind}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]}"
+        folder = (
+            Path(config.cache) / f"{kind}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]}"
+        )
     for key, told in (("source", config.source), ("valid", config.valid)) if kind == "files" else ():
         path, place = Path(told).expanduser().resolve(), folder.resolve()
         if told and (path.parent == place or (path.is_dir() and place.is_relative_to(path))):
@@ -114,7 +114,7 @@ def prepare(
         sizes = [f"{s['bytes'] / _MB:.3g} MB in {s['documents']:,} documents" for s in splits.values()]
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
-    told = outputs.stage(folder, "text", made_from, make, started, log, expected)
+    told = outputs.stage(folder, "text", made_from, make, log, expected)
     with outputs.reading(folder / "text.json"):
         train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
     return TextInfo(kind, config.seed, train, valid)

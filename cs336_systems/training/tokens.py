@@ -19,7 +19,6 @@ import itertools
 import math
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,6 @@ def prepare(
     expected: as for `outputs.stage`. Errors: ValueError where `config.path` is no tokenizer or has no end of text, or
     the text or the tokens are damaged or not those expected; OSError that names the folder where it cannot be written.
     """
-    started = time.perf_counter()
     given = Path(config.path).expanduser() if config.path else None
     known = load_tokenizer(given, config.separator) if given else None
     parts = {"train": text.train, "valid": text.valid}
@@ -71,7 +69,7 @@ def prepare(
         made_from["text"] = {name: split.sha256 for name, split in parts.items()}
         made_from |= {"separator": config.separator} if config.separator else {}
     make = lambda new: _make(config, text, given, known, new, log)
-    told = outputs.stage(folder, "tokens", made_from, make, started, log, expected)
+    told = outputs.stage(folder, "tokens", made_from, make, log, expected)
     path = folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
     with outputs.reading(folder / "tokens.json"):
         train, valid = (
@@ -131,8 +129,6 @@ def _make(
 ) -> dict[str, Any]:  # fmt: skip
     """Writes the stage's files; what is to be said of them. tokenizer: what is `given`; None: none, or one to learn."""
     path, source = new / "tokenizer.json", text.source
-    if text.train.documents:
-        outputs.check(text.train.path.parent, "text")
     if given and source != "random":
         shutil.copyfile(given, path)
     elif text.train.documents:
