@@ -43,7 +43,7 @@ _FIRST = "token_embeddings.weight"
 _INSIDE = "model."  # where a wrapper's module, `modes.WithLoss`, has the model
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; says which, why, and what there is instead."""
 
 

@@ -259,6 +259,13 @@ def _read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {error}") from None
 
 
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_READ = {  # of a kind of values: what reads it from a text, and what it is called
+    bool: (lambda text: _TRUTH.get(text.strip().lower()), "true or false"),
+    int: (numbers.whole, numbers.WHOLE), float: (numbers.number, numbers.NUMBER), str: (str, "a text"),
+}  # fmt: skip
+
+
 def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:
     kinds, values = typing.get_type_hints(cls), {}
     known = {f.name: f.metadata for f in dataclasses.fields(cls)}
@@ -276,47 +283,34 @@ def _section(cls: type, told: Mapping[str, Any], path: str) -> Any:
 
 def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
     """The value of one key, made from text if need be; ValueError that says what is allowed."""
-    wanted = {bool: "true or false", int: numbers.WHOLE, float: numbers.NUMBER, str: "a text"}[kind]
+    read, wanted = _READ[kind]
     try:
-        value = _parsed(kind, value)
+        found = read(value) if isinstance(value, str) else value
+        if kind in (int, float) and not isinstance(value, bool | str) and value == kind(value):
+            found = kind(value)
+        if type(found) is not kind or (kind is float and not math.isfinite(found)):
+            raise ValueError
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{key}={value!r}; it must be {wanted}") from None
-    if "allowed" in about and value not in about["allowed"]:
-        raise ValueError(f"{key}={value!r}; allowed: {', '.join(about['allowed'])}")
+    if "allowed" in about and found not in about["allowed"]:
+        raise ValueError(f"{key}={found!r}; allowed: {', '.join(about['allowed'])}")
     if "least" in about:
-        least, most, above = about["least"], about["most"], about["above"]
-        if not (least < value <= most if above else least <= value <= most):
-            raise ValueError(f"{key}={value!r}; it must be {_range(least, most, above, value > most)}")
-    return value
-
-
-def _parsed(kind: type, value: Any) -> Any:
-    """A value of that kind, from text where it is text; ValueError, TypeError or OverflowError for what is none."""
-    if kind is bool and isinstance(value, str):
-        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
-    elif kind in (int, float) and isinstance(value, str):
-        value = numbers.whole(value) if kind is int else numbers.number(value)
-    elif kind in (int, float) and not isinstance(value, bool) and (kind is float or value == int(value)):
-        value = kind(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError
-    return value
-
-
-def _range(least: float, most: float, above: bool, exceeded: bool) -> str:
-    low = "" if least <= -_LARGEST else f"above {least:g}" if above else f"{least:g} or more"
-    high = f"at most {most:g}" if exceeded or most < _LARGEST else ""
-    return " and ".join(filter(None, [low, high]))
+        least, above = about["least"], about["above"]
+        if found > about["most"]:
+            raise ValueError(f"{key}={found!r}; it must be at most {about['most']:g}")
+        if found < least or (above and found == least):
+            raise ValueError(
+                f"{key}={found!r}; it must be {'above ' * above}{least:g}{' or more' * (not above)}"
+            )
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- checking
 def checked(config: TrainingConfig) -> TrainingConfig:
-    """The configuration, its length filled in where nothing is set; ValueError where keys contradict each other."""
+    """The configuration, its length and learning rate filled in; ValueError where keys contradict each other."""
     lengths = [name for name in LENGTHS if getattr(config.schedule, name)]
     if len(lengths) > 1:
         raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(LENGTHS)}")
-    if not lengths:
-        config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, minutes=5.0))
     if config.batch.sequences % config.batch.accumulate:
         raise ValueError(
             f"batch.sequences={config.batch.sequences}; it must be a multiple of "
@@ -338,12 +332,10 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *serving("enable_gqa"))
     if config.text.documents == "packed":
         _goes_with(config, "text.documents", "model.attention", "auto", *serving("cu_seqlens"))
-    if not config.optimizer.learning_rate:
-        rate = float(f"{6e-3 * min(1, 128 / sizes.d_model):.2g}")
-        config = dataclasses.replace(
-            config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)
-        )
-    return config
+    replace, rate = dataclasses.replace, float(f"{6e-3 * min(1, 128 / sizes.d_model):.2g}")
+    schedule = config.schedule if lengths else replace(config.schedule, minutes=5.0)
+    chosen = replace(config.optimizer, learning_rate=config.optimizer.learning_rate or rate)
+    return replace(config, schedule=schedule, optimizer=chosen)
 
 
 def _goes_with(config: TrainingConfig, other: str, key: str, *allowed: Any) -> None:

@@ -75,7 +75,9 @@ def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConf
     asked = load(None, told)
     if own := _own(asked):
         say("settings: those of the run that goes on; flags change them")
-        return load(None, _joined(own, told))
+        if any(f"schedule.{name}" in told for name in LENGTHS):  # another length takes its place
+            own["schedule"] = {key: value for key, value in own["schedule"].items() if key not in LENGTHS}
+        return load(None, {**own, **told})
     machine = here(asked.run.device)
     config = load(None, chosen(machine, told))
     for line in about(config, machine):
@@ -93,16 +95,7 @@ def _own(asked: TrainingConfig) -> dict[str, Any]:
     from cs336_systems.training import checkpoints
 
     place = Path(asked.checkpoints.resume)
-    try:
-        return checkpoints.told(place)["config"] if (place / "checkpoint.json").is_file() else {}
-    except checkpoints.CheckpointError as error:
-        raise ValueError(str(error)) from error
-
-
-def _joined(own: dict[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    if any(f"schedule.{name}" in told for name in LENGTHS):  # another length takes its place
-        own["schedule"] = {key: value for key, value in own["schedule"].items() if key not in LENGTHS}
-    return {**own, **told}
+    return checkpoints.told(place)["config"] if (place / "checkpoint.json").is_file() else {}
 
 
 def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:

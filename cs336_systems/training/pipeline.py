@@ -83,18 +83,14 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
     """
     from cs336_systems.training import checkpoints, modes
 
-    try:
-        if config.checkpoints.init_from:
-            checkpoints.weights_of(Path(config.checkpoints.init_from))
-        if start := _where_to_start(config, say):
-            dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
-            resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
-    except checkpoints.CheckpointError as error:
-        raise ValueError(str(error)) from error
+    if begun := config.checkpoints.init_from:
+        checkpoints.weights_of(Path(begun))
+    if start := _where_to_start(config, say):
+        dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
+        resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
     info = prepare(config, say)
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
-    begun, known = config.checkpoints.init_from, info.tokenizer
-    theirs = Path(begun) / checkpoints.TOKENIZER
+    theirs, known = Path(begun) / checkpoints.TOKENIZER, info.tokenizer
     if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
