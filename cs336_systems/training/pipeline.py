@@ -51,38 +51,48 @@ def train(
     Errors: ValueError where the run's folder holds a run that is not this one, or not to be gone on with, or another
     process is writing into it; those of `loop.Trainer`; LaunchError where a rank fails.
     """
+    from torch import distributed as dist
+
+    from cs336_systems.launch.group import process_group
+    from cs336_systems.parallel.agreement import agreement
+
+    group, nproc = contextlib.nullcontext(), config.parallel.nproc
     if "RANK" in os.environ:
-        return _under_torchrun(config, say, first)
-    _check(config, config.parallel.nproc)
-    with alone(Path(config.out)):
-        first()
-        return _trained(config, say)
+        group = process_group("auto", config.run.device, config.parallel.timeout_s)
+    with contextlib.ExitStack() as held:
+        with group as rank:
+            told, leads = ["", None], not rank or rank.rank == 0
+            with agreement(dist.group.WORLD if rank else None):  # an error of rank 0 ends all
+                if leads:
+                    told = _begin(config, rank.world_size if rank else nproc, say, first, held)
+            if rank:
+                dist.broadcast_object_list(told, src=0)
+            start, result = told
+            if not result and not rank and nproc > 1:
+                result = _on_ranks(config, start, say)
+            elif not result:
+                result = on_a_rank(rank, config.to_dict(), start)
+        return _finish(config, result, say) if leads else result
 
 
-def _trained(config: TrainingConfig, say: Say) -> dict[str, Any]:
-    if result := _finished(config):
-        say(f"training: {config.out} holds it already, {result['step']} steps")
-    else:
-        start = _begin(config, config.parallel.nproc, say)
-        single = config.parallel.nproc == 1
-        result = on_a_rank(None, config.to_dict(), start) if single else _on_ranks(config, start, say)
-    return _finish(config, result, say)
+def _begin(
+    config: TrainingConfig, world_size: int, say: Say, first: Callable[[], None], held: contextlib.ExitStack
+) -> list[Any]:
+    """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", and
+    the result where all is done already.
 
-
-def _check(config: TrainingConfig, world_size: int) -> None:
-    """Refuses what the machine does not allow, before there is a folder, unless there is nothing to do."""
-    if not _finished(config):
-        forecast.check_fits(config, world_size)
-        check_asked(config.generation.prompt, config.generation.temperature)
-
-
-def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
-    """All that comes before the first step; the checkpoint to go on from, or "".
-
-    What a file does not allow is refused before hours of training.
+    What the machine does not allow is refused before there is a folder; what a file does not, before hours of training.
     """
     from cs336_systems.training import checkpoints, modes
 
+    if not (result := _finished(config)):
+        forecast.check_fits(config, world_size)
+        check_asked(config.generation.prompt, config.generation.temperature)
+    held.enter_context(alone(Path(config.out)))
+    first()
+    if result:
+        say(f"training: {config.out} holds it already, {result['step']} steps")
+        return ["", result]
     if begun := config.checkpoints.init_from:
         checkpoints.weights_of(Path(begun))
     if start := _where_to_start(config, say):
@@ -97,7 +107,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say) -> str:
             f"tokenizer; tokenizer.path={theirs} takes it"
         )
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
-    return start
+    return [start, None]
 
 
 def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
@@ -110,26 +120,6 @@ def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
             f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
             device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
-
-
-def _under_torchrun(config: TrainingConfig, say: Say, first: Callable[[], None]) -> dict[str, Any]:
-    from torch import distributed as dist
-
-    from cs336_systems.launch.group import process_group
-    from cs336_systems.parallel.agreement import agreement
-
-    start = [""]
-    with contextlib.ExitStack() as held:
-        with process_group("auto", config.run.device, config.parallel.timeout_s) as rank:
-            with agreement(dist.group.WORLD):  # an error of rank 0 ends all
-                if rank.rank == 0:
-                    _check(config, rank.world_size)
-                    held.enter_context(alone(Path(config.out)))
-                    first()
-                    start = [_begin(config, rank.world_size, say)]
-            dist.broadcast_object_list(start, src=0)
-            result = on_a_rank(rank, config.to_dict(), start[0])
-        return _finish(config, result, say) if rank.rank == 0 else result
 
 
 def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
