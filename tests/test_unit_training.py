@@ -274,10 +274,11 @@ def on_two_ranks(out, changes, start=""):
     trainer = Trainer(made(out, **changes), data(), Rank(rank, rank, world, world, "cpu", "gloo"))
     if start:
         trainer.resume(Path(start))
-    loss = trainer.run()["valid_loss"]
-    weights = [checkpoints.whole(trainer.wrapped, trainer.model, trainer.optimizer)[0]]
-    torch.distributed.broadcast_object_list(weights)  # a sharded model's are rank 0's
-    return loss, weights[0] if changes.get("parallel__wrapper") == "fsdp" else trainer.model.state_dict()
+    result = trainer.run()
+    saved = checkpoints.weights_of(
+        Path(result["checkpoint"])
+    )  # no rank has them whole where they are sharded
+    return result["valid_loss"], saved if trainer.sharded else trainer.model.state_dict()
 
 
 WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "in_place", "torch", "fsdp")

@@ -69,9 +69,10 @@ class Batches:
             )
         self.begin = begin
         self.windows = (len(tokens) - 1) // context_length
-        self.tokens, self.context_length, self.sequences, self.seed = tokens, context_length, sequences, seed
+        self.tokens, self.context_length, self.sequences = tokens, context_length, sequences
         # a step may see the end of one epoch and the next
-        self._order = functools.lru_cache(maxsize=2)(self._order_of_epoch)
+        order = lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.windows)
+        self._order = functools.lru_cache(maxsize=2)(order)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -84,7 +85,8 @@ class Batches:
         shape."""
         share = self.sequences // parts
         first = step * self.sequences + part * share
-        return self.windows_at([self._window(place) for place in range(first, first + share)])
+        places = (divmod(place, self.windows) for place in range(first, first + share))
+        return self.windows_at([int(self._order(epoch)[slot]) for epoch, slot in places])
 
     def windows_at(self, windows: list[int] | range) -> tuple[np.ndarray, ...]:
         """As `at`, of windows by number, as they lie in the text."""
@@ -98,10 +100,3 @@ class Batches:
         places = np.flatnonzero(begins)
         fill = np.full(ids.size + 1 - len(places), ids.size)
         return ids, targets, np.concatenate([places, fill]).astype(np.int32)
-
-    def _window(self, place: int) -> int:
-        epoch, slot = divmod(place, self.windows)
-        return int(self._order(epoch)[slot])
-
-    def _order_of_epoch(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)

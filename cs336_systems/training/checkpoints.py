@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
-from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
 
@@ -40,7 +39,6 @@ TOKENIZER = "tokenizer.json"
 # where files that torch has saved keep a model's state dict, from the outside in
 _STATE = ("model", "model_state_dict", "state_dict", "module")
 _FIRST = "token_embeddings.weight"
-_INSIDE = "model."  # where a wrapper's module, `modes.WithLoss`, has the model
 
 
 class CheckpointError(ValueError):
@@ -200,40 +198,6 @@ def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> N
         model.load_state_dict(weights)
     except RuntimeError as error:
         told = " ".join(str(error).partition(":")[2].split())  # after the name of the model's class
-        raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
-
-
-def whole(
-    wrapped: Callable[..., Any], model: nn.Module, made: torch.optim.Optimizer
-) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """The model's state by name, and the optimizer's as a plain one has it, whole on rank 0, whatever shards them; all
-    ranks call it. wrapped: what a step calls; model: the model inside of it."""
-    if not isinstance(wrapped, FullyShardedDataParallel):
-        return model.state_dict(), made.state_dict()
-    # it imports torch's checkpoints, which takes most of a second
-    from cs336_systems.parallel.sharded_state import ShardedState
-
-    state, moments = ShardedState(wrapped, made).full_state_dict()
-    return {name.removeprefix(_INSIDE): tensor for name, tensor in state.items()}, moments
-
-
-def take_whole(
-    wrapped: Callable[..., Any], model: nn.Module, made: torch.optim.Optimizer,
-    weights: Mapping[str, torch.Tensor], moments: dict[str, Any], whose: str,
-) -> None:  # fmt: skip
-    """Has model and optimizer go on from such states, or from this rank's shards of them; ValueError in a line where
-    the weights do not fit."""
-    if not isinstance(wrapped, FullyShardedDataParallel):
-        into(model, weights, whose)
-        made.load_state_dict(moments)
-        return
-    from cs336_systems.parallel.sharded_state import ShardedState
-
-    weights = {_INSIDE + name: tensor for name, tensor in weights.items()}
-    try:
-        ShardedState(wrapped, made).load_full_state_dict(weights, moments)
-    except (RuntimeError, ValueError) as error:
-        told = " ".join(str(error).split())
         raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
 
 

@@ -59,9 +59,8 @@ def here(device: str = "auto") -> Machine:
 
     gib = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names))) / 2**30
     dtype, known = modes.dtype_of("auto", "cuda"), peaks(names[0])
-    return Machine(
-        gib, dtype, known.tflops.get(dtype, UNKNOWN_TFLOPS) if known else UNKNOWN_TFLOPS, len(names)
-    )
+    tflops = known.tflops.get(dtype, UNKNOWN_TFLOPS) if known else UNKNOWN_TFLOPS
+    return Machine(gib, dtype, tflops, len(names))
 
 
 def ranks_of(config: TrainingConfig) -> int:
@@ -178,13 +177,9 @@ def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
         f"{batch.sequences} sequences of {config.model.context_length} tokens a step{parts}"
     )
     kind, length = config.schedule.length
-    text = (
-        f"{config.text.train_mb:g} MB of {config.text.source}" if config.text.train_mb else config.text.source
-    )
-    yield (
-        f"for {length:g} {kind} on {text}, learning rate {config.optimizer.learning_rate:g}, "
-        f"compiled: {config.run.compile}"
-    )
+    text = f"{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source
+    rate = f"learning rate {config.optimizer.learning_rate:g}"
+    yield f"for {length:g} {kind} on {text}, {rate}, compiled: {config.run.compile}"
     yield (
         "otherwise: --size, --context-length, --batch, --minutes, --train-mb, --learning-rate, --compile, --nproc, or "
         "--config FILE; `cs336 train --keys` lists all"

@@ -43,7 +43,7 @@ def opened(path: Path) -> mmap.mmap:
     except UnicodeDecodeError as error:
         place = read - len(error.object) + error.start
         raise ValueError(f"{path} is not UTF-8: byte {place} is 0x{error.object[error.start]:02x}") from None
-    except OSError as error:
+    except OSError as error:  # which would be taken for one of writing
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
@@ -94,9 +94,8 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
     limit = min(limit, sizes.sum() / 10)
     if len(sizes) == 1:
         [whole] = corpus
-        cut = _boundary(
-            whole, 0, min(len(whole), len(whole) - int(limit) + 3)
-        )  # characters have 4 bytes at most
+        # characters have 4 bytes at most
+        cut = _boundary(whole, 0, min(len(whole), len(whole) - int(limit) + 3))
         return [whole[:cut]], [whole[cut:]]
     order, out = np.random.default_rng(seed).permutation(len(sizes)), np.zeros(len(sizes), bool)
     out[order[: max(1, np.searchsorted(sizes[order].cumsum(), limit, "right"))]] = True

@@ -60,9 +60,8 @@ class Cache:
         if self.before.any():
             keys, queries = torch.arange(self.length, device=ids.device), places[:, None]
             seen = (keys >= self.before[:, None, None]) & (keys <= queries)  # (B, n, keys)
-            mask = (seen | (keys == queries))[
-                :, None
-            ]  # what fills up sees itself: of nothing there is no mean
+            # what fills up sees itself: of nothing there is no mean
+            mask = (seen | (keys == queries))[:, None]
         for number, layer in enumerate(model.layers):
             x = x + self._attend(number, layer, layer.ln1(x), cos, sin, mask)
             x = x + layer.ffn(layer.ln2(x))

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from cs336_systems.accounting import mfu, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
+from cs336_systems.parallel import sharded_state
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
@@ -35,6 +36,7 @@ from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
 from cs336_systems.training.log import RunLog, recording
 
+_INSIDE = "model."  # where a wrapper's module, `modes.WithLoss`, has the model
 STOP = "stop"  # a file of this name in the run's folder asks for an end at the next line of the log
 
 
@@ -175,7 +177,12 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint; all ranks call it. CheckpointError where rank 0 cannot, ValueError on the others."""
-        weights, moments = checkpoints.whole(self.wrapped, self.model, self.optimizer)
+        if self.sharded:
+            named = sharded_state.full_state_dict(self.sharded)
+            weights = {name.removeprefix(_INSIDE): tensor for name, tensor in named.items()}
+            moments = sharded_state.full_optimizer_state_dict(self.sharded, self.optimizer)
+        else:
+            weights, moments = self.model.state_dict(), self.optimizer.state_dict()
         random = {"cpu": torch.get_rng_state()}
         if self.device != "cpu":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -203,7 +210,13 @@ class Trainer:
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
         optimizer.keep_settings(self.optimizer, moments)
-        checkpoints.take_whole(self.wrapped, self.model, self.optimizer, weights, moments, self._whose)
+        if self.sharded:
+            named = {_INSIDE + name: tensor for name, tensor in weights.items()}
+            sharded_state.load_full_state_dict(self.sharded, named)
+            sharded_state.load_full_optimizer_state_dict(self.sharded, self.optimizer, moments)
+        else:
+            checkpoints.into(self.model, weights, self._whose)
+            self.optimizer.load_state_dict(moments)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["random"]) == self.world:

@@ -96,13 +96,12 @@ def _averaging(
         return module, lambda: None
     if name == "torch":
         return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb), lambda: None
-    with_buckets = {"bucketed": ddp.BucketedDDP, "in_place": ddp.InPlaceDDP}
-    if name == "fsdp":
-        own = fsdp.FullyShardedDataParallel(module, NARROW.get(dtype), units=module.model.layers)
-    elif name in with_buckets:
-        own = with_buckets[name](module, mb)
-    else:
-        own = {"naive": ddp.NaiveDDP, "flat": ddp.FlatDDP, "overlapped": ddp.OverlappedDDP}[name](module)
+    own = {
+        "naive": lambda: ddp.NaiveDDP(module), "flat": lambda: ddp.FlatDDP(module),
+        "overlapped": lambda: ddp.OverlappedDDP(module), "bucketed": lambda: ddp.BucketedDDP(module, mb),
+        "in_place": lambda: ddp.InPlaceDDP(module, mb),
+        "fsdp": lambda: fsdp.FullyShardedDataParallel(module, NARROW.get(dtype), units=module.model.layers),
+    }[name]()  # fmt: skip
     return own, own.finish_gradient_synchronization
 
 

@@ -136,10 +136,8 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str
 # ------------------------------------------------------------------------------------------------ what is there already
 def digest(config: TrainingConfig) -> str:
     """Of all settings that the trained weights depend on."""
-    counts = {
-        "checkpoints.init_from": config.checkpoints.init_from,
-        **resuming.settings(config, resuming.BESIDE),
-    }
+    counts = {"checkpoints.init_from": config.checkpoints.init_from}
+    counts |= resuming.settings(config, resuming.BESIDE)
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -41,10 +41,6 @@ _HUB_FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-G
 _VALID_FROM = 2**40  # index of the first story that is held out: no training text comes so far
 _MB = 10**6
 _TEXTS, READY = (".txt", ".jsonl"), (".npy", ".bin")
-_ALLOWED = {
-    "text.source": "stories, tinystories, random, or a file or folder of text",
-    "text.valid": "a file or folder of text; without it some of text.source is held out",
-}
 
 
 @dataclass(frozen=True)
@@ -167,15 +163,12 @@ def _fetched(name: str) -> Path:
     """A file in the hub's own cache, downloaded if need be."""
     try:
         import huggingface_hub
-    except ImportError:
-        raise ValueError(
-            "text.source='tinystories' needs huggingface_hub: pip install 'cs336-systems[hub]'; --source FILE takes a "
-            "text that is here"
-        ) from None
-    try:
+
         return Path(huggingface_hub.hf_hub_download(REPOSITORY, name, repo_type="dataset"))
     except Exception as error:  # of the network, of HTTP, of the disk: its client's own types among them
         why = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, ImportError):
+            why = "it needs huggingface_hub, pip install 'cs336-systems[hub]'"
         raise ValueError(
             f"text.source='tinystories': {name} cannot be fetched: {why}; --source FILE takes a text that is here"
         ) from error
@@ -208,9 +201,11 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
     source = Path(told).expanduser()
     try:
         if not told.strip() or not source.exists():
-            raise ValueError(f"{key}={told!r}; allowed: {_ALLOWED[key]}")
-        paths = [source] if not source.is_dir() else sorted(source.rglob("*"))
-        names = {path: path.name if path == source else path.relative_to(source).as_posix() for path in paths}
+            named = "stories, tinystories, random, or " * (key == "text.source")
+            raise ValueError(f"{key}={told!r}; allowed: {named}a file or folder of text")
+        folder = source if source.is_dir() else source.parent
+        paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+        names = {path: path.relative_to(folder).as_posix() for path in paths}
         if source.is_dir():
             shown = [path for path in paths if path.suffix in _TEXTS and "/." not in f"/{names[path]}"]
             paths = [path for path in shown if not path.is_dir()]

@@ -55,35 +55,72 @@ def prepare(
     given = Path(config.path).expanduser() if config.path else None
     known = load_tokenizer(given, config.separator) if given else None
     parts = {"train": text.train, "valid": text.valid}
+    random, of_text = text.source == "random", text.train.documents > 0
     made_from: dict[str, Any] = {
         "vocab_size": _vocab_size(known) if known else config.vocab_size,
         "tokenizer": outputs.sha256(given) if given else None,
     }
-    if text.source == "random":
+    if random:
         made_from["random"] = {"seed": text.seed} | {name: split.bytes for name, split in parts.items()}
-    elif text.source == "tokens":
+    elif of_text:
+        made_from["text"] = {name: split.sha256 for name, split in parts.items()}
+        made_from |= {"separator": config.separator} if config.separator else {}
+    else:
         made_from["ready"] = {
             name: [split.sha256, split.bytes, config.dtype] for name, split in parts.items()
         }
-    else:
-        made_from["text"] = {name: split.sha256 for name, split in parts.items()}
-        made_from |= {"separator": config.separator} if config.separator else {}
-    make = lambda new: _make(config, text, given, known, new, log)
-    told = outputs.stage(folder, "tokens", made_from, make, log, expected)
-    path = folder / "tokenizer.json" if text.train.documents or (given and text.source == "tokens") else None
-    with outputs.reading(folder / "tokens.json"):
-        train, valid = (
-            np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in ("train", "valid")
+
+    def make(new: Path) -> dict[str, Any]:
+        tokenizer, path = None if random else known, new / "tokenizer.json"
+        if tokenizer:
+            shutil.copyfile(given, path)
+        elif of_text:
+            log(f"tokens: learning {config.vocab_size:,} of them from the text")
+            learned = _learn(text.train.path, config.vocab_size)
+            path.write_text(learned.to_str(pretty=True), encoding="utf-8")  # `save` has errors of its own
+            tokenizer = load_tokenizer(path, config.separator)
+        vocab_size = _vocab_size(tokenizer) if tokenizer else made_from["vocab_size"]
+        end = end_of_text(tokenizer, config.separator) if tokenizer else None
+        dtype, counts = np.dtype("<u2" if vocab_size <= 2**16 else "<u4"), {}
+        for part, (name, split) in enumerate(parts.items()):
+            if random:
+                ids = _drawn([text.seed, part], max(1, split.bytes // dtype.itemsize), vocab_size, dtype)
+            elif of_text:
+                ids = _encoded(split.path, tokenizer, end, name)
+            else:
+                ids = _taken(split, config.dtype, vocab_size)
+            with open(new / f"{name}.bin", "wb") as out:
+                for some in ids:
+                    out.write(some.astype(dtype))
+                counts[name] = out.tell() // dtype.itemsize
+        kind = "random " if random else "ready " * (not of_text)
+        about, lossless = (
+            f"{counts['train']:,} and {counts['valid']:,} {kind}tokens of {vocab_size:,}",
+            random,
         )
+        if of_text:
+            short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
+            about += f"{short}, {text.train.bytes / counts['train']:.2f} bytes each"
+            lossless = _lossless(np.fromfile(new / "valid.bin", dtype), text.valid.path, tokenizer, end)
+        return {
+            "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": end, "counts": counts,
+            "lossless": lossless, "about": about,
+        }  # fmt: skip
+
+    told = outputs.stage(folder, "tokens", made_from, make, log, expected)
+    with outputs.reading(folder / "tokens.json"):
+        train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in parts)
         files = {name: about["sha256"] for name, about in told["files"].items()}
         lossless, vocab_size, end = told["lossless"], told["vocab_size"], told["end_of_text"]
-    if text.train.documents:
-        files |= {split.path.name: split.sha256 for split in (text.train, text.valid)}
+    path = folder / "tokenizer.json" if "tokenizer.json" in files else None
+    if of_text:
+        files |= {split.path.name: split.sha256 for split in parts.values()}
         if not lossless:
             log(f"tokens: {path} loses characters of the text; there are no bits a byte")
-    nats, random = text.valid.nats, text.source == "random"
-    floor = math.log(vocab_size) if random else nats / len(valid) if nats is not None and lossless else None
-    size = valid.nbytes if random else text.valid.bytes if lossless else None
+    if random:
+        return Data(train, valid, vocab_size, valid.nbytes, math.log(vocab_size), files=files)
+    size, nats = text.valid.bytes if lossless else None, text.valid.nats
+    floor = None if size is None or nats is None else nats / len(valid)
     return Data(train, valid, vocab_size, size, floor, path, files, end)
 
 
@@ -123,46 +160,6 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ making
-def _make(
-    config: configuration.Tokenizer, text: TextInfo, given: Path | None, tokenizer: Tokenizer | None, new: Path,
-    log: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Writes the stage's files; what is to be said of them. tokenizer: what is `given`; None: none, or one to learn."""
-    path, source = new / "tokenizer.json", text.source
-    if given and source != "random":
-        shutil.copyfile(given, path)
-    elif text.train.documents:
-        log(f"tokens: learning {config.vocab_size:,} of them from the text")
-        learned = _learn(text.train.path, config.vocab_size)
-        path.write_text(learned.to_str(pretty=True), encoding="utf-8")  # `save` has errors of its own
-        tokenizer = load_tokenizer(path, config.separator)
-    vocab_size = _vocab_size(tokenizer) if tokenizer else config.vocab_size
-    end = end_of_text(tokenizer, config.separator) if tokenizer and source != "random" else None
-    dtype, counts = np.dtype("<u2" if vocab_size <= 2**16 else "<u4"), {}
-    for part, (name, split) in enumerate((("train", text.train), ("valid", text.valid))):
-        if source == "random":
-            ids = _drawn([text.seed, part], max(1, split.bytes // dtype.itemsize), vocab_size, dtype)
-        elif source == "tokens":
-            ids = _taken(split, config.dtype, vocab_size)
-        else:
-            ids = _encoded(split.path, tokenizer, end, name)
-        with open(new / f"{name}.bin", "wb") as out:
-            for some in ids:
-                out.write(some.astype(dtype))
-            counts[name] = out.tell() // dtype.itemsize
-    kind = {"random": "random ", "tokens": "ready "}.get(source, "")
-    about = f"{counts['train']:,} and {counts['valid']:,} {kind}tokens of {vocab_size:,}"
-    lossless = source == "random"
-    if not kind:
-        short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
-        about += f"{short}, {text.train.bytes / counts['train']:.2f} bytes each"
-        lossless = _lossless(np.fromfile(new / "valid.bin", dtype), text.valid.path, tokenizer, end)
-    return {
-        "vocab_size": vocab_size, "dtype": dtype.str, "end_of_text": end, "counts": counts,
-        "lossless": lossless, "about": about,
-    }  # fmt: skip
-
-
 def _drawn(seed: list[int], count: int, vocab_size: int, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Tokens without a text, all as likely."""
     random = np.random.Generator(np.random.PCG64(seed))
