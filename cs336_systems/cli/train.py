@@ -208,9 +208,8 @@ def generate(
 
         asked = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         told = {f"generation.{key}": value for key, value in asked.items()}
-        read = load(None, {"run.device": device} | told).generation
         for prompt in (prompts := prompts or ["Once upon a time"]):
-            pipeline.check_asked(prompt, read.temperature)
+            read = load(None, {"run.device": device, "generation.prompt": prompt} | told).generation
         speaker, texts = pipeline.trained(checkpoint, device), list(prompts)
         typer.echo(prompts[0], nl=False)  # the first one appears as it is written
         for number, piece in pipeline.spoken(*speaker, prompts, read):

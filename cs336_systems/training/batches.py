@@ -41,17 +41,6 @@ class Data:
     end_of_text: int | None = None
 
 
-def begins_documents(documents: str, end_of_text: int | None) -> int | None:
-    """The token that begins a document, where `text.documents` has them packed; None of a stream. ValueError where they
-    are to be packed and no token stands between them."""
-    if documents == "packed" and end_of_text is None:
-        raise ValueError(
-            "text.documents='packed', and which token ends a document is not known: random tokens have none, and ready "
-            "tokens need tokenizer.path; allowed for these: stream"
-        )
-    return end_of_text if documents == "packed" else None
-
-
 class Batches:
     """Windows over `tokens`, a 1-D array of token ids (a memory map, usually). `sequences`: of one optimizer step, all
     ranks and microbatches together. `name`: of the text, train or valid. `begin`: the token that begins a document,

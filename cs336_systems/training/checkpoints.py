@@ -48,8 +48,8 @@ class CheckpointError(ValueError):
 def save(
     folder: Path, step: int, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any],
     state: Mapping[str, Any], about: Mapping[str, Any], tokenizer: bytes = b"",
-) -> Path:  # fmt: skip
-    """Writes a checkpoint of `step` into `folder`, and returns its place; one that is there already is replaced.
+) -> None:  # fmt: skip
+    """Writes a checkpoint of `step` into `folder`; one that is there already is replaced.
 
     weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON; tokenizer: the
     content of a tokenizer.json, if there is one. Nothing is copied that lies in main memory; of what lies on a GPU the
@@ -75,7 +75,6 @@ def save(
     except (OSError, safetensors.SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {final}: {why}{_instead(folder)}") from error
-    return final
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -147,20 +146,19 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
     CheckpointError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
-    model, optimizer, state = (path / name for name in _FILES)
+    model, *others = (path / name for name in _FILES)
     try:
-        found = told(path, sound=True)
+        found, states = told(path, sound=True), []
         with reading(model):
             weights = safetensors.torch.load_file(model)
             if other := {str(tensor.dtype) for tensor in weights.values()} - {"torch.float32"}:
                 raise ValueError(f"weights in {', '.join(sorted(other))}; they are saved in torch.float32")
-        with reading(optimizer):
-            moments = torch.load(optimizer, map_location="cpu", weights_only=True)
-        with reading(state):
-            rest = torch.load(state, map_location="cpu", weights_only=True)
+        for file in others:
+            with reading(file):
+                states.append(torch.load(file, map_location="cpu", weights_only=True))
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
-    return found, weights, moments, rest
+    return found, weights, *states
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -199,11 +197,6 @@ def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> N
     except RuntimeError as error:
         told = " ".join(str(error).partition(":")[2].split())  # after the name of the model's class
         raise ValueError(f"the weights do not fit {whose}: {told[:400]}") from None
-
-
-def tokenizer_of(path: Path) -> Path | None:
-    """The tokenizer.json of a checkpoint; None where there is none: its tokens were drawn, or came without one."""
-    return path / TOKENIZER if TOKENIZER in told(path)["files"] else None
 
 
 def _instead(folder: Path, path: Path | None = None) -> str:

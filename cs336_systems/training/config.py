@@ -27,6 +27,7 @@ from cs336_systems.store.files import read_json, read_text
 WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch")
 """That leave whole weights on every rank."""
 ALL_WRAPPERS = (*WRAPPERS, "fsdp")
+READY = (".npy", ".bin")  # of a text that is token ids already
 DTYPES = ("auto", "fp32", "tf32", "bf16", "fp16")
 COMPILE = ("off", "attention", "blocks", "whole", "graphs")
 RECOMPUTE = ("none", "blocks", "selective")
@@ -81,7 +82,7 @@ class Model:
     num_layers: int = _number(0, 0, "blocks")
     num_heads: int = _number(0, 0, "attention heads of a block")
     num_kv_heads: int = _number(0, 0, "heads of keys and values, for groups of the others; 0: as many")
-    attention: str = _key("auto", "auto, or an implementation that `cs336 doctor` lists")
+    attention: str = _key("auto", "`cs336 doctor` says which are here", "auto", *IMPLEMENTATIONS)
 
     def sizes(self, vocab_size: int) -> ModelConfig:
         """The model's hyperparameters; ValueError where they do not fit together."""
@@ -143,9 +144,7 @@ class Run:
     device: str = _key("auto", "auto: a GPU where there is one", "auto", "cpu", "cuda")
     dtype: str = _key("auto", "auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU", *DTYPES)
     compile: str = _key("off", "of attention, of each block, of all; of all with CUDA graphs", *COMPILE)
-    recompute: str = _key(
-        "none", "what backward computes again: blocks, or what of them is cheap", *RECOMPUTE
-    )
+    recompute: str = _key("none", "what backward computes again: blocks, or their cheap parts", *RECOMPUTE)
     seed: int = _number(0, 0, "of the weights")
     deterministic: bool = _key(False, "the same bits in every run on a GPU")
     profile: int = _number(0, 0, "steps to record a trace of, after ten")
@@ -157,7 +156,7 @@ class Parallel:
 
     nproc: int = _number(1, 1, "processes to start; under torchrun it is torchrun that says", most=1024)
     wrapper: str = _key(
-        "in_place", "who averages gradients; none of one rank; fsdp shards weights", *ALL_WRAPPERS
+        "in_place", "averages gradients; none of one rank; fsdp shards weights", *ALL_WRAPPERS
     )
     bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
     timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
@@ -295,13 +294,11 @@ def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
     if "allowed" in about and found not in about["allowed"]:
         raise ValueError(f"{key}={found!r}; allowed: {', '.join(about['allowed'])}")
     if "least" in about:
-        least, above = about["least"], about["above"]
-        if found > about["most"]:
-            raise ValueError(f"{key}={found!r}; it must be at most {about['most']:g}")
-        if found < least or (above and found == least):
-            raise ValueError(
-                f"{key}={found!r}; it must be {'above ' * above}{least:g}{' or more' * (not above)}"
-            )
+        least = about["least"]
+        wanted = f"above {least:g}" if about["above"] else f"{least:g} or more"
+        if found > about["most"] or found < least or (about["above"] and found == least):
+            most = f" and at most {about['most']:g}" * (about["most"] < _LARGEST or found > least)
+            raise ValueError(f"{key}={found!r}; it must be {wanted}{most}")
     return found
 
 
@@ -311,11 +308,6 @@ def checked(config: TrainingConfig) -> TrainingConfig:
     lengths = [name for name in LENGTHS if getattr(config.schedule, name)]
     if len(lengths) > 1:
         raise ValueError(f"schedule has {' and '.join(lengths)}; it must have one of {', '.join(LENGTHS)}")
-    if config.batch.sequences % config.batch.accumulate:
-        raise ValueError(
-            f"batch.sequences={config.batch.sequences}; it must be a multiple of "
-            f"batch.accumulate={config.batch.accumulate}"
-        )
     if config.run.compile == "graphs":  # they replay one backward pass a step
         _goes_with(config, "run.compile", "batch.accumulate", 1)
     if config.run.recompute != "none":
@@ -325,13 +317,23 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(f"text.train_mb=0; for text.source={config.text.source!r} it must be above 0")
     if not config.out.strip():
         raise ValueError("out=''; it must name a folder")
-    if (asked := config.model.attention) not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"model.attention={asked!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}")
+    if 0 < (temperature := config.generation.temperature) < 1e-6:
+        raise ValueError(f"generation.temperature={temperature}; it must be 0, or 1e-6 or more")
+    try:
+        config.generation.prompt.encode()
+    except UnicodeEncodeError:  # a command line may hold any bytes
+        raise ValueError(f"generation.prompt={config.generation.prompt!r} is not UTF-8") from None
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     if sizes.kv_heads < sizes.num_heads:
         _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *serving("enable_gqa"))
     if config.text.documents == "packed":
         _goes_with(config, "text.documents", "model.attention", "auto", *serving("cu_seqlens"))
+        ready = Path(config.text.source).suffix in READY
+        if config.text.source == "random" or (ready and not config.tokenizer.path):
+            raise ValueError(
+                "text.documents='packed', and which token ends a document is not known: random tokens have none, and "
+                "ready tokens need tokenizer.path; allowed for these: stream"
+            )
     replace, rate = dataclasses.replace, float(f"{6e-3 * min(1, 128 / sizes.d_model):.2g}")
     schedule = config.schedule if lengths else replace(config.schedule, minutes=5.0)
     chosen = replace(config.optimizer, learning_rate=config.optimizer.learning_rate or rate)

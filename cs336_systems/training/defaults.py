@@ -156,25 +156,22 @@ def most_sequences(told: Mapping[str, Any], gib: float, dtype: str, ranks: int =
 def _megabytes(config: TrainingConfig, machine: Machine) -> float:
     """Text that the run's length reads once, or less: from LEAST_MB to MOST_MB. Of a CPU the ranks share the cores."""
     kind, length = config.schedule.length
-    sizes, step_tokens = _sizes(config), config.batch.sequences * config.model.context_length
+    sizes = config.model.sizes(config.tokenizer.vocab_size)
+    step_tokens = config.batch.sequences * sizes.context_length
     flops = model_flops(sizes, 1, sizes.context_length, "train_step") / sizes.context_length
     per_minute = 60 * _MFU * machine.tflops * 1e12 * (ranks_of(config) if machine.gib else 1) / flops
     tokens = length * {"minutes": per_minute, "tokens": 1, "steps": step_tokens, "epochs": 0}[kind]
     return float(f"{min(max(_BYTES_PER_TOKEN * tokens / 1e6, LEAST_MB), MOST_MB):.3g}")
 
 
-def _sizes(config: TrainingConfig) -> Any:
-    return config.model.sizes(config.tokenizer.vocab_size)
-
-
 def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
     """Three lines: what was chosen, and how to choose otherwise."""
-    ranks, batch = ranks_of(config), config.batch
+    ranks, batch, sizes = ranks_of(config), config.batch, config.model.sizes(config.tokenizer.vocab_size)
     where = f"{ranks} of {machine.gpus} GPUs of {machine.gib:.0f} GiB" if machine.gib else "the CPU"
     parts = f" in {batch.accumulate} parts" * (batch.accumulate > 1)
     yield (
-        f"chosen for {where}: {config.model.size}, {num_parameters(_sizes(config)) / 1e6:.1f} M parameters, "
-        f"{batch.sequences} sequences of {config.model.context_length} tokens a step{parts}"
+        f"chosen for {where}: {config.model.size}, {num_parameters(sizes) / 1e6:.1f} M parameters, "
+        f"{batch.sequences} sequences of {sizes.context_length} tokens a step{parts}"
     )
     kind, length = config.schedule.length
     text = f"{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source

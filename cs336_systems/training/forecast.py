@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from cs336_systems.accounting import fsdp, model_flops, num_parameters
 from cs336_systems.attention.registry import availability
@@ -49,24 +47,18 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
     """Refuses, as a ValueError, what `for_ranks`, `check_trackers` and `modes.device_of` do, attention that is not
-    there, documents to be packed where nothing stands between them, and what finds no room on a CPU: `memory_bytes` of
-    all ranks here, with so many tokens in the vocabulary. (A GPU says so itself.)"""
+    there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens in the vocabulary. (A
+    GPU says so itself.)"""
     from cs336_systems.training import modes
-    from cs336_systems.training.batches import begins_documents
-    from cs336_systems.training.text import READY
 
     for_ranks(config, world_size)
     check_trackers(config.logging.tensorboard, config.logging.wandb)
-    source = config.text.source
-    if source == "random" or (Path(source).suffix in READY and not config.tokenizer.path):
-        begins_documents(config.text.documents, None)
     device = modes.device_of(config.run.device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
     if device != "cpu" or (free := free_memory_bytes("cpu")) is None:
         return
-    tokenizer = dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
-    config = dataclasses.replace(config, tokenizer=tokenizer)
+    config = load(None, {**config.to_dict(), "tokenizer.vocab_size": vocab_size})
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
     needed = ranks * memory_bytes(config, modes.dtype_of(config.run.dtype, device), device, world_size)
     if needed > free:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cs336_systems.model import TransformerBlock, TransformerLM, rotate
+from cs336_systems.model import TransformerLM, rotate
 from cs336_systems.training.config import Generation
 
 
@@ -63,14 +63,12 @@ class Cache:
             # what fills up sees itself: of nothing there is no mean
             mask = (seen | (keys == queries))[:, None]
         for number, layer in enumerate(model.layers):
-            x = x + self._attend(number, layer, layer.ln1(x), cos, sin, mask)
+            x = x + self._attend(number, layer.ln1(x), cos, sin, mask)
             x = x + layer.ffn(layer.ln2(x))
         return model.lm_head(model.ln_final(x[:, -1]))
 
-    def _attend(
-        self, number: int, layer: TransformerBlock, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        attn = layer.attn
+    def _attend(self, number: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        attn = self.model.layers[number].attn
         q, k, v = attn.projected(x)  # (B, H, n, d), and as many heads of keys and values as are kept
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (before := self._kept[number]) is not None:

@@ -31,33 +31,25 @@ def check_trackers(tensorboard: bool, wandb: str) -> None:
         if asked and sys.modules.get(name) is None and not has_module(name):
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
     if wandb and not _offline():
-        with _one_line(wandb):
+        try:
             from wandb import login
 
             login()
+        except Exception as error:  # of its client's own types, of the network, of the disk
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"logging.wandb={wandb!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
+            ) from error
 
 
 def _offline() -> bool:
     return os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
 
 
-@contextlib.contextmanager
-def _one_line(project: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of its client's own types, of the network, of the disk
-        why = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"logging.wandb={project!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
-        ) from error
-
-
 class RunLog:
     """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped, and
-    the trackers go on with the run that they know: that of Weights & Biases is kept in wandb.txt.
-
-    ValueError where TensorBoard or wandb is asked for and cannot begin; `check_trackers` finds out before.
-    """
+    the trackers, of which `check_trackers` knows whether they can begin, go on with the run that they know: that of
+    Weights & Biases is kept in wandb.txt."""
 
     def __init__(
         self, out: Path, step: int = 0, total: int | None = None, tensorboard: bool = False, wandb: str = "",
@@ -71,19 +63,18 @@ class RunLog:
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
         if wandb:
-            with _one_line(wandb):
-                from wandb import init
+            from wandb import init
 
-                told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
-                self._wandb = init(**told, id=self._known_run(step), resume="allow")
+            told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
+            self._wandb = init(**told, id=self._known_run(step), resume="allow")
             # offline, of several parts of a run the one that is sent last replaces the others: it tells all
             for row in lines if _offline() else ():
                 numbers = {name: float(text) for name, text in row.items() if text}
                 self._wandb.log(numbers, step=int(numbers.pop("step")))
         cells = [COLUMNS, *(row.values() for row in lines)]
         files.replace({self.file: "".join(f"{','.join(row)}\n" for row in cells)})
-        shown = sys.stderr.isatty()
-        self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05) if shown else None
+        # None: on a terminal alone
+        self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05, disable=None)
 
     def _known_run(self, step: int) -> str:
         file = self.out / "wandb.txt"
@@ -109,7 +100,7 @@ class RunLog:
             "peak_gib": "{:.1f} GiB",
         }  # fmt: skip
         said = ", ".join(form.format(known[name]) for name, form in forms.items() if name in known)
-        if self._bar is None:
+        if self._bar.disable:
             print(f"step {step}, {said}", flush=True)
         else:
             self._bar.update(step - self._bar.n)
@@ -117,9 +108,9 @@ class RunLog:
 
     def close(self) -> None:
         """Ends the bar and the other writers."""
-        for writer in (self._bar, self._board):
-            if writer is not None:
-                writer.close()
+        self._bar.close()
+        if self._board:
+            self._board.close()
         if self._wandb:
             self._wandb.finish()
 

@@ -31,7 +31,7 @@ from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
 from cs336_systems.training import checkpoints, modes, optimizer, resuming
-from cs336_systems.training.batches import Batches, Data, begins_documents
+from cs336_systems.training.batches import Batches, Data
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
 from cs336_systems.training.log import RunLog, recording
@@ -58,7 +58,7 @@ class Trainer:
         self.device = rank.device if rank else modes.device_of(config.run.device)
         self.dtype = modes.dtype_of(config.run.dtype, self.device)
         self.sequences = for_ranks(config, self.world)
-        self.out = Path(config.out)
+        self.out, self.folder = Path(config.out), Path(config.out) / "checkpoints"
         modes.settle(self.dtype, config.run.deterministic)
         sizes = self.sizes = config.model.sizes(data.vocab_size)
         torch.manual_seed(config.run.seed)
@@ -66,7 +66,8 @@ class Trainer:
         self._whose = f"model.size={config.model.size!r}"  # what errors about weights name
         if begun := config.checkpoints.init_from:
             checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
-        begin, n = begins_documents(config.text.documents, data.end_of_text), sizes.context_length
+        begin = data.end_of_text if config.text.documents == "packed" else None
+        n = sizes.context_length
         self.batches = Batches(data.train, n, config.batch.sequences, config.batch.seed, begin=begin)
         self.held_out = Batches(data.valid, n, 1, 0, "valid", begin)
         # before weights are sharded, which groups them by their shapes
@@ -171,11 +172,11 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------------------- checkpoints
     @property
-    def folder(self) -> Path:
-        """Where the run's checkpoints are."""
-        return self.out / "checkpoints"
+    def place(self) -> Path:
+        """Where the checkpoint of this step is, once it is saved."""
+        return self.folder / f"step-{self.step:08d}"
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Writes a checkpoint; all ranks call it. CheckpointError where rank 0 cannot, ValueError on the others."""
         if self.sharded:
             named = sharded_state.full_state_dict(self.sharded)
@@ -202,7 +203,6 @@ class Trainer:
                 checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep)
         self._saved_s = time.monotonic()
-        return self.folder / f"step-{self.step:08d}"
 
     def resume(self, path: Path) -> None:
         """Takes up a run where a checkpoint left it; CheckpointError for one that is not sound, ValueError for one of
@@ -249,7 +249,7 @@ class Trainer:
             "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
             "seconds": self.clock.seconds, "bits_per_byte": None if valid is None else self.bits_per_byte(valid),
             "floor": self.data.floor, "stopped": valid is None,
-            "checkpoint": str(self.folder / f"step-{self.step:08d}"),
+            "checkpoint": str(self.place),
         }  # fmt: skip
 
     def _steps(self, log: RunLog | None, traced: Callable[[], None]) -> float | None:
@@ -335,9 +335,9 @@ class Trainer:
         if loss < self.best:
             self.best = loss
             if self.config.checkpoints.best:
-                path = self.save()
+                self.save()
                 if self.number == 0:  # `checkpoints.best_of` reads it
-                    files.replace({self.folder / "best": path.name})
+                    files.replace({self.folder / "best": self.place.name})
 
     def _mfu(self, ms: float) -> float | None:
         """Of packed windows too by the pairs of a stream, though those of different documents need no FLOPs."""

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cs336_systems.parallel import ddp, fsdp
 from cs336_systems.training import checkpointing
 from cs336_systems.training.config import COMPILE, Parallel, Run
 
+Wrapped = tuple[Callable[..., Tensor], Callable[[], None]]
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -26,9 +27,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, ids: torch.Tensor, targets: torch.Tensor, cu_seqlens: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return F.cross_entropy(self.model(ids, cu_seqlens).flatten(0, 1), targets.flatten())
 
 
@@ -67,9 +66,7 @@ def autocast(dtype: str, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device.split(":")[0], NARROW[dtype]) if dtype in NARROW else nullcontext()
 
 
-def wrap(
-    module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype: str
-) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+def wrap(module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype: str) -> Wrapped:
     """The module as a step calls it, compiled and wrapped as asked, and what ends the averaging of its gradients.
 
     Blocks that are computed again come last: gathers and compiled code are within. dtype: what forward passes run in; a
@@ -88,9 +85,7 @@ def wrap(
     return wrapped
 
 
-def _averaging(
-    module: WithLoss, parallel: Parallel, world_size: int, dtype: str
-) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+def _averaging(module: WithLoss, parallel: Parallel, world_size: int, dtype: str) -> Wrapped:
     name, mb = parallel.wrapper, parallel.bucket_mb
     if world_size == 1:
         return module, lambda: None
@@ -105,7 +100,7 @@ def _averaging(
     return own, own.finish_gradient_synchronization
 
 
-def _graphed(module: WithLoss, world_size: int) -> Callable[..., torch.Tensor]:
+def _graphed(module: WithLoss, world_size: int) -> Callable[..., Tensor]:
     if world_size > 1 or next(module.parameters()).device.type != "cuda":
         where = f"{world_size} ranks" if world_size > 1 else "a CPU"
         allowed = ", ".join(mode for mode in COMPILE if mode != "graphs")
@@ -114,7 +109,7 @@ def _graphed(module: WithLoss, world_size: int) -> Callable[..., torch.Tensor]:
         )
     module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
 
-    def step(*batch: torch.Tensor) -> torch.Tensor:
+    def step(*batch: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # what the last step's graph returned may be overwritten
         return module(*batch)
 

@@ -87,7 +87,6 @@ def _begin(
 
     if not (result := _finished(config)):
         forecast.check_fits(config, world_size)
-        check_asked(config.generation.prompt, config.generation.temperature)
     held.enter_context(alone(Path(config.out)))
     first()
     if result:
@@ -182,7 +181,7 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
 # ------------------------------------------------------------------------------------------------------ after training
 def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[str, Any]:
     """Keeps the result, draws the losses, writes the samples."""
-    from cs336_systems.training.checkpoints import tokenizer_of
+    from cs336_systems.training.checkpoints import TOKENIZER
     from cs336_systems.training.log import picture
 
     out = Path(config.out)
@@ -197,7 +196,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
     how, place = config.generation, Path(result["checkpoint"])
-    if how.samples and tokenizer_of(place):
+    if how.samples and (place / TOKENIZER).is_file():
         result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
         for sample in result["samples"]:
             say(f"\n{sample}")
@@ -221,7 +220,7 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))
     about, weights, *_ = checkpoints.load(path)
-    if (file := checkpoints.tokenizer_of(path)) is None:
+    if not (file := path / checkpoints.TOKENIZER).is_file():
         raise ValueError(f"no tokenizer for {path}: its tokens were drawn, or came without one")
     config = checkpoints.config_of(path, about)
     with checkpoints.reading(path / "checkpoint.json"):
@@ -230,16 +229,6 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
     tokenizer = tokens.load_tokenizer(file, config.tokenizer.separator)
     return model, tokenizer, end_of_text(tokenizer, config.tokenizer.separator)
-
-
-def check_asked(prompt: str, temperature: float) -> None:
-    """ValueError for a prompt that is not UTF-8 (a command line may hold any bytes), or too small a temperature."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"prompt {prompt!r} is not UTF-8") from None
-    if 0 < temperature < 1e-6:
-        raise ValueError(f"temperature={temperature}; it must be 0, or 1e-6 or more")
 
 
 def spoken(

@@ -6,6 +6,7 @@ expected(config)                       # SHA-256 by name of the files that the r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -69,10 +70,8 @@ def expected(config: TrainingConfig) -> dict[str, str]:
     from cs336_systems.training import checkpoints
 
     for path in [Path(asked)] if asked not in ("no", "auto") else reversed(checkpoints.found(folder)):
-        try:
+        with contextlib.suppress(checkpoints.CheckpointError):  # the one before it is gone on from
             data = checkpoints.told(path)["data"]
-        except checkpoints.CheckpointError:
-            continue  # the one before it is gone on from
-        kept = (checkpoints.TOKENIZER,) if config.checkpoints.resume_changed else data
-        return {name: data[name] for name in kept if name in data}
+            kept = (checkpoints.TOKENIZER,) if config.checkpoints.resume_changed else data
+            return {name: data[name] for name in kept if name in data}
     return {}

@@ -25,22 +25,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from cs336_systems.store.machine import cpu_cores
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
-
-if TYPE_CHECKING:
-    from cs336_systems.training.config import Text
+from cs336_systems.training.config import READY, Text
 
 REPOSITORY = "roneneldan/TinyStories"
 _HUB_FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-GPT4-valid.txt"}
 _VALID_FROM = 2**40  # index of the first story that is held out: no training text comes so far
 _MB = 10**6
-_TEXTS, READY = (".txt", ".jsonl"), (".npy", ".bin")
+_TEXTS = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
