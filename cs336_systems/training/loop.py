@@ -81,11 +81,9 @@ class Trainer:
         self.step, self.best = 0, math.inf
         self.step_tokens = config.batch.sequences * n
         kind, length = config.schedule.length
-        # steps of the whole run; None where minutes decide
-        self.total = None if kind == "minutes" else int(length)
-        if kind in ("tokens", "epochs"):
-            steps = length / self.step_tokens if kind == "tokens" else length * self.batches.steps_per_epoch
-            self.total = max(1, math.ceil(steps))
+        epochs = length * self.batches.steps_per_epoch
+        steps = {"steps": length, "tokens": length / self.step_tokens, "epochs": epochs}.get(kind)
+        self.total = None if steps is None else max(1, math.ceil(steps))  # None: minutes decide
         limit_s = 60 * length if kind == "minutes" else math.inf
         self.clock = Clock(limit_s, self.device, self.number, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
@@ -158,17 +156,14 @@ class Trainer:
                 continue
             nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
             total += torch.stack([nats.double(), torch.tensor(float(targets.numel()), device=self.device)])
-        self._add_up(total)
+        if self.world > 1:
+            dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats a token as bits a byte of the held-out text; None where its tokens are not all of it."""
         size = self.data.valid_bytes
         return loss / math.log(2) * (len(self.data.valid) / size) if size else None
-
-    def _add_up(self, tensor: torch.Tensor) -> None:
-        if self.world > 1:
-            dist.all_reduce(tensor)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
     @property
@@ -276,8 +271,13 @@ class Trainer:
             if ends or evaluation:
                 loss = self.evaluate(everything=ends)
                 row |= {"valid_loss": loss, "bits_per_byte": self.bits_per_byte(loss)}
-                self._keep_if_best(loss)
                 valid = loss if ends else None
+                if loss < self.best:
+                    self.best = loss
+                    if config.checkpoints.best:
+                        self.save()
+                        if log:  # `checkpoints.best_of` reads it
+                            files.replace({self.folder / "best": self.place.name})
             if log and row:
                 log.row({"step": self.step, "tokens": self.step * self.step_tokens} | row)
             if saving and not ends:
@@ -299,7 +299,8 @@ class Trainer:
         late = time.monotonic() - self._saved_s >= 60 * (often.minutes if often.every >= 0 else 0) > 0
         flags = [float(asked), float(late and self.number == 0)]
         told = torch.tensor([self._check_losses(), *flags], dtype=torch.float64, device=self.device)
-        self._add_up(told)
+        if self.world > 1:
+            dist.all_reduce(told)
         self._asked_to_stop = told[1].item() > 0
         self._sum.zero_()
         self._count = 0
@@ -330,14 +331,6 @@ class Trainer:
             last = f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
             raise TrainingError(f"the loss is not finite in {where}; {last}")
         return mean
-
-    def _keep_if_best(self, loss: float) -> None:
-        if loss < self.best:
-            self.best = loss
-            if self.config.checkpoints.best:
-                self.save()
-                if self.number == 0:  # `checkpoints.best_of` reads it
-                    files.replace({self.folder / "best": self.place.name})
 
     def _mfu(self, ms: float) -> float | None:
         """Of packed windows too by the pairs of a stream, though those of different documents need no FLOPs."""

@@ -41,12 +41,8 @@ def prepare(config: TrainingConfig, say: Say = print) -> batches.Data:
     return tokens.prepare(config.tokenizer, found, out / "tokens", say, expected)
 
 
-def train(
-    config: TrainingConfig, say: Say = print, first: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
     """All stages; what came of the training, and its samples. Under torchrun all ranks call this together.
-
-    first: is called, by rank 0, when no other process can write into the run's folder.
 
     Errors: ValueError where the run's folder holds a run that is not this one, or not to be gone on with, or another
     process is writing into it; those of `loop.Trainer`; LaunchError where a rank fails.
@@ -64,7 +60,7 @@ def train(
             told, leads = ["", None], not rank or rank.rank == 0
             with agreement(dist.group.WORLD if rank else None):  # an error of rank 0 ends all
                 if leads:
-                    told = _begin(config, rank.world_size if rank else nproc, say, first, held)
+                    told = _begin(config, rank.world_size if rank else nproc, say, held)
             if rank:
                 dist.broadcast_object_list(told, src=0)
             start, result = told
@@ -75,9 +71,7 @@ def train(
         return _finish(config, result, say) if leads else result
 
 
-def _begin(
-    config: TrainingConfig, world_size: int, say: Say, first: Callable[[], None], held: contextlib.ExitStack
-) -> list[Any]:
+def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.ExitStack) -> list[Any]:
     """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", and
     the result where all is done already.
 
@@ -88,7 +82,6 @@ def _begin(
     if not (result := _finished(config)):
         forecast.check_fits(config, world_size)
     held.enter_context(alone(Path(config.out)))
-    first()
     if result:
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result]

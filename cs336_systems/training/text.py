@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,8 @@ def prepare(
     if kind != "tinystories":
         made_from["seed"] = config.seed
     if config.cache:
-        folder = (
-            Path(config.cache) / f"{kind}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]}"
-        )
+        digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        folder = Path(config.cache) / f"{kind}-{digest[:12]}"
     for key, told in (("source", config.source), ("valid", config.valid)) if kind == "files" else ():
         path, place = Path(told).expanduser().resolve(), folder.resolve()
         if told and (path.parent == place or (path.is_dir() and place.is_relative_to(path))):
@@ -147,14 +146,8 @@ def _stories(config: Text) -> _Source:
 
 
 def _tinystories(config: Text) -> _Source:
-    def write(new: Path) -> dict[str, dict[str, Any]]:
-        splits, limits = {}, {"train": config.train_mb * _MB or float("inf"), "valid": config.valid_mb * _MB}
-        for name, limit in limits.items():
-            told = documents.Corpus([_fetched(_HUB_FILES[name])], config.field)
-            splits[name] = documents.copy(told, new / f"{name}.txt", limit)
-        return splits
-
-    return {"repository": REPOSITORY, **_HUB_FILES}, write
+    corpora = (documents.Corpus([_fetched(name)], config.field) for name in _HUB_FILES.values())
+    return {"repository": REPOSITORY, **_HUB_FILES}, lambda new: _copied(config, corpora, new)
 
 
 def _fetched(name: str) -> Path:
@@ -182,16 +175,21 @@ def _files(config: Text) -> _Source:
         corpora = [documents.Corpus([path for _, path, _ in some], config.field) for some in found.values()]
         if not config.valid:
             corpora = documents.held_out(*corpora, config.valid_mb * _MB, config.seed)
-        train, valid = corpora
-        splits = {
-            "train": documents.copy(train, new / "train.txt", config.train_mb * _MB or float("inf")),
-            "valid": documents.copy(valid, new / "valid.txt", config.valid_mb * _MB),
-        }
-        if not all(split["bytes"] for split in splits.values()):
-            raise ValueError(f"{config.source} has too little text to learn from some and hold some out")
-        return splits
+        return _copied(config, corpora, new)
 
     return inputs | {"field": config.field}, write
+
+
+def _copied(
+    config: Text, corpora: Iterable[Iterable[documents.Document]], new: Path
+) -> dict[str, dict[str, Any]]:
+    """Documents to learn from and held-out ones, up to the limits."""
+    limits, splits = {"train": config.train_mb * _MB or float("inf"), "valid": config.valid_mb * _MB}, {}
+    for (name, limit), told in zip(limits.items(), corpora, strict=True):
+        splits[name] = documents.copy(told, new / f"{name}.txt", limit)
+        if not splits[name]["bytes"]:
+            raise ValueError(f"{config.source} has too little text to learn from some and hold some out")
+    return splits
 
 
 def _found(key: str, told: str) -> list[tuple[str, Path, str]]:

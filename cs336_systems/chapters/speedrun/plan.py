@@ -138,7 +138,9 @@ def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
 
     if sweep:
         plan = swept(plan, say)
-    return pipeline.train(plan.config, say, lambda: _write(plan))
+    if os.environ.get("RANK", "0") == "0":
+        write(plan)
+    return pipeline.train(plan.config, say)
 
 
 def swept(plan: Plan, say: Any = print) -> Plan:
@@ -179,8 +181,4 @@ def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads. ValueError where a run is writing beside it."""
     make_folder("--out", plan.file.parent)
     with alone(plan.file.parent):
-        _write(plan)
-
-
-def _write(plan: Plan) -> None:
-    files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
+        files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
