@@ -14,7 +14,7 @@ import json
 import math
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -370,9 +370,9 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
     return config.batch.sequences // parts
 
 
-def describe() -> list[tuple[str, str, str]]:
+def describe() -> Iterator[tuple[str, str, str]]:
     """Every key with its default and what it is: for flags and `cs336 train --keys`."""
-    default, out = TrainingConfig(), []
+    default = TrainingConfig()
     for section in dataclasses.fields(default):
         value = getattr(default, section.name)
         nested = dataclasses.is_dataclass(value)
@@ -380,5 +380,4 @@ def describe() -> list[tuple[str, str, str]]:
             about, allowed = key.metadata["about"], ", ".join(key.metadata.get("allowed", ()))
             name = f"{section.name}.{key.name}" if nested else key.name
             told = json.dumps(getattr(value if nested else default, key.name))
-            out.append((name, told, f"{allowed}: {about}" if allowed else about))
-    return out
+            yield name, told, f"{allowed}: {about}" if allowed else about

@@ -55,7 +55,7 @@ class RunLog:
         self, out: Path, step: int = 0, total: int | None = None, tensorboard: bool = False, wandb: str = "",
         config: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.out, self.file = out, out / "log.csv"
+        self.file = out / "log.csv"
         lines = [row for row in read(self.file) if int(row["step"]) <= step]
         self._board = self._wandb = None
         if tensorboard:
@@ -65,8 +65,11 @@ class RunLog:
         if wandb:
             from wandb import init
 
+            known = out / "wandb.txt"
+            if not (step and known.is_file()):
+                files.replace({known: secrets.token_hex(4)})
             told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
-            self._wandb = init(**told, id=self._known_run(step), resume="allow")
+            self._wandb = init(**told, id=known.read_text(encoding="utf-8").strip(), resume="allow")
             # offline, of several parts of a run the one that is sent last replaces the others: it tells all
             for row in lines if _offline() else ():
                 numbers = {name: float(text) for name, text in row.items() if text}
@@ -75,12 +78,6 @@ class RunLog:
         files.replace({self.file: "".join(f"{','.join(row)}\n" for row in cells)})
         # None: on a terminal alone
         self._bar = tqdm(total=total, initial=step, unit="step", smoothing=0.05, disable=None)
-
-    def _known_run(self, step: int) -> str:
-        file = self.out / "wandb.txt"
-        if not (step and file.is_file()):
-            files.replace({file: secrets.token_hex(4)})
-        return file.read_text(encoding="utf-8").strip()
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Adds the line of a step: values by COLUMNS."""
@@ -158,15 +155,13 @@ def picture(out: Path, floor: float | None = None) -> Path:
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         ax = figure.add_subplot()
         for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
-            points = [(int(line["tokens"]), float(line[name])) for line in lines if line[name]]
-            if points:
-                x, y = zip(*points, strict=True)
-                ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
+            told = [line for line in lines if line[name]]
+            x, y = [int(line["tokens"]) for line in told], [float(line[name]) for line in told]
+            ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
         if floor is not None and math.isfinite(floor):
             ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
         ax.set(xlabel="training tokens", ylabel="loss, nats a token")
         ax.grid(color="#e4e4e4", linewidth=0.7)
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(frameon=False)
+        ax.legend(frameon=False)
         figure.savefig(path, metadata={"Date": None})
     return path

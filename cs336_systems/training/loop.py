@@ -160,10 +160,10 @@ class Trainer:
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
-    def bits_per_byte(self, loss: float) -> float | None:
+    def bits_per_byte(self, loss: float | None) -> float | None:
         """A loss in nats a token as bits a byte of the held-out text; None where its tokens are not all of it."""
         size = self.data.valid_bytes
-        return loss / math.log(2) * (len(self.data.valid) / size) if size else None
+        return loss / math.log(2) * (len(self.data.valid) / size) if size and loss is not None else None
 
     # --------------------------------------------------------------------------------------------------- checkpoints
     @property
@@ -242,9 +242,8 @@ class Trainer:
                 log.close()
         return {
             "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
-            "seconds": self.clock.seconds, "bits_per_byte": None if valid is None else self.bits_per_byte(valid),
-            "floor": self.data.floor, "stopped": valid is None,
-            "checkpoint": str(self.place),
+            "seconds": self.clock.seconds, "bits_per_byte": self.bits_per_byte(valid), "floor": self.data.floor,
+            "stopped": valid is None, "checkpoint": str(self.place),
         }  # fmt: skip
 
     def _steps(self, log: RunLog | None, traced: Callable[[], None]) -> float | None:

@@ -102,11 +102,8 @@ def _averaging(module: WithLoss, parallel: Parallel, world_size: int, dtype: str
 
 def _graphed(module: WithLoss, world_size: int) -> Callable[..., Tensor]:
     if world_size > 1 or next(module.parameters()).device.type != "cuda":
-        where = f"{world_size} ranks" if world_size > 1 else "a CPU"
-        allowed = ", ".join(mode for mode in COMPILE if mode != "graphs")
-        raise ValueError(
-            f"run.compile='graphs' needs one rank with a CUDA device; on {where} allowed: {allowed}"
-        )
+        where, allowed = f"{world_size} ranks" if world_size > 1 else "a CPU", ", ".join(COMPILE[:-1])
+        raise ValueError(f"run.compile='graphs' needs one rank with a GPU; on {where} allowed: {allowed}")
     module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
 
     def step(*batch: Tensor) -> Tensor:

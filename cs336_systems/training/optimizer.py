@@ -18,8 +18,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     params = [p for p in model.parameters() if p.requires_grad]
     decay = [p for p in params if p.ndim >= 2 and id(p) not in embedded]
     rest = [p for p in params if p.ndim < 2 or id(p) in embedded]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
 def make(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:

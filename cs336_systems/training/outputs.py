@@ -41,17 +41,24 @@ def stage(
         folder.mkdir(parents=True, exist_ok=True)
         # the folder itself is the lock: no file to leave behind
         with lock(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
-            if told := _taken(record, made_from):
-                verb = "took"
-            else:
-                told, verb = _made(record, made_from, make, expected), "made"
+            taken = told = _taken(record, made_from)
+            if not told:
+                with making(folder) as new:
+                    told = recorded(new / record.name, {"from": made_from, **make(new)})
+                    _hold(told["files"], expected, folder)
+                    record.unlink(missing_ok=True)
+                    for file in told["files"]:
+                        os.replace(new / file, folder / file)
+                    sync(folder)
+                    os.replace(new / record.name, record)
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
-    if verb == "took":
+    if taken:
         with reading(record):
             if wrong := first_wrong(folder, told["files"]):
                 raise Damaged(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
+    verb = "took" if taken else "made"
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
     return told
 
@@ -115,21 +122,6 @@ def _taken(record: Path, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
     # not there, or none of ours: to be made
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _made(
-    record: Path, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
-    expected: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
-    with making(record.parent) as new:
-        told = recorded(new / record.name, {"from": made_from, **make(new)})
-        _hold(told["files"], expected, record.parent)
-        record.unlink(missing_ok=True)
-        for name in told["files"]:
-            os.replace(new / name, record.with_name(name))
-        sync(record.parent)
-        os.replace(new / record.name, record)
-    return told
 
 
 # ------------------------------------------------------------------------------------- whole or not there at all

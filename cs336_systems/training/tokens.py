@@ -223,7 +223,13 @@ def _encoded(path: Path, tokenizer: Tokenizer, end_of_text: int, name: str) -> I
     with tqdm(total=path.stat().st_size, desc=name, unit="B", unit_scale=True, disable=None) as bar:
         while some := list(itertools.islice(blocks, _AT_ONCE)):
             told = [documents.texts(block) for block in some]
-            encoded = iter(_batch(tokenizer, [text for texts in told for text in texts]))
+            try:
+                one_by_one = [text for texts in told for text in texts]
+                encoded = iter(tokenizer.encode_batch_fast(one_by_one, add_special_tokens=False))
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
+                    raise
+                raise ValueError(f"the tokenizer fails at the text: {error}") from None
             for block, texts in zip(some, told, strict=True):
                 ids: list[int] = []
                 for _ in texts:
@@ -231,12 +237,3 @@ def _encoded(path: Path, tokenizer: Tokenizer, end_of_text: int, name: str) -> I
                     ids.append(end_of_text)
                 yield np.array(ids[:-1], np.uint32)
                 bar.update(len(block))
-
-
-def _batch(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
-    try:
-        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
-            raise
-        raise ValueError(f"the tokenizer fails at the text: {error}") from None
