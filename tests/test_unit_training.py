@@ -417,7 +417,7 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_and_the_one_before_offered(
         fitting = {name: outputs.synced(last / name) for name in told["files"]}
         about.write_text(json.dumps(told | {"files": fitting}))
     words = rf"{last.name}.*newest sound checkpoint is .*{before.name}$"
-    with pytest.raises(checkpoints.CheckpointError, match=words) as caught:
+    with pytest.raises(outputs.FileError, match=words) as caught:
         Trainer(made(tmp_path), data()).resume(last)
     assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()
     if how in SPOILED:
@@ -428,7 +428,7 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_and_the_one_before_offered(
 @pytest.mark.parametrize("name", ["", "../../elsewhere", "step-1"])
 def test_the_best_is_one_of_the_checkpoints(tmp_path, name):
     (tmp_path / "best").write_text(name)
-    with pytest.raises(checkpoints.CheckpointError, match="best is damaged"):
+    with pytest.raises(outputs.FileError, match="best is damaged"):
         checkpoints.best_of(tmp_path)
 
 
@@ -465,9 +465,7 @@ def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, n
 def test_a_file_without_weights_is_refused_and_runs_nothing(tmp_path, monkeypatch, held, names):
     monkeypatch.chdir(tmp_path)
     torch.save(held({}), "weights.pt")
-    with pytest.raises(
-        checkpoints.CheckpointError, match=f"weights.pt holds no weights: .*{names}"
-    ) as caught:
+    with pytest.raises(outputs.FileError, match=f"weights.pt holds no weights: .*{names}") as caught:
         checkpoints.weights_of(Path("weights.pt"))
     assert "\n" not in str(caught.value) and not Path("executed").exists()
 
@@ -595,7 +593,7 @@ def test_what_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
         return synced(path)
 
     monkeypatch.setattr(outputs, "synced", full)
-    with pytest.raises(checkpoints.CheckpointError, match=r"step-00000008: No space.*sound.*step-00000004"):
+    with pytest.raises(outputs.FileError, match=r"step-00000008: No space.*sound.*step-00000004"):
         trainer.run()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004"]
 

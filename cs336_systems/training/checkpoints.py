@@ -9,13 +9,12 @@
                               of the files that were learned from ("data")
 
 A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests, and its
-content against what it should be: whatever is wrong is one CheckpointError. `best` is a file with the name of the one
+content against what it should be: whatever is wrong is one FileError. `best` is a file with the name of the one
 with the lowest validation loss.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from torch import nn
 from cs336_systems.model import staff_state_dict
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.outputs import FileError, reading
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -39,10 +39,6 @@ TOKENIZER = "tokenizer.json"
 # where files that torch has saved keep a model's state dict, from the outside in
 _STATE = ("model", "model_state_dict", "state_dict", "module")
 _FIRST = "token_embeddings.weight"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read; says which, why, and what there is instead."""
 
 
 def save(
@@ -54,7 +50,7 @@ def save(
     weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON; tokenizer: the
     content of a tokenizer.json, if there is one. Nothing is copied that lies in main memory; of what lies on a GPU the
     weights, all at once, and the largest tensor of the rest.
-    CheckpointError where the disk is full or cannot be written; what was saved before stays.
+    FileError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
     try:
@@ -74,7 +70,7 @@ def save(
         outputs.sync(folder)
     except (OSError, safetensors.SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write {final}: {why}{_instead(folder)}") from error
+        raise FileError(f"cannot write {final}: {why}{_instead(folder)}") from error
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -90,7 +86,7 @@ def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, li
     for path in (one for one in reversed(found(folder)) if one != but):
         try:
             told(path, sound=True)
-        except CheckpointError as error:
+        except FileError as error:
             why.append(str(error))
         else:
             return path, why
@@ -117,25 +113,27 @@ def best_of(folder: Path) -> Path | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
-reading = functools.partial(outputs.reading, kind=CheckpointError, advice="")  # of checkpoints' files
-
-
 def told(path: Path, sound: bool = False) -> dict[str, Any]:
-    """What `checkpoint.json` says of a checkpoint; CheckpointError where that cannot be. sound: after its files were
+    """What `checkpoint.json` says of a checkpoint; FileError where that cannot be. sound: after its files were
     held against it, else unread; the error then names the one that is missing, truncated or altered."""
     with reading(path / "checkpoint.json"):
         found = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != found["step"]:
             raise ValueError(f"step is {found['step']}, in a folder of that name")
-        found["config"], found["data"], [found["files"][name]["sha256"] for name in _FILES]
+        (
+            found["config"],
+            found["data"],
+            found["vocab_size"],
+            [found["files"][name]["sha256"] for name in _FILES],
+        )
         if sound and (wrong := outputs.first_wrong(path, found["files"])):
-            raise CheckpointError(wrong)
+            raise FileError(wrong)
     return found
 
 
 def config_of(path: Path, about: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration of a checkpoint of which `checkpoint.json` says `about`; CheckpointError where it is none."""
+    """The configuration of a checkpoint of which `checkpoint.json` says `about`; FileError where it is none."""
     with reading(path / "checkpoint.json"):
         return config.load(None, about["config"])
 
@@ -143,7 +141,7 @@ def config_of(path: Path, about: Mapping[str, Any]) -> TrainingConfig:
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    CheckpointError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
+    FileError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
     model, *others = (path / name for name in _FILES)
@@ -156,15 +154,15 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
         for file in others:
             with reading(file):
                 states.append(torch.load(file, map_location="cpu", weights_only=True))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
+    except FileError as error:
+        raise FileError(f"{error}{_instead(path.parent, path)}") from error
     return found, weights, *states
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint of ours, a safetensors file, or a file that torch has saved: a state dict, or one
     under a key of its own, with or without what wrappers put before the names. Nothing is unpickled but tensors.
-    CheckpointError that says why there are none."""
+    FileError that says why there are none."""
     if path.is_dir():
         return load(path)[1]
     try:
@@ -176,8 +174,8 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
                 if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
                     found = found[key]
             return _plain(found)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} holds no weights: {error}") from error
+    except FileError as error:
+        raise FileError(f"{path} holds no weights: {error}") from error
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

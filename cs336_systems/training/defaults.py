@@ -119,9 +119,8 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
     if "batch.sequences" not in told:
         context, fits = _longest(machine, dtype, ranks, {**choice, **told})
         at_once = min(fits, max(1, STEP_TOKENS // (ranks * context)))
-        parts = asked.batch.accumulate
-        if "batch.accumulate" not in told:
-            parts = max(1, STEP_TOKENS // (at_once * ranks * context))
+        parts = max(1, STEP_TOKENS // (at_once * ranks * context))
+        parts = asked.batch.accumulate if "batch.accumulate" in told else parts
         choice |= {
             "model.context_length": context, "batch.sequences": at_once * ranks * parts, "batch.accumulate": parts,
         }  # fmt: skip
@@ -130,9 +129,8 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
 
 def _longest(machine: Machine, dtype: str, ranks: int, told: dict[str, Any]) -> tuple[int, int]:
     """The longest context of which a GPU holds a sequence, or the one told, and the most sequences of BATCHES there."""
-    contexts: Sequence[Any] = CONTEXTS[dtype != "bf16" :]
-    if "model.context_length" in told:
-        contexts = [told["model.context_length"]]
+    asked: Sequence[Any] = [told[key] for key in ("model.context_length",) if key in told]
+    contexts = asked or CONTEXTS[dtype != "bf16" :]
     for context in contexts:
         if most := most_sequences({**told, "model.context_length": context}, machine.gib, dtype, ranks):
             return int(context), most

@@ -23,6 +23,7 @@ from cs336_systems.store.files import opened as regular
 END_OF_TEXT = "<|endoftext|>"
 END = f"\n{END_OF_TEXT}\n".encode()
 _MARK = END_OF_TEXT.encode()
+_SEPARATOR = re.compile(rb"(\r?\n)?" + re.escape(_MARK) + rb"(\r?\n)?")
 _BLOCK = 2**20  # bytes
 
 Document = memoryview  # into a file, mostly
@@ -51,12 +52,9 @@ def found(data: mmap.mmap | bytes) -> Iterator[Document]:
     """The documents of a text; those of white space are left out."""
     start, view = 0, memoryview(data)
     while start < len(data):
-        end, after = len(data), len(data)
-        mark = data.find(_MARK, start)
+        mark, end, after = data.find(_MARK, start), len(data), len(data)
         if mark >= 0:
-            end = mark - len(re.search(rb"(\r?\n)?\Z", data[max(start, mark - 2) : mark])[0])
-            after = mark + len(_MARK)
-            after += len(re.match(rb"(\r?\n)?", data[after : after + 2])[0])
+            end, after = _SEPARATOR.search(data, max(start, mark - 2)).span()
         if re.compile(rb"\S").search(data, start, end):
             yield view[start:end]
         start = after

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from cs336_systems.store import files
 from cs336_systems.store.machine import has_module
+from cs336_systems.training import outputs
 
 COLUMNS = (
     "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
@@ -131,17 +132,14 @@ def read(file: Path) -> list[dict[str, str]]:
     """The lines of a log, as texts; none where there is no log. ValueError for a file that is none."""
     if not file.is_file():
         return []
-    try:
-        with open(file, newline="", encoding="utf-8") as opened:
-            reader = csv.DictReader(opened)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise ValueError(f"its columns are {reader.fieldnames}")
-            # without what a crash has cut off
-            rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+    with outputs.reading(file), open(file, newline="", encoding="utf-8") as opened:
+        reader = csv.DictReader(opened)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"its columns are {reader.fieldnames}")
+        # without what a crash has cut off
+        rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
         for row in rows:
             list(map(float, filter(None, row.values())))
-    except (OSError, ValueError, TypeError, csv.Error) as error:
-        raise ValueError(f"{file} is no training log: {error}") from None
     return rows
 
 

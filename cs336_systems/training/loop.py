@@ -30,7 +30,7 @@ from cs336_systems.parallel import sharded_state
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
-from cs336_systems.training import checkpoints, modes, optimizer, resuming
+from cs336_systems.training import checkpoints, modes, optimizer, outputs, resuming
 from cs336_systems.training.batches import Batches, Data
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -48,7 +48,7 @@ class Trainer:
     """One rank of a run, from its weights to its last checkpoint.
 
     rank: as the launcher gives it, inside its process group; None: this process alone. Errors: ValueError for what
-    does not fit (batch and ranks, texts shorter than a window), CheckpointError, TrainingError.
+    does not fit (batch and ranks, texts shorter than a window), FileError, TrainingError.
     """
 
     def __init__(self, config: TrainingConfig, data: Data, rank: Rank | None = None) -> None:
@@ -172,7 +172,7 @@ class Trainer:
         return self.folder / f"step-{self.step:08d}"
 
     def save(self) -> None:
-        """Writes a checkpoint; all ranks call it. CheckpointError where rank 0 cannot, ValueError on the others."""
+        """Writes a checkpoint; all ranks call it. FileError where rank 0 cannot, ValueError on the others."""
         if self.sharded:
             named = sharded_state.full_state_dict(self.sharded)
             weights = {name.removeprefix(_INSIDE): tensor for name, tensor in named.items()}
@@ -200,7 +200,7 @@ class Trainer:
         self._saved_s = time.monotonic()
 
     def resume(self, path: Path) -> None:
-        """Takes up a run where a checkpoint left it; CheckpointError for one that is not sound, ValueError for one of
+        """Takes up a run where a checkpoint left it; FileError for one that is not sound, ValueError for one of
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
@@ -220,7 +220,7 @@ class Trainer:
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
         self._sum.copy_(state["sum"])
-        with checkpoints.reading(path / "checkpoint.json"):
+        with outputs.reading(path / "checkpoint.json"):
             self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)
             self.best = math.inf if about["best"] is None else about["best"]

@@ -21,6 +21,7 @@ from typing import Any
 
 from cs336_systems.store.files import content, lock, opened
 
+ANEW = "; remove it to make anew what it tells of"  # of a stage's record that is damaged
 _FORMAT = 1  # of the files that stages write: what has another is made anew
 
 
@@ -54,9 +55,9 @@ def stage(
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     if taken:
-        with reading(record):
+        with reading(record, ANEW):
             if wrong := first_wrong(folder, told["files"]):
-                raise Damaged(f"{wrong}; remove {record} to make it anew")
+                raise FileError(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
     verb = "took" if taken else "made"
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
@@ -76,27 +77,25 @@ def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
     return ""
 
 
-class Damaged(ValueError):
-    """Of a stage's files one that is not what it should be; names it."""
+class FileError(ValueError):
+    """What is wrong with a file of a run, or with writing it; names it."""
 
 
 @contextlib.contextmanager
-def reading(
-    file: Path, kind: type[Exception] = Damaged, advice: str = "; remove it to make anew what it tells of"
-) -> Iterator[None]:
-    """Turns what damaged or foreign content raises within, whatever it is, into one error of a kind that names the
-    file, in a line."""
+def reading(file: Path, advice: str = "") -> Iterator[None]:
+    """Turns what damaged or foreign content raises within, whatever it is, into one error that names the file, in a
+    line."""
     try:
         yield
-    except (kind, MemoryError):
+    except (FileError, MemoryError):
         raise
     except FileNotFoundError as error:
         gone = Path(error.filename or file)
         what = f"{gone} is missing" if gone == file else f"{file} tells of {gone}, which is missing"
-        raise kind(what + advice) from error
+        raise FileError(what + advice) from error
     except Exception as error:  # unpickling alone raises anything
         why = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise kind(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
+        raise FileError(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
 
 
 def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:

@@ -135,16 +135,13 @@ def digest(config: TrainingConfig) -> str:
 
 def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     """The result of this very run, if it has been trained to its end."""
-    path = Path(config.out) / "result.json"
-    try:
+    if not (path := Path(config.out) / "result.json").exists():
+        return None
+    with outputs.reading(path, advice="; remove it, or choose another out"):
         result = json.loads(content(path))
         for key in ("step", "checkpoint", "valid_loss", "bits_per_byte", "floor"):
             result[key]
         return result if result["digest"] == digest(config) and not result["stopped"] else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); remove it, or choose another out") from None
 
 
 def _where_to_start(config: TrainingConfig, say: Say) -> str:
@@ -201,7 +198,7 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
     best checkpoint, or its newest).
 
-    ValueError where there is none, or no tokenizer; CheckpointError for one that is not sound.
+    ValueError where there is none, or no tokenizer; FileError for one that is not sound.
     """
     from cs336_systems.model import build
     from cs336_systems.training import checkpoints, modes
@@ -216,8 +213,7 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     if not (file := path / checkpoints.TOKENIZER).is_file():
         raise ValueError(f"no tokenizer for {path}: its tokens were drawn, or came without one")
     config = checkpoints.config_of(path, about)
-    with checkpoints.reading(path / "checkpoint.json"):
-        sizes = config.model.sizes(about["vocab_size"])
+    sizes = config.model.sizes(about["vocab_size"])
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
     tokenizer = tokens.load_tokenizer(file, config.tokenizer.separator)

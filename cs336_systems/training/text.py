@@ -108,7 +108,7 @@ def prepare(
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
     told = outputs.stage(folder, "text", made_from, make, log, expected)
-    with outputs.reading(folder / "text.json"):
+    with outputs.reading(folder / "text.json", outputs.ANEW):
         train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
     return TextInfo(kind, config.seed, train, valid)
 

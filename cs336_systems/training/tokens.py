@@ -108,7 +108,7 @@ def prepare(
         }  # fmt: skip
 
     told = outputs.stage(folder, "tokens", made_from, make, log, expected)
-    with outputs.reading(folder / "tokens.json"):
+    with outputs.reading(folder / "tokens.json", outputs.ANEW):
         train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in parts)
         files = {name: about["sha256"] for name, about in told["files"].items()}
         lossless, vocab_size, end = told["lossless"], told["vocab_size"], told["end_of_text"]
