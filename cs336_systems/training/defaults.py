@@ -121,9 +121,8 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
         at_once = min(fits, max(1, STEP_TOKENS // (ranks * context)))
         parts = max(1, STEP_TOKENS // (at_once * ranks * context))
         parts = asked.batch.accumulate if "batch.accumulate" in told else parts
-        choice |= {
-            "model.context_length": context, "batch.sequences": at_once * ranks * parts, "batch.accumulate": parts,
-        }  # fmt: skip
+        choice |= {"model.context_length": context, "batch.accumulate": parts}
+        choice["batch.sequences"] = at_once * ranks * parts
     return choice
 
 

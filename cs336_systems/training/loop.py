@@ -271,14 +271,14 @@ class Trainer:
                 loss = self.evaluate(everything=ends)
                 row |= {"valid_loss": loss, "bits_per_byte": self.bits_per_byte(loss)}
                 valid = loss if ends else None
-                if loss < self.best:
-                    self.best = loss
-                    if config.checkpoints.best:
-                        self.save()
-                        if log:  # `checkpoints.best_of` reads it
-                            files.replace({self.folder / "best": self.place.name})
             if log and row:
                 log.row({"step": self.step, "tokens": self.step * self.step_tokens} | row)
+            if (ends or evaluation) and loss < self.best:
+                self.best = loss
+                if config.checkpoints.best:
+                    self.save()
+                    if log:  # `checkpoints.best_of` reads it
+                        files.replace({self.folder / "best": self.place.name})
             if saving and not ends:
                 self._check_losses()
                 self.save()
@@ -296,8 +296,8 @@ class Trainer:
         asked = self._asked_to_stop or (self.number == 0 and (self.out / STOP).is_file())
         often = self.config.checkpoints
         late = time.monotonic() - self._saved_s >= 60 * (often.minutes if often.every >= 0 else 0) > 0
-        flags = [float(asked), float(late and self.number == 0)]
-        told = torch.tensor([self._check_losses(), *flags], dtype=torch.float64, device=self.device)
+        mine = [self._check_losses(), asked, late and self.number == 0]
+        told = torch.tensor(mine, dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(told)
         self._asked_to_stop = told[1].item() > 0

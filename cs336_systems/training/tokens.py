@@ -66,9 +66,7 @@ def prepare(
         made_from["text"] = {name: split.sha256 for name, split in parts.items()}
         made_from |= {"separator": config.separator} if config.separator else {}
     else:
-        made_from["ready"] = {
-            name: [split.sha256, split.bytes, config.dtype] for name, split in parts.items()
-        }
+        made_from["ready"] = {name: [s.sha256, s.bytes, config.dtype] for name, s in parts.items()}
 
     def make(new: Path) -> dict[str, Any]:
         tokenizer, path = None if random else known, new / "tokenizer.json"
