@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from torch.nn.utils import clip_grad_norm_
 from cs336_systems.accounting import mfu, peaks
 from cs336_systems.launch.group import Rank
 from cs336_systems.model import build
-from cs336_systems.parallel import sharded_state
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
@@ -35,6 +34,9 @@ from cs336_systems.training.batches import Batches, Data
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
 from cs336_systems.training.log import RunLog, recording
+
+if TYPE_CHECKING:
+    from cs336_systems.parallel.sharded_state import ShardedState
 
 _INSIDE = "model."  # where a wrapper's module, `modes.WithLoss`, has the model
 STOP = "stop"  # a file of this name in the run's folder asks for an end at the next line of the log
@@ -171,12 +173,16 @@ class Trainer:
         """Where the checkpoint of this step is, once it is saved."""
         return self.folder / f"step-{self.step:08d}"
 
+    def _sharded_state(self) -> ShardedState:
+        from cs336_systems.parallel.sharded_state import ShardedState  # most of a second: torch's checkpoints
+
+        return ShardedState(self.sharded, self.optimizer)
+
     def save(self) -> None:
         """Writes a checkpoint; all ranks call it. FileError where rank 0 cannot, ValueError on the others."""
         if self.sharded:
-            named = sharded_state.full_state_dict(self.sharded)
+            named, moments = self._sharded_state().full_state_dict()
             weights = {name.removeprefix(_INSIDE): tensor for name, tensor in named.items()}
-            moments = sharded_state.full_optimizer_state_dict(self.sharded, self.optimizer)
         else:
             weights, moments = self.model.state_dict(), self.optimizer.state_dict()
         random = {"cpu": torch.get_rng_state()}
@@ -207,8 +213,7 @@ class Trainer:
         optimizer.keep_settings(self.optimizer, moments)
         if self.sharded:
             named = {_INSIDE + name: tensor for name, tensor in weights.items()}
-            sharded_state.load_full_state_dict(self.sharded, named)
-            sharded_state.load_full_optimizer_state_dict(self.sharded, self.optimizer, moments)
+            self._sharded_state().load_full_state_dict(named, moments)
         else:
             checkpoints.into(self.model, weights, self._whose)
             self.optimizer.load_state_dict(moments)
