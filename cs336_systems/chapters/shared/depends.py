@@ -13,7 +13,7 @@ TRITON = (
     "attention/triton/launch.py", "attention/triton/tiles.py",
     "attention/hopper/backward.py", "attention/hopper/backward_dq.py", "attention/hopper/backward_ends.py",
     "attention/hopper/backward_few.py", "attention/hopper/backward_state.py", "attention/hopper/backward_steps.py",
-    "attention/hopper/common.py", "attention/hopper/configs.py", "attention/hopper/forward.py",
+    "attention/hopper/backward_wide.py", "attention/hopper/common.py", "attention/hopper/configs.py", "attention/hopper/forward.py",
     "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py", "attention/hopper/forward_wide.py",
     "attention/hopper/launch.py",
     "attention/hopper/split.py",
