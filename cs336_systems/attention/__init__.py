@@ -38,8 +38,8 @@ def attention(
     tokens cu_seqlens[m] … cu_seqlens[m + 1] − 1, cu_seqlens (documents + 1,), int32, on the tensors' device. Documents
     may be empty, so that a fixed number of entries can be filled up with `total`. cu_seqlens has to begin with 0, never
     fall, and end with total; what comes of other values is undefined, as the host does not wait for the device to see
-    them. `flash_triton` never loads tiles of keys that none of a tile's queries sees; packed sequences and windows in fp32
-    or with d > 128 are for its portable kernels, on Hopper too. `reference` and `sdpa` store a mask of all pairs.
+    them. `flash_triton` never loads tiles of keys that none of a tile's queries sees; packed sequences and windows in
+    fp32 or with d > 128 are for its portable kernels, on Hopper too. `reference` and `sdpa` store a mask of all pairs.
 
     Who serves what (`registry.features`):
 

@@ -58,13 +58,13 @@ def hopper_reason(device_index: int = 0) -> str | None:
     """Why the kernels of `flash_triton` that are written for Hopper are not used on a CUDA device; None where they are.
 
     There they take 16-bit tensors that TMA can read, with head dimensions of 40 to 256 (of windows and packed
-    documents to 128) that are multiples of 8 and with 64 queries and keys or more, backward also fewer queries if keys are at
-    least four times as many (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors with head
+    documents to 128) that are multiples of 8 and with 64 queries and keys or more, backward also fewer queries if
+    keys are at least four times as many (`hopper.launch`: `reason_against`, `serves`), and fp32 tensors with head
     dimensions up to 128 and 512 queries and keys or more whose matmuls have to be accurate to fp32
-    (`hopper.split_launch`: `serves`), unless so few programs of the portable kernels are needed that these
-    are faster: in 16 bits backward, with no more keys than queries, and in fp32 forward. In the environment,
-    set before the first call, `CS336_HOPPER=0` turns them off, and 1 has them used with an untried triton as
-    well. ValueError for another value than 0 or 1.
+    (`hopper.split_launch`: `serves`), unless so few programs of the portable kernels are needed that these are
+    faster: in 16 bits backward, with no more keys than queries, and in fp32 forward. In the environment, set before
+    the first call, `CS336_HOPPER=0` turns them off, and 1 has them used with an untried triton as well. ValueError
+    for another value than 0 or 1.
     """
     asked = os.environ.get("CS336_HOPPER", "1")
     if asked not in ("0", "1"):
