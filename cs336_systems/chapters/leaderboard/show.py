@@ -336,15 +336,31 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
 
 
 # ------------------------------------------------------------------------------------------------ what models ask for
+def against_models(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each machine, shape and pass of `models`: `kind`, `shape` in words, our time and each peer's in ms, and
+    `over_best`, our time over the fastest peer's."""
+    wide = _beside(rows, models.TABLE, models.IMPLS)
+    return wide.assign(
+        kind=[models.kind_of(row) for row in wide.itertuples()],
+        shape=[_asked(row) for row in wide.itertuples()],
+        over_best=wide["flash_triton"] / wide[list(models.IMPLS[1:])].astype(float).min(axis=1),
+    )
+
+
+def over_best(found: pd.DataFrame, **case: Any) -> pd.Series:
+    """Our time over the fastest peer's, in those rows of `against_models` that have these values."""
+    for column, value in case.items():
+        found = found[found[column] == value]
+    return found["over_best"]
+
+
 def models_table(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each machine, shape and pass: our time in ms, our TFLOP/s, and our time over each peer's."""
-    found = _beside(rows, models.TABLE, models.IMPLS)
+    found = against_models(rows)
     peers = {f"× {label(i)}": found["flash_triton"] / found[i].astype(float) for i in models.IMPLS[1:]}
-    frame = pd.DataFrame({
-        "machine": found["machine"], "kind": [models.kind_of(row) for row in found.itertuples()],
-        "shape": [_asked(row) for row in found.itertuples()], "pass": found["part"],
-        "ms": found["flash_triton"], "TFLOP/s": found["tflops"],
-    } | peers)  # fmt: skip
+    frame = found[["machine", "kind", "shape"]].assign(**{
+        "pass": found["part"], "ms": found["flash_triton"], "TFLOP/s": found["tflops"], **peers
+    })  # fmt: skip
     return in_order(frame, ["machine", "kind", "pass"], models.KINDS, shapes.PARTS)
 
 
