@@ -242,6 +242,13 @@ def test_ranges_add_up_and_one_that_is_missing_takes_the_sum_with_it():
     assert timer["ratio"] == 1.25 and timer["idle_pct"] == 20
 
 
+def test_two_tools_are_not_added_up():
+    frame = pd.DataFrame([row("forward", tool=tool, **PASS) for tool in ("auto", "torch")])
+    for shown in (page.timer_table, page.kinds_table, page.share_table, page.top_table, page.attention_table):
+        with pytest.raises(ValueError, match="tools auto, torch"):
+            shown(frame)
+
+
 def test_the_top_kernel_is_that_of_the_ranges_together():
     small, large = GEMM
     frame = pd.DataFrame([

@@ -337,8 +337,7 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
 
 # ------------------------------------------------------------------------------------------------ what models ask for
 def against_models(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each machine, shape and pass of `models`: `kind`, `shape` in words, our time and each peer's in ms, and
-    `over_best`, our time over the fastest peer's."""
+    """As `against_peers`, of the shapes of `models`."""
     wide = _beside(rows, models.TABLE, models.IMPLS)
     return wide.assign(
         kind=[models.kind_of(row) for row in wide.itertuples()],
@@ -348,10 +347,8 @@ def against_models(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_best(found: pd.DataFrame, **case: Any) -> pd.Series:
-    """Our time over the fastest peer's, in those rows of `against_models` that have these values."""
-    for column, value in case.items():
-        found = found[found[column] == value]
-    return found["over_best"]
+    """That column, of the rows of `against_models` with these values."""
+    return found[(found[list(case)] == pd.Series(case)).all(axis=1)]["over_best"]
 
 
 def models_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -48,9 +48,16 @@ ATTENTION_HEADS = {
 _SUMS = ["python_ms", "host_ms", "busy_ms", "idle_ms", "kernel_ms", "kernels", *CLASS_COLUMNS.values()]
 
 
+def _within(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
+    """The rows of these ranges. ValueError for those of several tools: they count the same kernels."""
+    if rows.duplicated([*SHAPE, "range"]).any():
+        raise ValueError(f"rows of the tools {', '.join(sorted(set(rows['tool'])))}; expected those of one")
+    return rows[rows["range"].isin(ranges)]
+
+
 def sums(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
     """The metrics of these ranges added up; missing where one of them is, with the status of that one."""
-    found = rows[rows["range"].isin(ranges)].astype(dict.fromkeys(_SUMS, float))
+    found = _within(rows, *ranges).astype(dict.fromkeys(_SUMS, float))
     shapes = found.groupby(SHAPE, sort=False)
     out = shapes[_SUMS].sum(min_count=len(ranges))
     out["status"] = shapes["status"].agg(lambda each: next((word for word in each if word != "ok"), "ok"))
@@ -95,7 +102,7 @@ def longest(rows: pd.DataFrame, *ranges: str) -> pd.DataFrame:
     """The longest kernels of these ranges taken together: name, class, calls per step, ms, percent of all kernel time;
     the longest first within a shape. Shapes that were not measured have none."""
     lines = []
-    for key, found in rows[rows["range"].isin(ranges)].groupby(SHAPE, sort=False):
+    for key, found in _within(rows, *ranges).groupby(SHAPE, sort=False):
         if len(found) < len(ranges) or (found["status"] != "ok").any():
             continue
         uses: dict[tuple[str, str], list[float]] = {}
