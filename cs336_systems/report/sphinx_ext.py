@@ -48,6 +48,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("config-inited", _without_thebe)
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
+    app.connect("doctree-resolved", _boxes)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -94,6 +95,16 @@ def _links(app: Any, config: Any) -> None:
             "notebook_interface": "jupyterlab",
             "colab_url": "https://colab.research.google.com",
         }
+
+
+def _boxes(app: Any, doctree: Any, page: str) -> None:
+    """What links to an answer's box leads there in the PDF, too: Sphinx's LaTeX has no targets for boxes."""
+    from docutils import nodes
+
+    if app.builder.format == "latex":
+        for box in list(doctree.findall(nodes.admonition)):
+            if box["ids"]:
+                box.parent.insert(box.parent.index(box), nodes.target("", "", ids=box["ids"]))
 
 
 def _code_links(app: Any, doctree: Any, page: str) -> None:

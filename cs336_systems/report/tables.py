@@ -20,7 +20,7 @@ EMPTY = "–"
 # what means something in Markdown (math, roles and substitutions included), HTML or matplotlib's texts, and what cannot
 # be seen
 _MARKUP = {ord(c): f"&#{ord(c)};" for c in "&<>\"'`*[]|$\\{}~"}
-_LONG = 30  # rows: what Sphinx sets as a table of several pages
+_LONG, _LONG_TEXT = 30, 3000  # rows, characters that wrap: more are set as a table of several pages
 
 
 def fmt(value: Any, digits: int = 3) -> str:
@@ -185,7 +185,8 @@ def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bo
         "r" if n else "L" if wrap and _wraps(column) else "l"
         for n, column in zip(numeric, columns, strict=True)
     ]
-    if wrap and len(rows) > _LONG:  # a table of several pages knows no L: paragraphs, wider for longer texts
+    long = len(rows) > _LONG or (wrap and sum(len(_plain(text)) for row in rows for text in row) > _LONG_TEXT)
+    if wrap and long:  # a table of several pages knows no L: paragraphs, wider for longer texts
         lengths = [
             (4 + max((len(_plain(t)) for t in c), default=0)) ** 0.75 * (k != "r")
             for c, k in zip(columns, kinds, strict=True)
@@ -196,7 +197,7 @@ def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bo
     between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
     latex = f"```{{tabularcolumns}} {between.join(kinds)}\n```\n\n"
     label = f":name: {name}\n" if name else ""
-    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap]))
+    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap, "longtable" * long]))
     table = f"{grid}\n"
     if caption:
         table = f":::{{table}} {caption}\n{label}:class: {kind}\n:align: center\n\n{grid}\n:::\n"
