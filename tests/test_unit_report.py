@@ -210,6 +210,10 @@ def test_tables_have_both_renderings():
     long = pd.DataFrame({"a": ["anidentifier" * 4], "b": ["several words " * 3], "c": "d"})
     assert "tabularcolumns} lLl" in tables.to_markdown(long, wrap=True)
     assert "tabularcolumns} lll" in tables.to_markdown(long)
+    # of several pages: its columns are paragraphs
+    pages = tables.to_markdown(pd.concat([long] * 20), "Steps.", wrap=True)
+    assert "longtable" in pages and "p{" in pages and "L" not in pages.split("\n")[0]
+    assert "longtable" not in tables.to_markdown(long, "Steps.", wrap=True)
 
 
 # --------------------------------------------------------------------------------- figures and pages

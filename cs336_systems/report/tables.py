@@ -20,7 +20,7 @@ EMPTY = "–"
 # what means something in Markdown (math, roles and substitutions included), HTML or matplotlib's texts, and what cannot
 # be seen
 _MARKUP = {ord(c): f"&#{ord(c)};" for c in "&<>\"'`*[]|$\\{}~"}
-_LONG, _LONG_TEXT = 30, 3000  # rows, characters that wrap: more are set as a table of several pages
+_LONG, _LONG_TEXT = 30, 1500  # rows, characters that wrap: more are set as a table of several pages
 
 
 def fmt(value: Any, digits: int = 3) -> str:
