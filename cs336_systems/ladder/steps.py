@@ -106,11 +106,11 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
     ("f_exp2", {"exp2": True}, Traits(4), "exp2, scale and log2(e) folded",
      "Scaling, subtracting and multiplying by log2(e) become one instruction: two fewer for each pair."),
     ("f_heavy_first", {"heavy_first": True}, Traits(4), "heaviest tiles first",
-     "Head by head, the last programs are the longest ones of the last head, and most multiprocessors wait for them. "
-     "Started first, they leave short ones to fill the end."),
+     "If heads start one after another, the last programs are the longest of the last head, and most "
+     "multiprocessors wait. If the longest start first, short ones fill the end."),
     ("f_stages", {"tiles": _T(64, 64, 4, 3)}, Traits(3), "three loads in flight",
-     "Without them a program waits for each tile of keys and values. Programs beside it compute meanwhile, but "
-     "by the model four on a multiprocessor just fill the time."),
+     "With one, a program waits for each tile of keys and values. By the model four programs on a multiprocessor "
+     "already fill that time, so it expects no gain."),
     ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
      "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
      "count, and a few more pairs on the diagonal, which it does. Two groups of four warps in a program "
@@ -125,7 +125,7 @@ _BEST_FORWARD = next(s for s in _FORWARD if s.name == "f_tiles").model
 
 _FORWARD += [
     Step("f_production", "forward", "f_tiles", "the production kernel (`attention.triton`)",
-         "The same switches, with boundaries and strides of any kind: both are compiled out here.",
+         "The options of step 7, plus code for any boundaries and strides, which the compiler drops for this shape.",
          f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
     Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
          "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
@@ -133,14 +133,14 @@ _FORWARD += [
          f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
     Step("f_hopper_1", "forward", "f_hopper_2", "Gluon: programs of one group, two on a multiprocessor",
-         "As many groups as before, now of programs of their own with keys and values of their own: half of the "
-         "queries for each tile read, but programs end and begin independently, and small ones fill a GPU sooner. "
-         "Two programs at 128 registers a thread; no overlap inside a group.",
+         "Each group is now a program with its own keys and values, so a tile read serves half as many queries. But "
+         "programs begin and end independently, and small ones fill a GPU sooner. At 128 registers a thread, a "
+         "group no longer works on two tiles at once.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 1, "block_n": 128, "stages": 2, "overlap": False}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(64, 128, 8, 2)), Traits(2, "design")),
     Step("f_hopper_3", "forward", "f_hopper_2", "Gluon: three groups, no overlap inside a group",
-         "A third group to fill the units while two wait. In exchange each has 160 registers a thread, too few "
-         "to hold two tiles of scores: overlap inside a group goes.",
+         "A third group fills the units while two wait. Each thread then has only 160 registers, too few for two "
+         "tiles of scores, so a group can no longer work on two tiles at once.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 3, "block_n": 128, "stages": 2, "overlap": False}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(192, 128, 16, 2)), Traits(1, "design")),
     Step("f_hopper", "forward", "f_hopper_3", "Gluon: the configuration in use",
@@ -159,14 +159,14 @@ _BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
     ("b_exp2", {"exp2": True}, Traits(4, key_resident=2), "exp2, scale and log2(e) folded",
      "Two instructions fewer for each pair and pass."),
     ("b_heavy_first", {"heavy_first": True}, Traits(4, key_resident=2), "heaviest tiles first",
-     "The pass for dQ had the same end as the forward pass. That for dK and dV starts with the heaviest keys "
-     "of each head anyway, but head by head."),
+     "The pass for dQ left multiprocessors idle at its end, as forward did. That for dK and dV starts with the "
+     "heaviest keys of each head anyway, but head by head."),
     ("b_stages", {"tiles": _T(64, 64, 4, 3), "key_tiles": _T(64, 64, 4, 3)}, Traits(3, key_resident=2),
      "three loads in flight",
      "In the pass that owns keys there are only two programs on a multiprocessor to fill the time while one waits."),
     ("b_tiles", {"key_tiles": _T(128, 128, 8, 3)}, Traits(3, key_resident=1), "keys: tiles of 128 × 128, 8 warps",
-     "A quarter of the traffic from L2 in the larger pass, which the model does not count; registers leave "
-     "room for one program where there were two of half its warps, and the end is less even."),
+     "A quarter of the traffic from L2 in the larger pass, which the model does not count. Registers leave room "
+     "for one program instead of two of half its warps, and programs end less evenly."),
     ("b_fuse_d", {"fuse_d": True}, Traits(3, key_resident=1), "D computed where dQ is",
      "One kernel fewer, which read O and dO; dO is in registers there anyway."),
     ("b_one_pass", {"fuse_d": False, "one_pass": True, "key_tiles": _T(64, 128, 8, 2)}, Traits(1),
@@ -193,8 +193,8 @@ _BACKWARD += [
          dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
          Traits(1, "design")),
     Step("b_hopper_3", "backward", "b_hopper_2", "Gluon: a third group for dQ, tiles of 64 queries",
-         "The matmul for dQ needs dS of both groups, which wait for each other there. A group of its own takes that "
-         "matmul and the waiting off them. Three groups have registers for half as many queries.",
+         "dQ's matmul needs dS of both groups, so they wait for each other. A third group takes over that matmul and "
+         "the waiting. Three groups have registers for half as many queries.",
          f"{EARLIER}launch_backward", ("Backward", {"block_m": 64, "stages": 2, "dq_group": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_ahead", "backward", "b_hopper_3", "Gluon: a tile's P beside the last matmuls of the tile before",
