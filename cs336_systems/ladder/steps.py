@@ -109,7 +109,7 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
      "If heads start one after another, the last programs are the longest of the last head, and most "
      "multiprocessors wait. If the longest start first, short ones fill the end."),
     ("f_stages", {"tiles": _T(64, 64, 4, 3)}, Traits(3), "three loads in flight",
-     "With one, a program waits for each tile of keys and values. By the model four programs on a multiprocessor "
+     "With one load, a program waits for each tile of keys and values. By the model four programs on an SM "
      "already fill that time, so it expects no gain."),
     ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
      "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
@@ -185,7 +185,7 @@ _HOPPER_BACKWARD = dataclasses.replace(
 
 _BACKWARD += [
     Step("b_production", "backward", "b_fuse_d", "the production kernels (`attention.triton`)",
-         "The same switches, with boundaries and strides of any kind.",
+         "The options of step 8, plus code for boundaries and strides of any kind.",
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
          "Five matmuls, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
