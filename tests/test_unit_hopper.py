@@ -199,7 +199,8 @@ def test_what_wide_heads_are_launched_with(launched):
             (triton.cdiv(m, 64) * 3 * heads, 1, 1),
         )  # a group in parts
         assert {tuple(block) for _, _, block, *_ in main[2][:6]} == {(1, 1, 64, 64)}
-        assert list(main[2][6][0]) == [3 * heads, triton.cdiv(n, 64) * 64, 256]
+        assert list(main[2][6][0]) == [2 * 3 * heads, triton.cdiv(n, 64) * 64]
+        assert prepare[-1][-5] == 256
         assert prepare[1] == finish[1] == (triton.cdiv(n, 64) * 3 * heads, 1, 1)
         assert [x[0] for x in more] == ["sum_kernel"] * (heads == 12)
         launches.clear()
@@ -837,7 +838,7 @@ FEW = [
     for tiles in (1, 2)
 ]
 OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
-OF_WIDE = [configs.BACKWARD_WIDE | {160: configs.BACKWARD_WIDE[192]}]
+OF_WIDE = [dict.fromkeys((160, 192, 256))]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("forward with a window", TABLES),
@@ -899,7 +900,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     assert compiled.spill_bytes <= few
     assert compiled.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
     assert "wgmma.mma_async" in compiled.ptx and "cp.async.bulk.tensor" in compiled.ptx
-    by_threads = kernel.startswith("backward") and head_dim > 128 and not config.dq_tiles
+    by_threads = kernel.startswith("backward") and head_dim > 128
     addition = "add.v4.f32" if by_threads else "cp.reduce.async.bulk.tensor"
     assert (addition in compiled.ptx) != kernel.startswith("forward")
     programs = 1  # that are to fit a multiprocessor

@@ -23,7 +23,7 @@ from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, KERNEL
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.hopper.configs import BackwardWide, Forward
+    from cs336_systems.attention.hopper.configs import Forward
 
 PRECISIONS = {
     "bf16": "half",
@@ -108,12 +108,12 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, config: Forward | BackwardWide | int, *, is_causal: bool = True,
+    kernel: str, head_dim: int, dtype: str, config: Forward | int | None, *, is_causal: bool = True,
     zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
-    pass of `"few"` queries. `config` of these two up to 128 columns: tiles of 64 queries, those in flight, or all that
-    there are.
+    pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are; None
+    past 128 columns.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
     backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
@@ -159,20 +159,18 @@ def compile_hopper_kernel(
         rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, GROUP if few or wide else KEYS))
         signature = dict(
             q_desc=rows, k_desc=keys, v_desc=rows, do_desc=rows, dk_desc=rows, dv_desc=rows,
-            dq_desc=described("fp32", 1, *dq_tile(rest, few), swizzled=False),
             stats_desc=described("fp32", 1, GROUP, swizzled=False), scale_log2="fp32", scale="fp32",
         )  # fmt: skip
+        if not wide:
+            signature["dq_desc"] = described("fp32", 1, *dq_tile(rest, few), swizzled=False)
         constants["DO_STEP"] = 1
         if few:
             function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
         elif wide:
             function, signature["sum_ptr"] = backward_wide_kernel, "*fp32"
-            constants = dict(
-                IS_CAUSAL=is_causal, D=head_dim, COLUMNS=columns, STAGES=config.stages, DS_TILES=config.ds_tiles,
-                DS_IN_REGISTERS=config.ds_in_registers, DQ_TILES=config.dq_tiles, DO_STEP=1,
-                HEADS_PER_KV=heads_per_kv, PARTS=1, num_warps=4,
-            )  # fmt: skip
+            constants |= dict(COLUMNS=columns, HEADS_PER_KV=heads_per_kv, PARTS=1)
+            del constants["REST"]
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
             constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)

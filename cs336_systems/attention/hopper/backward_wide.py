@@ -16,6 +16,10 @@ tile of shared memory, which is busy enough. For a step of 64 keys and 64 querie
 shared memory 2,500; L2 gives 64 KiB of Q and dO and takes 64 KiB of dQ, at 5.5 TB/s in 5,500 clocks: that should set
 the rate, at 440 TFLOP/s on an H100 or H200. Larger tiles of keys would read and add less, and have no place.
 
+Tried on an H200, without a mask and with one: dS as an operand from shared memory takes 3% and 2% more time at 256
+columns, 5% and 5% at 192; dQ added by TMA 11% and 7% more at 256, at 192 1% less and 5% more; a third stage of Q and
+dO, at 192, 1% and 2% more.
+
 Blocks are pieces of 64 columns (`forward_wide`); of the third of 160 matmuls leave out the second half, but for dQ's.
 
 A program has one tile of keys, those with the most queries first. It begins with the tile of queries of the same
@@ -35,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_rows, store_dq
+from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS
 from cs336_systems.attention.hopper.backward_state import probabilities
 from cs336_systems.attention.hopper.backward_steps import zero
 from cs336_systems.attention.hopper.common import (
@@ -58,35 +62,31 @@ from cs336_systems.attention.hopper.forward_wide import (
 
 # the sum of dQ has as many columns, the next power of two: of fewer it is the first part of each tile's numbers
 SUM_COLUMNS = gl.constexpr(256)
+STAGES = gl.constexpr(2)  # tiles of queries in flight
 
 
 @aggregate
 class Exchange:
-    """Tiles of 64 keys by 64 queries that one group computes and another one reads, by turns in TILES places."""
+    """A tile of 64 keys by 64 queries that one group computes at every step and another one reads."""
 
-    smem: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    TILES: gl.constexpr
 
     @gluon.jit
     def put(self, x, t):
-        slot = t % self.TILES
-        mbarrier.wait(self.empty.index(slot), ((t // self.TILES) & 1) ^ 1)
-        self.smem.index(slot).store(x)
+        mbarrier.wait(self.empty.index(0), (t & 1) ^ 1)
+        self.tile.store(x)
         fence_async_shared()
-        mbarrier.arrive(self.full.index(slot), count=1)
+        mbarrier.arrive(self.full.index(0), count=1)
 
     @gluon.jit
     def wait(self, t):
-        """The t-th tile."""
-        slot = t % self.TILES
-        mbarrier.wait(self.full.index(slot), (t // self.TILES) & 1)
-        return self.smem.index(slot)
+        mbarrier.wait(self.full.index(0), t & 1)
 
     @gluon.jit
-    def release(self, t):
-        mbarrier.arrive(self.empty.index(t % self.TILES), count=1)
+    def release(self):
+        mbarrier.arrive(self.empty.index(0), count=1)
 
 
 @aggregate
@@ -101,24 +101,23 @@ class QueryRing:
     q_empty: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     do_empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
 
     @gluon.jit
     def acquire(self, empty, t):
-        mbarrier.wait(empty.index(t % self.STAGES), ((t // self.STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(t % STAGES), ((t // STAGES) & 1) ^ 1)
 
     @gluon.jit
     def wait(self, full, t):
-        mbarrier.wait(full.index(t % self.STAGES), (t // self.STAGES) & 1)
+        mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
 
     @gluon.jit
     def release(self, empty, t):
-        mbarrier.arrive(empty.index(t % self.STAGES), count=1)
+        mbarrier.arrive(empty.index(t % STAGES), count=1)
 
     @gluon.jit
     def statistic(self, which: gl.constexpr, t, layout: gl.constexpr):
         """−L · log2(e), 0, or −delta, 1, of the t-th tile."""
-        return self.stats.index(2 * (t % self.STAGES) + which).reshape([WG]).load(gl.SliceLayout(0, layout))
+        return self.stats.index(2 * (t % STAGES) + which).reshape([WG]).load(gl.SliceLayout(0, layout))
 
 
 @aggregate
@@ -134,8 +133,6 @@ class Program:
     dv_desc: tma.tensor_descriptor
     stats_desc: tma.tensor_descriptor
     sum_ptr: gl.tensor
-    dq_desc: tma.tensor_descriptor
-    dq: gl.shared_memory_descriptor
     kv: Pieces
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -153,8 +150,6 @@ class Program:
     DO_STEP: gl.constexpr
     HEADS_PER_KV: gl.constexpr
     PARTS: gl.constexpr
-    DQ_TILES: gl.constexpr
-    DS_IN_REGISTERS: gl.constexpr
 
     @gluon.jit
     def steps_of_head(self):
@@ -184,7 +179,7 @@ class Program:
         queries = self.queries
         head, i = self.step(t)
         q_heads = self.heads * self.HEADS_PER_KV
-        b, h, slot = head // q_heads, head % q_heads, t % queries.STAGES
+        b, h, slot = head // q_heads, head % q_heads, t % STAGES
         queries.acquire(queries.q_empty, t)
         full = queries.q_full.index(slot)
         queries.q.load(self.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
@@ -242,12 +237,12 @@ def _values_group(program):
             # after the last tile it is computed again, and unused
             following = gl.minimum(t + 1, steps - 1)
             queries.wait(queries.q_full, following)
-            s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % queries.STAGES), empty)
+            s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % STAGES), empty)
             queries.wait(queries.do_full, t)
-            dv = mma_of_pieces(dv, p16, queries.do.tile(t % queries.STAGES))
+            dv = mma_of_pieces(dv, p16, queries.do.tile(t % STAGES))
             dv, s = wait_for_both(0, dv, s)
             queries.release(queries.do_empty, t)
-        queries.acquire(queries.q_empty, steps - 1 + queries.STAGES)  # the keys group needs no Q any more
+        queries.acquire(queries.q_empty, steps - 1 + STAGES)  # the keys group needs no Q any more
     program.store(program.dv_desc, dv, queries.q, 0)
 
 
@@ -268,17 +263,16 @@ def _keys_group(program):
         for t in range(steps):
             queries.release(queries.do_empty, t)
             queries.wait(queries.q_full, t)
-            p16 = program.p.wait(t).load(layout)
+            program.p.wait(t)
+            p16 = program.p.tile.load(layout)
             minus_delta = queries.statistic(1, t, layout)
             ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
             program.ds.put(ds, t)
-            program.p.release(t)
-            dk = mma_of_pieces(dk, ds, queries.q.tile(t % queries.STAGES))
+            program.p.release()
+            dk = mma_of_pieces(dk, ds, queries.q.tile(t % STAGES))
             following = gl.minimum(t + 1, steps - 1)
             queries.wait(queries.do_full, following)
-            dp = mma_over_pieces(
-                program.kv.tile(1 + zero(t)), queries.do.tile(following % queries.STAGES), empty
-            )
+            dp = mma_over_pieces(program.kv.tile(1 + zero(t)), queries.do.tile(following % STAGES), empty)
             dk, dp = wait_for_both(0, dk, dp)
             queries.release(queries.q_empty, t)
     program.store(program.dk_desc, [x * program.scale for x in dk], program.kv, 1)
@@ -297,7 +291,6 @@ def _add(sum_ptr, dq):
 def _queries_group(program):
     """Loads the keys and values and the queries that see them; dQ of each tile, a piece of its columns at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    AHEAD: gl.constexpr = program.queries.STAGES - 1
     empty = gl.zeros([WG, WG], gl.float32, layout)
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
@@ -307,42 +300,27 @@ def _queries_group(program):
         program.kv.load(program.k_desc, b, kv_h, program.tile * WG, program.k_full.index(0), 0)
         program.load_queries(0)
         program.kv.load(program.v_desc, b, kv_h, program.tile * WG, program.v_full.index(0), 1)
-        for t in range(1, gl.minimum(AHEAD, steps)):
-            program.load_queries(t)
         mbarrier.wait(program.k_full.index(0), 0)
     for t in range(steps):
-        if t + AHEAD < steps:  # the step before this one has left its place
-            program.load_queries(t + AHEAD)
+        if t + 1 < steps:  # the step before this one has left its place
+            program.load_queries(t + 1)
         head, i = program.step(t)
-        ds = program.ds.wait(t).permute((1, 0))
-        if program.DS_IN_REGISTERS:
-            ds = ds.load(gl.DotOperandLayout(0, layout, 2))
-            program.ds.release(t)
+        program.ds.wait(t)
+        ds = program.ds.tile.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
+        program.ds.release()
         for piece in range(program.kv.PIECES):  # not unrolled: registers suffice for one
             k = program.kv.smem.index(piece).reshape([WG, WG])
             dq = warpgroup_mma(ds, k, empty, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            if program.DQ_TILES:
-                tile = program.dq.index(piece % program.DQ_TILES)
-                tma.store_wait(program.DQ_TILES - 1)
-                store_dq(dq, tile)
-                fence_async_shared()
-                add_rows(program.dq_desc, tile, head, (i * 4 + piece) * DQ_ROWS, WG)
-            else:
-                tiles = (head.to(gl.int64) * program.query_tiles + i) * (SUM_COLUMNS // WG) + piece
-                _add(program.sum_ptr + tiles * (WG * WG), dq)
-        if not program.DS_IN_REGISTERS:
-            program.ds.release(t)
-    tma.store_wait(0)
+            tiles = (head.to(gl.int64) * program.query_tiles + i) * (SUM_COLUMNS // WG) + piece
+            _add(program.sum_ptr + tiles * (WG * WG), dq)
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "key_tiles", "query_tiles", "num_keys"])
-def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, sum_ptr, heads,
-                         batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
-                         IS_CAUSAL: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-                         DS_TILES: gl.constexpr, DS_IN_REGISTERS: gl.constexpr, DQ_TILES: gl.constexpr,
-                         DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr,
-                         num_warps: gl.constexpr):  # fmt: skip
+def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, heads, batch_heads,
+                         section, key_tiles, query_tiles, num_keys, scale_log2, scale, IS_CAUSAL: gl.constexpr,
+                         D: gl.constexpr, COLUMNS: gl.constexpr, DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr,
+                         PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one of `batch_heads` heads, and what they add to dQ's sum, which is zero at the start.
     Tiles have D columns, of which matmuls compute with the first COLUMNS. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -352,25 +330,22 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     kv_smem = gl.allocate_shared_memory(dtype, [2 * PIECES, 1, 1, WG, WG], k_desc.layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, WG, WG], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, WG, WG], do_desc.layout)
-    p_smem = gl.allocate_shared_memory(dtype, [1, WG, WG], exchanged)
-    ds_smem = gl.allocate_shared_memory(dtype, [DS_TILES, WG, WG], exchanged)
-    dq_smem = gl.allocate_shared_memory(
-        gl.float32, [max(DQ_TILES, 1), 1, DQ_ROWS if DQ_TILES else 1, DQ_COLUMNS], dq_desc.layout
-    )
+    p_smem = gl.allocate_shared_memory(dtype, [WG, WG], exchanged)
+    ds_smem = gl.allocate_shared_memory(dtype, [WG, WG], exchanged)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WG], stats_desc.layout)
     k_full, v_full = barriers(1, 1), barriers(1, 1)
     q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    p = Exchange(p_smem, barriers(1, 1), barriers(1, 1), 1)
-    ds = Exchange(ds_smem, barriers(DS_TILES, 1), barriers(DS_TILES, 1), DS_TILES)
+    p = Exchange(p_smem, barriers(1, 1), barriers(1, 1))
+    ds = Exchange(ds_smem, barriers(1, 1), barriers(1, 1))
     fence_async_shared()
     queries = QueryRing(Pieces(q_smem, WG, WG, PIECES, LAST), Pieces(do_smem, WG, WG, PIECES, LAST), stats_smem,
-                        q_full, q_empty, do_full, do_empty, STAGES)  # fmt: skip
+                        q_full, q_empty, do_full, do_empty)  # fmt: skip
     tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
-    program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, dq_desc, dq_smem,
+    program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr,
                       Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,
-                      query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV, PARTS, DQ_TILES,
-                      DS_IN_REGISTERS)  # fmt: skip
+                      query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV,
+                      PARTS)  # fmt: skip
     # as in `forward`: functions, warps, registers; the first group gets what the others leave of 504
     REGS: gl.constexpr = [200, 104] if D == 192 else [208, 88]
     gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,))],

@@ -120,19 +120,6 @@ CHAIN, CHAINED, CHAINS = 2, 256, 4
 # of the backward kernel: tiles of 64 queries in flight, by the padded head dimension
 BACKWARD_STAGES = {64: 3, 128: 2}
 
-
-@dataclass(frozen=True)
-class BackwardWide:
-    """Of the backward kernel past 128 columns: tiles of queries in flight, places for dS, whether dS is an operand from
-    registers, and places for tiles of dQ that TMA adds; 0: threads add them from registers."""
-
-    stages: int
-    ds_tiles: int
-    ds_in_registers: bool
-    dq_tiles: int
-
-
-BACKWARD_WIDE = dict.fromkeys((192, 256), BackwardWide(2, 1, True, 0))  # by the padded head dimension
 # of the backward kernel with grouped queries: tiles of keys for each multiprocessor that make shares even enough
 ITEMS = 4
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to

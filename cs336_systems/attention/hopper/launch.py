@@ -14,7 +14,6 @@ from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_wide import backward_wide_kernel
 from cs336_systems.attention.hopper.configs import (
     BACKWARD_STAGES,
-    BACKWARD_WIDE,
     FEW_REGISTERS,
     GROUP,
     Forward,
@@ -244,13 +243,14 @@ def first_backward(
     warps = 8 if wide else 4
     grid = triton.cdiv(rows, _ROWS) * batch_heads, 1, 1
     prepare = first_launch(prepare_kernel, grid, (), 7, arguments, num_warps=warps)
+    sums = ()
+    if not wide:  # of 64 queries and 8 columns four warps have 128 numbers each
+        of_warps = dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum
+        sums = (descriptor(of_warps, 1, *dq_tile(rest, few), swizzled=False),)
     descriptors = (
         descriptor(q, 1, 1, GROUP, piece), descriptor(k, 1, 1, keys, piece), descriptor(v, 1, 1, GROUP, piece),
         *(descriptor(x, 1, 1, GROUP, piece) for x in (do_tile, dk_made, dv_made)),
-        # of 64 queries and 8 columns four warps have 128 numbers each
-        descriptor(dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum, 1, *dq_tile(rest, few),
-                   swizzled=False),
-        descriptor(stats, 1, GROUP, swizzled=False),
+        *sums, descriptor(stats, 1, GROUP, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
     kernel, programs, options = few_queries_kernel, key_tiles * batch * of_parts, {"launch_pdl": True}
@@ -263,18 +263,12 @@ def first_backward(
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
     section = section_of(batch * of_parts, 8 * num_queries * d * heads_per_kv, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, limit=limit, heads=of_parts, batch_heads=batch * of_parts, section=section,
-        key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
-        scale_log2=scale * LOG2_E, scale=scale,
-        IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d, STAGES=BACKWARD_STAGES.get(d),
+        counters_ptr=counters, sum_ptr=dq_sum, limit=limit, heads=of_parts, batch_heads=batch * of_parts,
+        section=section, key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
+        scale_log2=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d,
+        COLUMNS=columns_of(head_dim), STAGES=BACKWARD_STAGES.get(d),
         DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
-    if wide:
-        config = BACKWARD_WIDE[d]
-        values |= dict(
-            sum_ptr=dq_sum, COLUMNS=columns_of(head_dim), STAGES=config.stages, DS_TILES=config.ds_tiles,
-            DS_IN_REGISTERS=config.ds_in_registers, DQ_TILES=config.dq_tiles,
-        )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(
         kernel, (programs, 1, 1), descriptors, 0 if few else 1 + len(bounds), arguments, **options
@@ -302,8 +296,11 @@ def first_backward(
         stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer_at)
         tile_at = tile_at if one_number else do_at
         prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
-        described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at)), sum_at, stats_at
-        main_at = described if few else (*described, sum_at if wide else counters_at, *bounds_at[1:])
+        described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at))
+        if wide:
+            main_at = *described, stats_at, sum_at
+        else:
+            main_at = *described, sum_at, stats_at, *(() if few else (counters_at, *bounds_at[1:]))
         last_at = ((*parts_at, dk_at, dv_at),) if parts_at else ()
         return *((bounds_at,) if bounds else ()), prepared, main_at, (sum_at, dq_at), *last_at
 
