@@ -837,8 +837,7 @@ FEW = [
     {d: tiles for d in (64, 96, 128) if tiles <= len(hopper.FEW_REGISTERS[hopper.padded(d)])}
     for tiles in (1, 2)
 ]
-OF_BACKWARD = [configs.BACKWARD_STAGES | {96: configs.BACKWARD_STAGES[128]}]
-OF_WIDE = [dict.fromkeys((160, 192, 256))]
+OF_BACKWARD, OF_WIDE = [dict.fromkeys((64, 96, 128))], [dict.fromkeys((160, 192, 256))]
 PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("forward with a window", TABLES),

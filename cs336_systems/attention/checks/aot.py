@@ -112,8 +112,7 @@ def compile_hopper_kernel(
     zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
-    pass of `"few"` queries. `config` of these two: tiles of 64 queries, those in flight, or all that there are; None
-    past 128 columns.
+    pass of `"few"` queries. `config`: of this one, tiles of 64 queries; of the backward kernel None.
 
     `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
     backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
@@ -173,7 +172,7 @@ def compile_hopper_kernel(
             del constants["REST"]
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(BLOCK_M=GROUP, STAGES=config, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)
+            constants |= dict(ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)
     if packed:
         signature["limit"] = "*i32"
     elif not window and "limit" in function.arg_names:
@@ -212,10 +211,9 @@ def hopper_refused() -> str | None:
     """What this version of triton has against the kernels of `hopper`; None where it compiles them well. Takes half a
     minute."""
     try:
-        from cs336_systems.attention.hopper.configs import BACKWARD_STAGES, FORWARD, FORWARD_OF_SHORT
+        from cs336_systems.attention.hopper.configs import FORWARD, FORWARD_OF_SHORT
 
-        few = dict.fromkeys((64, 128), 1)
-        tables = (FORWARD, FORWARD_OF_SHORT, BACKWARD_STAGES, few)
+        tables = (FORWARD, FORWARD_OF_SHORT, dict.fromkeys((64, 128)), dict.fromkeys((64, 128), 1))
         for kernel, configs in zip(("forward", "forward", "backward", "few"), tables, strict=True):
             for head_dim in (64, 128):
                 zeroed = kernel != "backward"  # the kernel of short rows; that of long ones has less to it

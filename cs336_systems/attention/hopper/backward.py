@@ -48,6 +48,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_tile, dq_warp, put_dq
 from cs336_systems.attention.hopper.backward_state import (
+    BLOCK_M,
     GradientTiles,
     KVTiles,
     Program,
@@ -206,7 +207,6 @@ def _group(program, G: gl.constexpr):
     kv, scheduler = program.kv, program.scheduler
     BUFFERS: gl.constexpr = kv.BUFFERS
     D: gl.constexpr = kv.D
-    BLOCK_M: gl.constexpr = scheduler.BLOCK_M
     REST: gl.constexpr = program.REST
     IS_CAUSAL: gl.constexpr = scheduler.IS_CAUSAL
     # the first tile of queries sees no key of this group
@@ -282,9 +282,9 @@ def _dq_group(program):
     also adds it to the sum; otherwise `dq_warp` does."""
     kv, gradients, scheduler = program.kv, program.gradients, program.scheduler
     D: gl.constexpr = kv.D
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, scheduler.BLOCK_M, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    empty = gl.zeros([D, scheduler.BLOCK_M], gl.float32, layout)
+    empty = gl.zeros([D, BLOCK_M], gl.float32, layout)
     turn = 0
     t = 0
     item = kv.wait_for_item(turn, 4)
@@ -315,13 +315,14 @@ def _dq_group(program):
                               "limit"])  # fmt: skip
 def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, limit,
                          heads, batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
-                         IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-                         DO_STEP: gl.constexpr, REST: gl.constexpr, ZEROED: gl.constexpr,
-                         HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                         IS_CAUSAL: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
+                         ZEROED: gl.constexpr, HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr,
+                         num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of all `batch_heads` heads (see `TileScheduler`), and dQ's sum, by any number of programs: the grid.
     counters_ptr: int32, of drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start.
     ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
+    STAGES: gl.constexpr = 2 if D == 128 else 3  # tiles of queries in flight
     DS_TILES: gl.constexpr = 3 if D == 128 else 2
     BUFFERS: gl.constexpr = 1 if D == 128 else 2  # of K and V
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -350,8 +351,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     LIMITED: gl.constexpr = limit is not None
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, num_keys,
-                              limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, BLOCK_M, D, HEADS_PER_KV,
-                              PARTS)  # fmt: skip
+                              limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, D, HEADS_PER_KV, PARTS)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr,
                       counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, scale_log2, scale, DO_STEP,
                       REST, ZEROED)  # fmt: skip

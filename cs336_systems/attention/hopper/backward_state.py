@@ -17,6 +17,8 @@ from cs336_systems.attention.hopper.common import (
     query_ends,
 )
 
+BLOCK_M = gl.constexpr(64)  # queries of a tile
+
 
 @gluon.jit
 def probabilities(s, minus_l, first_key, i, num_keys, scale_log2, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
@@ -135,7 +137,6 @@ class TileScheduler:
     limit: gl.tensor
     LIMITED: gl.constexpr
     IS_CAUSAL: gl.constexpr
-    BLOCK_M: gl.constexpr
     D: gl.constexpr
     HEADS_PER_KV: gl.constexpr
     PARTS: gl.constexpr
@@ -154,7 +155,7 @@ class TileScheduler:
         """The first tile of queries that sees a key of this tile; `query_tiles` if none does."""
         first = 0
         if self.IS_CAUSAL:
-            first = gl.minimum(tile * 2 * WG // self.BLOCK_M, self.query_tiles)
+            first = gl.minimum(tile * 2 * WG // BLOCK_M, self.query_tiles)
         return first
 
     @gluon.jit
@@ -163,7 +164,7 @@ class TileScheduler:
         end = self.query_tiles
         if self.LIMITED:
             last_query = query_ends(tile * 2 * WG + 2 * WG - 1, self.num_keys, self.limit) - 1
-            end = gl.minimum(last_query // self.BLOCK_M + 1, end)
+            end = gl.minimum(last_query // BLOCK_M + 1, end)
         return end
 
     @gluon.jit
@@ -205,13 +206,13 @@ class Program:
     def load_queries(self, b, h, head, i, t):
         """The producer: tile i of the queries, the t-th of this program, when its place is free."""
         queries = self.queries
-        BYTES: gl.constexpr = queries.BLOCK_M * queries.D * 2
+        BYTES: gl.constexpr = BLOCK_M * queries.D * 2
         slot = t % queries.STAGES
         parity = ((t // queries.STAGES) & 1) ^ 1
         mbarrier.wait(queries.q_empty.index(slot), parity)
         full = queries.q_full.index(slot)
-        mbarrier.expect(full, BYTES + 2 * queries.BLOCK_M * 4)
-        row = i * queries.BLOCK_M
+        mbarrier.expect(full, BYTES + 2 * BLOCK_M * 4)
+        row = i * BLOCK_M
         async_load(self.q_desc, [b, h, row, 0], full, queries.q.index(slot))
         for which in gl.static_range(2):
             async_load(self.stats_desc, [2 * head + which, row], full, queries.stats.index(2 * slot + which))
@@ -227,4 +228,4 @@ class Program:
         minus_l = self.queries.statistic(0, t, layout)
         scheduler = self.scheduler
         return probabilities(s, minus_l, first_key, i, scheduler.num_keys, self.scale_log2, MASKED, scheduler.IS_CAUSAL,
-                             G, self.queries.BLOCK_M, scheduler.limit if scheduler.LIMITED else None)  # fmt: skip
+                             G, BLOCK_M, scheduler.limit if scheduler.LIMITED else None)  # fmt: skip

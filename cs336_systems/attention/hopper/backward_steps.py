@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.backward_dq import put_dq
+from cs336_systems.attention.hopper.backward_state import BLOCK_M
 from cs336_systems.attention.hopper.common import (
     WG,
     mma_of_columns,
@@ -31,7 +32,6 @@ def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G
     tile is computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes
     nothing after the last tile that needs it. dQ is left to a group of its own."""
     queries, gradients = program.queries, program.gradients
-    BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -111,7 +111,6 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
     queries, kv, gradients = program.queries, program.kv, program.gradients
-    BLOCK_M: gl.constexpr = queries.BLOCK_M
     D: gl.constexpr = queries.D
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -167,7 +166,6 @@ def no_key_seen(program, t, keys_t, G: gl.constexpr):
     """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
     zero. What is left is dQ of the tile before, if that was for the same keys."""
     queries, gradients = program.queries, program.gradients
-    BLOCK_M: gl.constexpr = queries.BLOCK_M
     STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     if t > keys_t:

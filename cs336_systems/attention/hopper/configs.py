@@ -117,8 +117,6 @@ SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
-# of the backward kernel: tiles of 64 queries in flight, by the padded head dimension
-BACKWARD_STAGES = {64: 3, 128: 2}
 
 # of the backward kernel with grouped queries: tiles of keys for each multiprocessor that make shares even enough
 ITEMS = 4

@@ -13,7 +13,6 @@ from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_
 from cs336_systems.attention.hopper.backward_few import few_queries_kernel
 from cs336_systems.attention.hopper.backward_wide import backward_wide_kernel
 from cs336_systems.attention.hopper.configs import (
-    BACKWARD_STAGES,
     FEW_REGISTERS,
     GROUP,
     Forward,
@@ -265,9 +264,9 @@ def first_backward(
     values = dict(
         counters_ptr=counters, sum_ptr=dq_sum, limit=limit, heads=of_parts, batch_heads=batch * of_parts,
         section=section, key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
-        scale_log2=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, BLOCK_M=GROUP, TILES=query_tiles, D=d,
-        COLUMNS=columns_of(head_dim), STAGES=BACKWARD_STAGES.get(d),
-        DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
+        scale_log2=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, TILES=query_tiles, D=d,
+        COLUMNS=columns_of(head_dim), DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed,
+        HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(
