@@ -9,9 +9,9 @@
 
 Tiles of keys begin at multiples of 64, as groups of queries do, and are as long or longer: the diagonal of a group's
 64 queries lies in one tile, its first, and this alone needs a mask (`first_softmax`). What lies to the right of the
-last group's diagonal is not loaded (`key_tiles`); the other groups let what they do not see go by. So with a limit:
-what lies to the left of the first group's is not loaded (`first_key_tile`), and a group masks the tiles in which its
-queries' windows, or the document of its last query, begin, and those before (`limited`); a row may see nothing of
+last group's diagonal is not loaded (`Keys.tiles`); the other groups let what they do not see go by. So with a limit:
+what lies to the left of the first group's is not loaded (`Keys.first_tile`), and a group masks the tiles in which its
+queries' windows, or the document of its last query, begin, and those before (`Keys.limited`); a row may see nothing of
 these, but has seen a key before.
 
 The groups of a program read the same tiles of K and V: the more there are, the less often a tile is loaded, and the
@@ -48,7 +48,13 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward_state import KVRing, QueryTiles, TileScheduler, first_softmax
+from cs336_systems.attention.hopper.forward_state import (
+    Keys,
+    KVRing,
+    QueryTiles,
+    TileScheduler,
+    first_softmax,
+)
 
 
 @aggregate
@@ -63,6 +69,7 @@ class Program:
     queries: QueryTiles
     kv: KVRing
     scheduler: TileScheduler
+    keys: Keys
     scale_log2: gl.tensor
     OVERLAP: gl.constexpr
     REST: gl.constexpr
@@ -73,16 +80,16 @@ class Program:
 def _load_tile(program, first_query, head, done, uses):
     """Q of a tile of queries, and all its tiles of K and V. A persistent program has had `done` tiles of queries
     before, with `uses` uses of the ring; the new number of these is returned."""
-    scheduler = program.scheduler
+    scheduler, keys = program.scheduler, program.keys
     b, h = head // scheduler.heads, head % scheduler.heads
     kv_head = h // scheduler.HEADS_PER_KV
     for g in gl.static_range(scheduler.GROUPS):
         program.queries.load(program.q_desc, b, h, first_query, done, g)
-    end = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
-    BEGUN: gl.constexpr = 1 if scheduler.LIMITED else 0
+    end = keys.tiles(first_query, scheduler.GROUPS * WG)
+    BEGUN: gl.constexpr = 1 if keys.LIMITED else 0
     if BEGUN:  # the first K need not wait until bounds have been read
         program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, 0, 1, end)
-    steps = end - scheduler.first_key_tile(first_query)
+    steps = end - keys.first_tile(first_query)
     for t in range(BEGUN, steps + 1):
         program.kv.load(program.k_desc, program.v_desc, b, kv_head, uses, t, steps, end)
     return uses + steps + 1
@@ -109,7 +116,8 @@ def _producer(program):
 def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     """64 queries of a tile, those of group G: the online softmax over their keys, then O and L. `done` and `uses` as
     for `_load_tile`."""
-    queries, kv, scheduler, scale_log2 = program.queries, program.kv, program.scheduler, program.scale_log2
+    queries, kv, scheduler, keys = program.queries, program.kv, program.scheduler, program.keys
+    scale_log2 = program.scale_log2
     GROUPS: gl.constexpr = scheduler.GROUPS
     BLOCK_N: gl.constexpr = kv.BLOCK_N
     D: gl.constexpr = kv.D
@@ -122,12 +130,12 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     first_query = first_of_tile + G * WG
     rows = first_query + gl.arange(0, WG, s_rows)
-    end_of_tile = scheduler.key_tiles(first_of_tile, GROUPS * WG)
-    end = scheduler.key_tiles(first_query, WG)
+    end_of_tile = keys.tiles(first_of_tile, GROUPS * WG)
+    end = keys.tiles(first_query, WG)
     # not before the tile's, also where cu_seqlens falls: groups and producer must count the same
-    begin_of_tile = scheduler.first_key_tile(first_of_tile)
-    begin = gl.maximum(scheduler.first_key_tile(first_query), begin_of_tile)
-    unlimited = scheduler.unlimited_key(first_query)
+    begin_of_tile = keys.first_tile(first_of_tile)
+    begin = gl.maximum(keys.first_tile(first_query), begin_of_tile)
+    unlimited = keys.unlimited(first_query)
 
     t = uses
     for _ in range(end_of_tile - end):  # tiles to the right of this group's diagonal are for the other groups
@@ -152,10 +160,8 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     met = warpgroup_mma_wait(0, deps=(met,))
     kv.release(slot)
     first_key = (end - 1) * BLOCK_N
-    met = scheduler.limited(met, first_query, first_key, unlimited)
-    softmax, p32 = first_softmax(
-        met, first_query, first_key, scheduler.num_keys, scale_log2, scheduler.IS_CAUSAL
-    )
+    met = keys.limited(met, first_query, first_key, unlimited)
+    softmax, p32 = first_softmax(keys, met, first_query, first_key, scale_log2)
     if MET < BLOCK_N:
         # p32 * 0.0, not zeros: for constants the assembler would set registers while matmuls run, and serialize these
         p32 = gl.join(p32, p32 * 0.0).permute((0, 2, 1)).reshape([WG, BLOCK_N])
@@ -164,7 +170,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     for _ in range(end - 1 - begin):
         t += 1
-        if scheduler.LIMITED:
+        if keys.LIMITED:
             first_key -= BLOCK_N
         slot, parity = kv.slot_and_parity(t)
         k = kv.k_tile(slot)
@@ -174,7 +180,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
             s = warpgroup_mma_wait(MMAS, deps=(s,))
-            s = scheduler.limited(s, first_query, first_key, unlimited)
+            s = keys.limited(s, first_query, first_key, unlimited)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
             mbarrier.wait(kv.full.index(slot), parity)
@@ -188,7 +194,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             kv.release(slot)
-            s = scheduler.limited(s, first_query, first_key, unlimited)
+            s = keys.limited(s, first_query, first_key, unlimited)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
 
@@ -204,7 +210,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-    if done is not None or scheduler.LIMITED:  # otherwise nothing is loaded any more
+    if done is not None or keys.LIMITED:  # otherwise nothing is loaded any more
         kv.release(slot)
         if done is not None and not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
@@ -222,9 +228,9 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 def _share(program, first_of_tile, end, head, done, uses, G: gl.constexpr):
     """`_attend`, if the tile has queries for this group; otherwise the group lets the others go on. Returns the new
     number of uses of the ring."""
-    queries, scheduler = program.queries, program.scheduler
-    end_of_keys = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
-    steps = end_of_keys - scheduler.first_key_tile(first_of_tile)
+    queries, scheduler, keys = program.queries, program.scheduler, program.keys
+    end_of_keys = keys.tiles(first_of_tile, scheduler.GROUPS * WG)
+    steps = end_of_keys - keys.first_tile(first_of_tile)
     if first_of_tile + G * WG < end:
         _attend(program, first_of_tile, head, done, uses, G)
     else:
@@ -284,10 +290,10 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_he
     kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
     LIMITED: gl.constexpr = limit is not None
     UNEVEN: gl.constexpr = IS_CAUSAL and (limit is None or limit.dtype.is_ptr())
-    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys,
-                              limit if LIMITED else num_keys, LIMITED, UNEVEN, IS_CAUSAL,
-                              GROUPS, BLOCK_N, PERSISTENT, HEADS_PER_KV)  # fmt: skip
-    program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, scale_log2, OVERLAP, REST,
+    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, UNEVEN, GROUPS,
+                              PERSISTENT, HEADS_PER_KV)  # fmt: skip
+    keys = Keys(num_keys, limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, BLOCK_N)
+    program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, kv, scheduler, keys, scale_log2, OVERLAP, REST,
                       HALVE)  # fmt: skip
     # functions and their arguments; of all but the first, which has the four warps of the launch: warps, and registers
     if GROUPS == 3:

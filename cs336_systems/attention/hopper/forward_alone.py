@@ -31,13 +31,7 @@ from cs336_systems.attention.hopper.common import (
     times_rows,
     wait_for_both,
 )
-from cs336_systems.attention.hopper.forward_state import (
-    first_key_tile,
-    first_softmax,
-    key_tiles,
-    limited,
-    unlimited_key,
-)
+from cs336_systems.attention.hopper.forward_state import Keys, first_softmax
 
 
 @gluon.jit
@@ -82,8 +76,10 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
     kv_head = h // HEADS_PER_KV  # of the heads of keys
     first_query = (row_tiles - 1 - which * chain) * WG  # with a causal mask the last tiles are the heaviest
     tiles = gl.minimum(row_tiles - which * chain, chain)
+    LIMITED: gl.constexpr = limit is not None
+    keys = Keys(num_keys, limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, WG)
     phases = 0  # of `full`: steps + 1 for each tile of queries
-    end = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
+    end = keys.tiles(first_query, WG)
     _load(q_desc, q_smem, q_full, b, h, first_query)
     _load(k_desc, k_smem, full, b, kv_head, (end - 1) * WG)
 
@@ -93,8 +89,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
     zeros = gl.zeros([WG, WG], gl.float32, s_layout)
     for done in range(tiles):
         queries = first_query + gl.arange(0, WG, s_rows)
-        steps = end - first_key_tile(first_query, num_keys, limit, WG)
-        unlimited = unlimited_key(first_query, num_keys, limit)
+        steps = end - keys.first_tile(first_query)
+        unlimited = keys.unlimited(first_query)
         acc = accumulators(D, REST)
         p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
@@ -105,8 +101,8 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
         tma.store_wait(0)  # O of the tile before has left the place of V
         fence_async_shared()  # without this one triton 3.6 sets a fence in the loop over keys
         _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, 1, steps, end)
-        s = limited(s, first_query, (end - 1) * WG, unlimited, num_keys, limit)
-        softmax, p32 = first_softmax(s, first_query, (end - 1) * WG, num_keys, scale_log2, IS_CAUSAL)
+        s = keys.limited(s, first_query, (end - 1) * WG, unlimited)
+        softmax, p32 = first_softmax(keys, s, first_query, (end - 1) * WG, scale_log2)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
 
         for t in range(1, steps):
@@ -115,7 +111,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
             _load_both(k_desc, v_desc, k_smem, v_smem, full, b, kv_head, t + 1, steps, end)
-            s = limited(s, first_query, (end - 1 - t) * WG, unlimited, num_keys, limit)
+            s = keys.limited(s, first_query, (end - 1 - t) * WG, unlimited)
             # not LAZY, by which these programs gain nothing
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, dtype, False)
             acc = [times_rows(x, alpha) for x in acc]
@@ -125,7 +121,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
         this_query = first_query
         first_query -= WG
         if done + 1 < tiles:  # Q and K have been read
-            end = key_tiles(first_query, WG, num_keys, IS_CAUSAL, WG)
+            end = keys.tiles(first_query, WG)
             _load(q_desc, q_smem, q_full, b, h, first_query)
             _load(k_desc, k_smem, full, b, kv_head, (end - 1) * WG)
         acc = [mma_of_part(p, v, x) for x in acc]

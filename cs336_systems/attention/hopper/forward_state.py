@@ -15,43 +15,50 @@ GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashA
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-@gluon.jit
-def key_tiles(first_query, num_queries, num_keys, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of keys the queries [first_query, first_query + num_queries) see."""
-    tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
-    if IS_CAUSAL:
-        tiles = gl.minimum(tiles, (first_query + num_queries - 1) // BLOCK_N + 1)
-    return tiles
+@aggregate
+class Keys:
+    """The keys of a head, in tiles of BLOCK_N, and which of them queries see. LIMITED: there is a `limit`."""
 
+    num_keys: gl.tensor
+    limit: gl.tensor
+    LIMITED: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    BLOCK_N: gl.constexpr
 
-@gluon.jit
-def first_key_tile(first_query, num_keys, limit, BLOCK_N: gl.constexpr):
-    """The first tile of keys that the queries from `first_query` on see."""
-    first = 0
-    if limit is not None:
-        first = gl.maximum(first_keys(first_query, num_keys, limit), 0) // BLOCK_N
-    return first
+    @gluon.jit
+    def tiles(self, first_query, num_queries):
+        """How many tiles the queries [first_query, first_query + num_queries) see, but for a limit."""
+        tiles = (self.num_keys + self.BLOCK_N - 1) // self.BLOCK_N
+        if self.IS_CAUSAL:
+            tiles = gl.minimum(tiles, (first_query + num_queries - 1) // self.BLOCK_N + 1)
+        return tiles
 
+    @gluon.jit
+    def first_tile(self, first_query):
+        """The first tile that the queries from `first_query` on see."""
+        first = 0
+        if self.LIMITED:
+            first = gl.maximum(first_keys(first_query, self.num_keys, self.limit), 0) // self.BLOCK_N
+        return first
 
-@gluon.jit
-def unlimited_key(first_query, num_keys, limit):
-    """The key from which on all of a group's queries, up to the diagonal, see all."""
-    key = 0
-    if limit is not None:
-        key = first_keys(first_query + WG - 1, num_keys, limit)
-    return key
+    @gluon.jit
+    def unlimited(self, first_query):
+        """The key from which on all of a group's queries, up to the diagonal, see all."""
+        key = 0
+        if self.LIMITED:
+            key = first_keys(first_query + WG - 1, self.num_keys, self.limit)
+        return key
 
-
-@gluon.jit
-def limited(s, first_query, first_key, unlimited, num_keys, limit):
-    """s, −∞ where a key lies before the first one that its query sees: none does from key `unlimited` on."""
-    if limit is not None:  # noqa: SIM102 (known at compile time, the next one is not)
-        if first_key < unlimited:
-            queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-            keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-            seen = first_keys(queries, num_keys, limit)[:, None] <= keys[None, :]
-            s = gl.where(seen, s, float("-inf"))
-    return s
+    @gluon.jit
+    def limited(self, s, first_query, first_key, unlimited):
+        """s, −∞ where a key lies before the first one that its query sees: none does from key `unlimited` on."""
+        if self.LIMITED:  # noqa: SIM102 (known at compile time, the next one is not)
+            if first_key < unlimited:
+                queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+                keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+                seen = first_keys(queries, self.num_keys, self.limit)[:, None] <= keys[None, :]
+                s = gl.where(seen, s, float("-inf"))
+        return s
 
 
 @aggregate
@@ -164,12 +171,12 @@ class KVRing:
 
 @aggregate
 class TileScheduler:
-    """Which tiles of queries a program takes, and which keys they see. Without a mask the first `full_tiles` of a
+    """Which tiles of queries a program takes. Without a mask the first `full_tiles` of a
     head's `row_tiles` have queries for all groups; the others have 64, for one, and come last. PERSISTENT programs
     share items: tiles, or UNEVEN ones in pairs. HEADS_PER_KV heads of queries share one of keys; a section's programs
     are of neighbors among them, and the L2 cache serves all.
 
-    LIMITED: there is a `limit`. UNEVEN: the later a tile, the more keys it sees, of its document if there are any: with
+    UNEVEN: the later a tile, the more keys it sees, of its document if there are any: with
     a causal mask and no window. With one, tiles come in the order of those without a mask, all of them full."""
 
     heads: gl.tensor
@@ -178,13 +185,8 @@ class TileScheduler:
     full_tiles: gl.tensor
     row_tiles: gl.tensor
     num_queries: gl.tensor
-    num_keys: gl.tensor
-    limit: gl.tensor
-    LIMITED: gl.constexpr
     UNEVEN: gl.constexpr
-    IS_CAUSAL: gl.constexpr
     GROUPS: gl.constexpr
-    BLOCK_N: gl.constexpr
     PERSISTENT: gl.constexpr
     HEADS_PER_KV: gl.constexpr
 
@@ -219,23 +221,6 @@ class TileScheduler:
                 first = (self.full_tiles * self.GROUPS + tile) * WG
                 end = first + WG
         return first, end, head, there
-
-    @gluon.jit
-    def key_tiles(self, first_query, num_queries):
-        return key_tiles(first_query, num_queries, self.num_keys, self.IS_CAUSAL, self.BLOCK_N)
-
-    @gluon.jit
-    def first_key_tile(self, first_query):
-        return first_key_tile(first_query, self.num_keys, self.limit if self.LIMITED else None, self.BLOCK_N)
-
-    @gluon.jit
-    def unlimited_key(self, first_query):
-        return unlimited_key(first_query, self.num_keys, self.limit if self.LIMITED else None)
-
-    @gluon.jit
-    def limited(self, s, first_query, first_key, unlimited):
-        limit = self.limit if self.LIMITED else None
-        return limited(s, first_query, first_key, unlimited, self.num_keys, limit)
 
 
 @aggregate
@@ -279,14 +264,14 @@ class Softmax:
 
 
 @gluon.jit
-def first_softmax(s, first_query, first_key, num_keys, scale_log2, IS_CAUSAL: gl.constexpr):
+def first_softmax(keys, s, first_query, first_key, scale_log2):
     """The softmax, and P in fp32, of a group's first tile of keys, the only one that meets the diagonal or the end of
     the keys (see `forward`). Each row sees a key of it, so that its maximum is finite."""
-    keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    seen = (keys < num_keys)[None, :]
-    if IS_CAUSAL:
-        queries = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        seen = seen & (queries[:, None] >= keys[None, :])
+    columns = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    seen = (columns < keys.num_keys)[None, :]
+    if keys.IS_CAUSAL:
+        rows = first_query + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        seen = seen & (rows[:, None] >= columns[None, :])
     s = gl.where(seen, s, float("-inf"))
     row_max = gl.max(s, 1)
     p = exp2(s * scale_log2 - (row_max * scale_log2)[:, None])

@@ -30,7 +30,7 @@ from cs336_systems.attention.hopper.common import (
     barriers,
     times_rows,
 )
-from cs336_systems.attention.hopper.forward_state import TileScheduler, first_softmax
+from cs336_systems.attention.hopper.forward_state import Keys, TileScheduler, first_softmax
 
 
 @aggregate
@@ -120,6 +120,7 @@ class Program:
     q_full: gl.shared_memory_descriptor
     ring: TileRing
     scheduler: TileScheduler
+    keys: Keys
     scale_log2: gl.tensor
 
 
@@ -161,7 +162,7 @@ def _producer(program):
     kv_head = h // scheduler.HEADS_PER_KV
     for g in gl.static_range(scheduler.GROUPS):
         program.queries.load(program.q_desc, b, h, first_query + g * WG, program.q_full.index(g), g)
-    steps = scheduler.key_tiles(first_query, scheduler.GROUPS * WG)
+    steps = program.keys.tiles(first_query, scheduler.GROUPS * WG)
     BLOCK_N: gl.constexpr = ring.tiles.ROWS
     V_LATER: gl.constexpr = 1 if ring.OVERLAP else 0  # step t reads K of t and V of t − 1
     for t in range(steps + V_LATER):
@@ -183,8 +184,8 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
 
     first_query = first_of_tile + G * WG
-    steps = scheduler.key_tiles(first_of_tile, scheduler.GROUPS * WG)
-    first = steps - scheduler.key_tiles(first_query, WG)
+    steps = program.keys.tiles(first_of_tile, scheduler.GROUPS * WG)
+    first = steps - program.keys.tiles(first_query, WG)
     for t in range(first):  # tiles to the right of this group's diagonal are for the other groups
         ring.skip(ring.use_of_k(t))
         ring.skip(ring.use_of_v(t, steps))
@@ -199,9 +200,7 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=(mma_over_pieces(q, ring.tile(use), zeros),))
     ring.release(use)
     first_key = (steps - 1 - first) * BLOCK_N
-    softmax, p32 = first_softmax(
-        s, first_query, first_key, scheduler.num_keys, scale_log2, scheduler.IS_CAUSAL
-    )
+    softmax, p32 = first_softmax(program.keys, s, first_query, first_key, scale_log2)
     p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
 
     for t in range(first + 1, steps):
@@ -258,7 +257,7 @@ def _group(program, G: gl.constexpr):
         _attend(program, first, head, G)
     else:
         mbarrier.wait(program.q_full.index(G), 0)
-        for use in range(2 * scheduler.key_tiles(first, scheduler.GROUPS * WG)):
+        for use in range(2 * program.keys.tiles(first, scheduler.GROUPS * WG)):
             program.ring.skip(use)
 
 
@@ -278,10 +277,13 @@ def wide_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, secti
     q_full, full, empty = barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
     ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES, LAST), full, empty, STAGES, OVERLAP)
-    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, num_keys, num_keys,
-                              False, IS_CAUSAL, IS_CAUSAL, GROUPS, BLOCK_N, False, HEADS_PER_KV)  # fmt: skip
+    scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, IS_CAUSAL, GROUPS,
+                              False, HEADS_PER_KV)  # fmt: skip
+    keys = Keys(num_keys, num_keys, False, IS_CAUSAL, BLOCK_N)
     queries = Pieces(q_smem, WG, PIECE, PIECES, LAST)
-    program = Program(q_desc, k_desc, v_desc, o_desc, l_ptr, queries, q_full, ring, scheduler, scale_log2)
+    program = Program(
+        q_desc, k_desc, v_desc, o_desc, l_ptr, queries, q_full, ring, scheduler, keys, scale_log2
+    )
     # as in `forward_kernel`
     if GROUPS == 2:
         gl.warp_specialize([(_group, (program, 0)), (_group, (program, 1)), (_producer, (program,))],
