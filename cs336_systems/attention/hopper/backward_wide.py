@@ -46,7 +46,6 @@ from cs336_systems.attention.hopper.common import (
     WG,
     aggregate,
     async_load,
-    async_store,
     barriers,
     locate,
     rounded,
@@ -192,15 +191,7 @@ class Program:
     @gluon.jit
     def store(self, desc, parts, pieces, slot):
         """Results of 64 keys by way of a place in shared memory."""
-        tile = pieces.tile(slot)
-        for i in gl.static_range(pieces.PIECES):
-            tile[i].store(parts[i].to(pieces.smem.dtype))
-        fence_async_shared()
-        b, h = self.head // self.heads, self.head % self.heads
-        for i in gl.static_range(pieces.PIECES):
-            piece = pieces.smem.index(slot * pieces.PIECES + i)
-            async_store(desc, [b, h, self.tile * WG, i * pieces.PIECE], piece)
-        tma.store_wait(0)
+        pieces.store(desc, self.head, self.heads, self.tile * WG, parts, slot)
 
 
 @gluon.jit

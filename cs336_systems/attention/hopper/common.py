@@ -144,11 +144,16 @@ def of_part(tile, part):
 
 
 @gluon.jit
+def plus_product(acc, a, b):
+    """Issues acc + a b, a in registers."""
+    a = gl.convert_layout(a, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
 def mma_of_part(a, b, part):
-    """Issues part += a b, a in registers."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, part.type.layout, 2)
-    a = gl.convert_layout(a, operand, assert_trivial=True)
-    return warpgroup_mma(a, of_part(b, part), part, is_async=True)
+    """Issues part += a b, a in registers, of the part's columns of b."""
+    return plus_product(part, a, of_part(b, part))
 
 
 @gluon.constexpr_function

@@ -63,8 +63,8 @@ class Forward:
         if self.groups not in (1, 2, 3):
             raise ValueError(f"groups={self.groups}; allowed: 1, 2, 3")
         # one tile alone is masked, and a row that saw no key of it would divide by zero: tiles begin where groups do
-        if self.block_n not in (GROUP, 2 * GROUP, 4 * GROUP):
-            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP}, {2 * GROUP}, {4 * GROUP}")
+        if self.block_n not in (GROUP, 2 * GROUP):
+            raise ValueError(f"block_n={self.block_n}; allowed: {GROUP}, {2 * GROUP}")
 
     @property
     def registers(self) -> int | None:

@@ -28,6 +28,7 @@ from cs336_systems.attention.hopper.common import (
     async_load,
     async_store,
     barriers,
+    plus_product,
     times_rows,
 )
 from cs336_systems.attention.hopper.forward_state import Keys, TileScheduler, first_softmax
@@ -61,6 +62,18 @@ class Pieces:
             else:
                 blocks = blocks + (block,)  # noqa: RUF005
         return blocks
+
+    @gluon.jit
+    def store(self, desc, head, heads, first_row, parts, slot):
+        """fp32 numbers of a head as a tile, by way of a slot; waits until they have left it."""
+        tile = self.tile(slot)
+        for i in gl.static_range(self.PIECES):
+            tile[i].store(parts[i].to(self.smem.dtype))
+        fence_async_shared()
+        b, h = head // heads, head % heads
+        for i in gl.static_range(self.PIECES):
+            async_store(desc, [b, h, first_row, i * self.PIECE], self.smem.index(slot * self.PIECES + i))
+        tma.store_wait(0)
 
 
 @aggregate
@@ -140,17 +153,11 @@ def piece_accumulators(tile):
 
 
 @gluon.jit
-def _plus_piece(part, a, b):
-    a = gl.convert_layout(a, gl.DotOperandLayout(0, part.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(a, b, part, is_async=True)
-
-
-@gluon.jit
 def mma_of_pieces(acc, a, b):
     """Issues acc + a b, a in registers, a matmul for each piece of the columns."""
     parts = ()
     for i in gl.static_range(len(b)):
-        parts = parts + (_plus_piece(acc[i], a, b[i]),)  # noqa: RUF005
+        parts = parts + (plus_product(acc[i], a, b[i]),)  # noqa: RUF005
     return parts
 
 
@@ -238,14 +245,7 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
     acc = [times_rows(x, share) for x in acc]
-    for i in gl.static_range(PIECES):
-        q[i].store(acc[i].to(DTYPE))
-    fence_async_shared()
-    b, h = head // scheduler.heads, head % scheduler.heads
-    for i in gl.static_range(PIECES):
-        piece = program.queries.smem.index(G * PIECES + i)
-        async_store(program.o_desc, [b, h, first_query, i * program.queries.PIECE], piece)
-    tma.store_wait(0)
+    program.queries.store(program.o_desc, head, scheduler.heads, first_query, acc, G)
 
 
 @gluon.jit
