@@ -44,6 +44,7 @@ from cs336_systems.attention.hopper.backward_state import probabilities
 from cs336_systems.attention.hopper.backward_steps import zero
 from cs336_systems.attention.hopper.common import (
     WG,
+    Ring,
     aggregate,
     async_load,
     barriers,
@@ -69,49 +70,26 @@ class Exchange:
     """A tile of 64 keys by 64 queries that one group computes at every step and another one reads."""
 
     tile: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    slot: Ring
 
     @gluon.jit
     def put(self, x, t):
-        mbarrier.wait(self.empty.index(0), (t & 1) ^ 1)
+        self.slot.acquire(t)
         self.tile.store(x)
         fence_async_shared()
-        mbarrier.arrive(self.full.index(0), count=1)
-
-    @gluon.jit
-    def wait(self, t):
-        mbarrier.wait(self.full.index(0), t & 1)
-
-    @gluon.jit
-    def release(self):
-        mbarrier.arrive(self.empty.index(0), count=1)
+        mbarrier.arrive(self.slot.full.index(0), count=1)
 
 
 @aggregate
 class QueryRing:
-    """The ring of tiles of queries: Q with the statistics of its rows, −L · log2(e) and −delta, and dO. The groups for
-    values and for keys free them."""
+    """Tiles of queries: Q with the statistics of its rows, −L · log2(e) and −delta, and dO. The groups for values and
+    for keys release them."""
 
     q: Pieces
     do: Pieces
     stats: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    do_empty: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def acquire(self, empty, t):
-        mbarrier.wait(empty.index(t % STAGES), ((t // STAGES) & 1) ^ 1)
-
-    @gluon.jit
-    def wait(self, full, t):
-        mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1)
-
-    @gluon.jit
-    def release(self, empty, t):
-        mbarrier.arrive(empty.index(t % STAGES), count=1)
+    q_slots: Ring
+    do_slots: Ring
 
     @gluon.jit
     def statistic(self, which: gl.constexpr, t, layout: gl.constexpr):
@@ -179,14 +157,14 @@ class Program:
         head, i = self.step(t)
         q_heads = self.heads * self.HEADS_PER_KV
         b, h, slot = head // q_heads, head % q_heads, t % STAGES
-        queries.acquire(queries.q_empty, t)
-        full = queries.q_full.index(slot)
+        queries.q_slots.acquire(t)
+        full = queries.q_slots.full.index(slot)
         queries.q.load(self.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
         for which in gl.static_range(2):
             stats = queries.stats.index(2 * slot + which)
             async_load(self.stats_desc, [2 * head + which, i * WG], full, stats)
-        queries.acquire(queries.do_empty, t)
-        queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_full.index(slot), slot)
+        queries.do_slots.acquire(t)
+        queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_slots.full.index(slot), slot)
 
     @gluon.jit
     def store(self, desc, parts, pieces, slot):
@@ -207,12 +185,12 @@ def _values_group(program):
     dv = piece_accumulators(k)
     if steps > 0:
         mbarrier.wait(program.k_full.index(0), 0)
-        queries.wait(queries.q_full, 0)
+        queries.q_slots.wait(0)
         s = warpgroup_mma_wait(0, deps=(mma_over_pieces(k, queries.q.tile(0), empty),))
         for t in range(steps):
             _, i = program.step(t)
             minus_l = queries.statistic(0, t, layout)
-            queries.release(queries.q_empty, t)
+            queries.q_slots.release(t)
             # of a key that is not there P, exp(−L), may be infinite
             masked = first_key + WG > program.num_keys
             if program.IS_CAUSAL:
@@ -227,13 +205,13 @@ def _values_group(program):
             program.p.put(p16, t)
             # after the last tile it is computed again, and unused
             following = gl.minimum(t + 1, steps - 1)
-            queries.wait(queries.q_full, following)
+            queries.q_slots.wait(following)
             s = mma_over_pieces(program.kv.tile(zero(t)), queries.q.tile(following % STAGES), empty)
-            queries.wait(queries.do_full, t)
+            queries.do_slots.wait(t)
             dv = mma_of_pieces(dv, p16, queries.do.tile(t % STAGES))
             dv, s = wait_for_both(0, dv, s)
-            queries.release(queries.do_empty, t)
-        queries.acquire(queries.q_empty, steps - 1 + STAGES)  # the keys group needs no Q any more
+            queries.do_slots.release(t)
+        queries.q_slots.acquire(steps - 1 + STAGES)  # the keys group needs no Q any more
     program.store(program.dv_desc, dv, queries.q, 0)
 
 
@@ -249,23 +227,23 @@ def _keys_group(program):
     dk = piece_accumulators(v)
     if steps > 0:
         mbarrier.wait(program.v_full.index(0), 0)
-        queries.wait(queries.do_full, 0)
+        queries.do_slots.wait(0)
         dp = warpgroup_mma_wait(0, deps=(mma_over_pieces(v, queries.do.tile(0), empty),))
         for t in range(steps):
-            queries.release(queries.do_empty, t)
-            queries.wait(queries.q_full, t)
-            program.p.wait(t)
+            queries.do_slots.release(t)
+            queries.q_slots.wait(t)
+            program.p.slot.wait(t)
             p16 = program.p.tile.load(layout)
             minus_delta = queries.statistic(1, t, layout)
             ds = rounded(widened(p16) * (dp + minus_delta[None, :]), DTYPE)
             program.ds.put(ds, t)
-            program.p.release()
+            program.p.slot.release(t)
             dk = mma_of_pieces(dk, ds, queries.q.tile(t % STAGES))
             following = gl.minimum(t + 1, steps - 1)
-            queries.wait(queries.do_full, following)
+            queries.do_slots.wait(following)
             dp = mma_over_pieces(program.kv.tile(1 + zero(t)), queries.do.tile(following % STAGES), empty)
             dk, dp = wait_for_both(0, dk, dp)
-            queries.release(queries.q_empty, t)
+            queries.q_slots.release(t)
     program.store(program.dk_desc, [x * program.scale for x in dk], program.kv, 1)
 
 
@@ -296,9 +274,9 @@ def _queries_group(program):
         if t + 1 < steps:  # the step before this one has left its place
             program.load_queries(t + 1)
         head, i = program.step(t)
-        program.ds.wait(t)
+        program.ds.slot.wait(t)
         ds = program.ds.tile.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
-        program.ds.release()
+        program.ds.slot.release(t)
         for piece in range(program.kv.PIECES):  # not unrolled: registers suffice for one
             k = program.kv.smem.index(piece).reshape([WG, WG])
             dq = warpgroup_mma(ds, k, empty, use_acc=False, is_async=True)
@@ -325,13 +303,13 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stat
     ds_smem = gl.allocate_shared_memory(dtype, [WG, WG], exchanged)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WG], stats_desc.layout)
     k_full, v_full = barriers(1, 1), barriers(1, 1)
-    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    p = Exchange(p_smem, barriers(1, 1), barriers(1, 1))
-    ds = Exchange(ds_smem, barriers(1, 1), barriers(1, 1))
+    q_slots = Ring(barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
+    do_slots = Ring(barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
+    p = Exchange(p_smem, Ring(barriers(1, 1), barriers(1, 1), 1))
+    ds = Exchange(ds_smem, Ring(barriers(1, 1), barriers(1, 1), 1))
     fence_async_shared()
     queries = QueryRing(Pieces(q_smem, WG, WG, PIECES, LAST), Pieces(do_smem, WG, WG, PIECES, LAST), stats_smem,
-                        q_full, q_empty, do_full, do_empty)  # fmt: skip
+                        q_slots, do_slots)  # fmt: skip
     tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr,
                       Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,

@@ -62,6 +62,34 @@ def barriers(n: gl.constexpr, arrivals: gl.constexpr):
     return memory
 
 
+@aggregate
+class Ring:
+    """The barriers of a ring of STAGES slots. Who fills a slot acquires it, for its t-th use; who reads it waits for
+    the t-th, and releases it."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def acquire(self, t):
+        mbarrier.wait(self.empty.index(t % self.STAGES), ((t // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def wait(self, t):
+        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1)
+
+    @gluon.jit
+    def release(self, t):
+        mbarrier.arrive(self.empty.index(t % self.STAGES), count=1)
+
+    @gluon.jit
+    def skip(self, t):
+        """Lets the t-th use go by."""
+        self.wait(t)
+        self.release(t)
+
+
 WG = gl.constexpr(64)  # rows of a group: what four warps hold of a wgmma accumulator
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.common import (
     WG,
+    Ring,
     accumulator,
     aggregate,
     async_load,
@@ -82,9 +83,7 @@ class TileRing:
     OVERLAP K₀ K₁ V₀ K₂ V₁ … The tiles of a program are counted from the right, `steps` of each."""
 
     tiles: Pieces
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
+    slots: Ring
     OVERLAP: gl.constexpr
 
     @gluon.jit
@@ -98,26 +97,13 @@ class TileRing:
     @gluon.jit
     def load(self, desc, b, h, first_row, use):
         """A tile for a use of the ring, when its slot is free."""
-        slot = use % self.STAGES
-        mbarrier.wait(self.empty.index(slot), ((use // self.STAGES) & 1) ^ 1)
-        self.tiles.load(desc, b, h, first_row, self.full.index(slot), slot)
-
-    @gluon.jit
-    def wait(self, use):
-        mbarrier.wait(self.full.index(use % self.STAGES), (use // self.STAGES) & 1)
+        slot = use % self.slots.STAGES
+        self.slots.acquire(use)
+        self.tiles.load(desc, b, h, first_row, self.slots.full.index(slot), slot)
 
     @gluon.jit
     def tile(self, use):
-        return self.tiles.tile(use % self.STAGES)
-
-    @gluon.jit
-    def release(self, use):
-        mbarrier.arrive(self.empty.index(use % self.STAGES), count=1)
-
-    @gluon.jit
-    def skip(self, use):
-        self.wait(use)
-        self.release(use)
+        return self.tiles.tile(use % self.slots.STAGES)
 
 
 @aggregate
@@ -185,6 +171,7 @@ def _producer(program):
 def _attend(program, first_of_tile, head, G: gl.constexpr):
     """64 queries of the tile, those of group G: the online softmax over their keys, then O and L."""
     ring, scheduler, scale_log2 = program.ring, program.scheduler, program.scale_log2
+    slots = ring.slots
     BLOCK_N: gl.constexpr = ring.tiles.ROWS
     PIECES: gl.constexpr = ring.tiles.PIECES
     DTYPE: gl.constexpr = ring.tiles.smem.dtype
@@ -194,8 +181,8 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     steps = program.keys.tiles(first_of_tile, scheduler.GROUPS * WG)
     first = steps - program.keys.tiles(first_query, WG)
     for t in range(first):  # tiles to the right of this group's diagonal are for the other groups
-        ring.skip(ring.use_of_k(t))
-        ring.skip(ring.use_of_v(t, steps))
+        slots.skip(ring.use_of_k(t))
+        slots.skip(ring.use_of_v(t, steps))
 
     zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
     q = program.queries.tile(G)
@@ -203,9 +190,9 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     use = ring.use_of_k(first)
     mbarrier.wait(program.q_full.index(G), 0)
-    ring.wait(use)
+    slots.wait(use)
     s = warpgroup_mma_wait(0, deps=(mma_over_pieces(q, ring.tile(use), zeros),))
-    ring.release(use)
+    slots.release(use)
     first_key = (steps - 1 - first) * BLOCK_N
     softmax, p32 = first_softmax(program.keys, s, first_query, first_key, scale_log2)
     p = gl.convert_layout(p32.to(DTYPE), p_layout, assert_trivial=True)
@@ -213,30 +200,30 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     for t in range(first + 1, steps):
         k_use, v_use = ring.use_of_k(t), ring.use_of_v(t - 1, steps)
         if ring.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
-            ring.wait(k_use)
-            ring.wait(v_use)
+            slots.wait(k_use)
+            slots.wait(v_use)
             s = mma_over_pieces(q, ring.tile(k_use), zeros)
             acc = mma_of_pieces(acc, p, ring.tile(v_use))
             s = warpgroup_mma_wait(PIECES, deps=(s,))
-            ring.release(k_use)
+            slots.release(k_use)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, True)
-            ring.wait(v_use)  # complete long ago: see `forward`
+            slots.wait(v_use)  # complete long ago: see `forward`
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            ring.release(v_use)
+            slots.release(v_use)
             p = new_p
         else:  # in turn: registers do not suffice for both at once
-            ring.wait(v_use)
+            slots.wait(v_use)
             acc = mma_of_pieces(acc, p, ring.tile(v_use))
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            ring.release(v_use)
-            ring.wait(k_use)
+            slots.release(v_use)
+            slots.wait(k_use)
             s = warpgroup_mma_wait(0, deps=(mma_over_pieces(q, ring.tile(k_use), zeros),))
-            ring.release(k_use)
+            slots.release(k_use)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, True)
         acc = [times_rows(x, alpha, True) for x in acc]
 
     use = ring.use_of_v(steps - 1, steps)
-    ring.wait(use)
+    slots.wait(use)
     acc = mma_of_pieces(acc, p, ring.tile(use))
     num_queries = scheduler.num_queries
     rows = first_query + gl.arange(0, WG, gl.SliceLayout(1, s_layout))
@@ -258,7 +245,7 @@ def _group(program, G: gl.constexpr):
     else:
         mbarrier.wait(program.q_full.index(G), 0)
         for use in range(2 * program.keys.tiles(first, scheduler.GROUPS * WG)):
-            program.ring.skip(use)
+            program.ring.slots.skip(use)
 
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "section", "full_tiles", "row_tiles", "num_queries",
@@ -276,7 +263,7 @@ def wide_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, heads, batch_heads, secti
     kv_smem = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, PIECE], k_desc.layout)
     q_full, full, empty = barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS)
     fence_async_shared()  # the TMA unit sees them initialized
-    ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES, LAST), full, empty, STAGES, OVERLAP)
+    ring = TileRing(Pieces(kv_smem, BLOCK_N, PIECE, PIECES, LAST), Ring(full, empty, STAGES), OVERLAP)
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, IS_CAUSAL, GROUPS,
                               False, HEADS_PER_KV)  # fmt: skip
     keys = Keys(num_keys, num_keys, False, IS_CAUSAL, BLOCK_N)
