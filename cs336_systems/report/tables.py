@@ -187,11 +187,12 @@ def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bo
     ]
     long = len(rows) > _LONG or (wrap and sum(len(_plain(text)) for row in rows for text in row) > _LONG_TEXT)
     if wrap and long:  # a table of several pages knows no L: paragraphs, wider for longer texts
-        lengths = [
-            (4 + max((len(_plain(t)) for t in c), default=0)) ** 0.75 * (k != "r")
-            for c, k in zip(columns, kinds, strict=True)
+        longest = [
+            4 + max(len(_plain(t)) for t in (head, *c)) for head, c in zip(heads, columns, strict=True)
         ]
-        shares = [0.95 * length / sum(lengths) for length in lengths]
+        numbers = sum(length for length, k in zip(longest, kinds, strict=True) if k == "r")
+        lengths = [length**0.75 * (k != "r") for length, k in zip(longest, kinds, strict=True)]
+        shares = [(0.95 - 0.006 * numbers) * length / sum(lengths) for length in lengths]
         paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
     between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
