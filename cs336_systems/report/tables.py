@@ -190,6 +190,7 @@ def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bo
         longest = [
             4 + max(len(_plain(t)) for t in (head, *c)) for head, c in zip(heads, columns, strict=True)
         ]
+        # what columns of numbers take, some 0.6 % of a line a character, is not to be shared
         numbers = sum(length for length, k in zip(longest, kinds, strict=True) if k == "r")
         lengths = [length**0.75 * (k != "r") for length, k in zip(longest, kinds, strict=True)]
         shares = [(0.95 - 0.006 * numbers) * length / sum(lengths) for length in lengths]

@@ -121,12 +121,10 @@ def told(path: Path, sound: bool = False) -> dict[str, Any]:
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != found["step"]:
             raise ValueError(f"step is {found['step']}, in a folder of that name")
-        (
-            found["config"],
-            found["data"],
-            found["vocab_size"],
-            [found["files"][name]["sha256"] for name in _FILES],
-        )
+        for key in ("config", "data", "vocab_size"):
+            found[key]
+        for name in _FILES:
+            found["files"][name]["sha256"]
         if sound and (wrong := outputs.first_wrong(path, found["files"])):
             raise FileError(wrong)
     return found

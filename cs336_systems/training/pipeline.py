@@ -92,6 +92,8 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
     info = prepare(config, say)
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
+    for name, ids in (("train", info.train), ("valid", info.valid)):
+        batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
     theirs, known = Path(begun) / checkpoints.TOKENIZER, info.tokenizer
     if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(

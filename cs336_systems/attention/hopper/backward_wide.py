@@ -14,11 +14,12 @@ and 16 of dS, of 88. Shared memory at 256 columns: K and V 64 KiB, two stages of
 no room for dQ in fp32, 64: threads add to its sum in global memory, 16 bytes each at a time, where TMA would read a
 tile of shared memory, which is busy enough. For a step of 64 keys and 64 queries tensor cores need 2,560 clocks and
 shared memory 2,500; L2 gives 64 KiB of Q and dO and takes 64 KiB of dQ, at 5.5 TB/s in 5,500 clocks: that should set
-the rate, at 440 TFLOP/s on an H100 or H200. Larger tiles of keys would read and add less, and have no place.
+the rate, at 440 TFLOP/s on an H100 or H200 (5.5 TB/s are assumed). Larger tiles of keys would read and add less; at 256
+columns they have no place.
 
 Tried on an H200, without a mask and with one: dS as an operand from shared memory takes 3% and 2% more time at 256
-columns, 5% and 5% at 192; dQ added by TMA 11% and 7% more at 256, at 192 1% less and 5% more; a third stage of Q and
-dO, at 192, 1% and 2% more.
+columns, 5% and 5% at 192; dQ added by TMA 11% to 13% and 7% to 10% more at 256, 1% less and 5% more at 192; a third
+stage of Q and dO, for which there is room at 192, 1% and 2% more.
 
 Blocks are pieces of 64 columns (`forward_wide`); of the third of 160 matmuls leave out the second half, but for dQ's.
 

@@ -138,7 +138,7 @@ def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
 
     if sweep:
         plan = swept(plan, say)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one writes
         write(plan)
     return pipeline.train(plan.config, say)
 
