@@ -33,6 +33,7 @@ __all__ = [
 LEAST_NOISE = 0.03  # two measurements that differ by less are never distinguished
 UNKNOWN_NOISE = 0.25  # without a case measured twice in the same run
 WIDE = 1.5  # within the noise up to here; beyond, one may say slower or faster
+_WITHOUT_NUMBER = {"tab": "the table", "fig": "the figure"}
 NOT_BORNE_OUT = "These rows do not bear this out."
 
 
@@ -206,7 +207,8 @@ def _readable(text: str) -> tuple[str, bool]:
 
 
 def _html(text: str) -> str:
-    """Markdown as HTML, for JupyterLab; math stays as it is, which JupyterLab typesets."""
+    """Markdown as HTML, for JupyterLab: it typesets math itself, but knows no numbers of tables and figures."""
+    text = re.sub(r"\{numref\}`(tab|fig)-[\w-]+`", lambda role: _WITHOUT_NUMBER[role[1]], text)
     try:  # both come with jupyter-book, which a machine that only measures may lack
         from markdown_it import MarkdownIt
         from mdit_py_plugins.dollarmath import dollarmath_plugin
@@ -217,9 +219,9 @@ def _html(text: str) -> str:
 
 
 def _show(text: str, markdown: str = "", html: str = "") -> None:
-    from IPython.display import Markdown, display
+    """Shows Markdown, which is what the book takes; in JupyterLab the HTML comes first."""
+    from IPython.display import display
 
-    if not markdown:
-        display(Markdown(text))
-        return
-    display({"text/markdown": markdown, "text/html": html, "text/plain": text}, raw=True)
+    display(
+        {"text/markdown": markdown or text, "text/html": html or _html(text), "text/plain": text}, raw=True
+    )
