@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.attention.reference import exact_attention
+from cs336_systems.attention.inputs import repeated_heads
+from cs336_systems.attention.reference import causal_mask, exact_attention
 
 # What rounding alone may cost, relative to the norm of the whole: one unit in the last place of the result in 16 bits,
 # several of fp32 and fp64, whose sums are rounded as well.
@@ -59,6 +60,21 @@ def relative(x, exact, size, least=0.0):
     key: P = 1) is held against `size`, the size of what it is the difference of."""
     norm = exact.norm().item()
     return ((x.double() - exact).norm() / max(norm if norm > 1e-3 * size else size, least)).item()
+
+
+def sizes_of_sums(q, k, v, grad_o, is_causal, **seen):
+    """The norms that O, dQ, dK and dV would have if the terms of their sums had random signs. With two or three queries
+    or keys they may cancel almost wholly, and what rounding leaves is to be held against what was summed."""
+    q, k, v, grad_o = (x.detach().double() for x in (*repeated_heads(q, k, v, q.ndim == 4), grad_o))
+    scale = q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], q.device, **seen), float("-inf"))
+    p = torch.softmax(scores, -1)
+    dp = grad_o @ v.transpose(-2, -1)
+    ds2 = (scale * p) ** 2 * (dp**2 + (p * dp).sum(-1, keepdim=True) ** 2)
+    squares = p**2 @ v**2, ds2 @ k**2, ds2.transpose(-2, -1) @ q**2, (p**2).transpose(-2, -1) @ grad_o**2
+    return [x.sum().sqrt().item() for x in squares]
 
 
 def check(

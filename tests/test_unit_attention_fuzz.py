@@ -6,11 +6,9 @@ import random
 
 import pytest
 import torch
-from attention_checks import FLOOR, check, fresh
+from attention_checks import FLOOR, check, fresh, sizes_of_sums
 
 from cs336_systems.attention import availability
-from cs336_systems.attention.inputs import repeated_heads
-from cs336_systems.attention.reference import causal_mask
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -53,21 +51,6 @@ GRADIENTS = LAYOUTS | {
     "a column": lambda new, b, h, n, d: new(b, h, n, 1).expand(b, h, n, d),
     "a row": lambda new, b, h, n, d: new(b, h, 1, d).expand(b, h, n, d),
 }
-
-
-def sizes_of_sums(q, k, v, grad_o, is_causal, **seen):
-    """The norms that O, dQ, dK and dV would have if the terms of their sums had random signs. With two or three queries
-    or keys they may cancel almost wholly, and what rounding leaves is to be held against what was summed."""
-    q, k, v, grad_o = (x.detach().double() for x in (*repeated_heads(q, k, v, q.ndim == 4), grad_o))
-    scale = q.shape[-1] ** -0.5
-    scores = q @ k.transpose(-2, -1) * scale
-    if is_causal:
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], q.device, **seen), float("-inf"))
-    p = torch.softmax(scores, -1)
-    dp = grad_o @ v.transpose(-2, -1)
-    ds2 = (scale * p) ** 2 * (dp**2 + (p * dp).sum(-1, keepdim=True) ** 2)
-    squares = p**2 @ v**2, ds2 @ k**2, ds2.transpose(-2, -1) @ q**2, (p**2).transpose(-2, -1) @ grad_o**2
-    return [x.sum().sqrt().item() for x in squares]
 
 
 def one_case(draw, impl="flash_triton", dtypes=DTYPES):
