@@ -208,11 +208,14 @@ def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
     rows.write_environment("laptop", results_root, {"00000000": named | {"gpus": bad}})
     _, shown = run(chapter, machine="laptop", preset="smoke")
     data = [thing if isinstance(thing, dict) else {"text/markdown": thing.data} for thing in shown]
-    data = [str(text) for kinds in data for kind, text in kinds.items() if kind != "text/plain"]
-    for text in data:
-        text = re.sub(r"<p>.*?</p>", "", text, flags=re.S) if text.startswith("<div") else text
+    of = {
+        kind: [str(kinds[kind]) for kinds in data if kind in kinds] for kind in ("text/markdown", "text/html")
+    }
+    for text in of["text/markdown"]:
         assert not re.search(r"<script|<img|<!--|\]\(javascript|\$\\f|\{g\}`", text)
-    assert any("&#60;script&#62;" in text for text in data)
+    for text in of["text/html"]:
+        assert not re.search(r"<script|<img|<!--|href=.javascript", text)
+    assert any("&#60;script&#62;" in text for texts in of.values() for text in texts)
 
 
 @pytest.mark.parametrize("chapter", chapters.CHAPTERS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cs336_systems import accounting
@@ -152,9 +153,9 @@ def first_step_gib(chapter: Chapter, context: int) -> Number:
     return Number(max(first) / GIB) if first else Number(0, NOT_MEASURED)
 
 
-def _drawn(chapter: Chapter) -> list[int]:
-    """The contexts whose timelines are kept; one at least."""
-    rows = largest_model(chapter.rows()).to_dict("records")
+def _drawn(chapter: Chapter, status: str = "ok") -> list[int]:
+    """The contexts of steps whose timelines are kept; one at least. status: `ok`, or `oom` of those that do not fit."""
+    rows = largest_model(chapter.rows(mode="train_step", status=status)).to_dict("records")
     return sorted({row["context_length"] for row in rows if memory.drawn(case_of(row))}) or [0]
 
 
@@ -173,20 +174,40 @@ def timelines_figure(chapter: Chapter) -> Figure:
     figure, axes = figures.panels(columns=2, rows=2, height=1.85, height_ratios=(1, 1.8))
     axes[0, 1].remove()
     axes[0, 0].set_subplotspec(axes[0, 0].get_gridspec()[0, :])
-    for ax, mode, context in (
-        (axes[0, 0], "forward", long), (axes[1, 0], "train_step", short), (axes[1, 1], "train_step", long)
-    ):  # fmt: skip
-        if mode == "forward":
-            title, pad = f"forward pass without a graph, context {context}, beyond the weights", 6
-            first, without = "forward", ("before recording", "weights")
-        else:
-            title, pad, first, without = f"second step, context {context}", 26, "forward 2", ()
-        ax.set_title(title, pad=pad)
-        _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
-        if found is None:
-            figures.nothing(ax)
-            continue
-        draw(ax, cropped(found, first), without)
-        ax.set_ylabel("GiB")
+    _forward(axes[0, 0], chapter, long, f"forward pass without a graph, context {long}, beyond the weights")
+    for ax, context in ((axes[1, 0], short), (axes[1, 1], long)):
+        _step(ax, chapter, context, f"second step, context {context}", "forward 2")
     axes[1, 0].sharey(axes[1, 1])
     return figure
+
+
+def longest_figure(chapter: Chapter) -> Figure:
+    """Active memory in fp32 at the longest context at which a step does not fit: the forward pass without a graph,
+    beyond the weights, and the first step until memory runs out."""
+    context = _drawn(chapter, "oom")[-1]
+    figure, axes = figures.panels(columns=2, height=2.2)
+    _forward(axes[0, 0], chapter, context, "forward pass without a graph, beyond the weights")
+    _step(axes[0, 1], chapter, context, "first step", "forward")
+    return figure
+
+
+def _forward(ax: Axes, chapter: Chapter, context: int, title: str) -> None:
+    ax.set_title(title, pad=6)
+    _timeline(ax, chapter, "forward", context, "forward", ("before recording", "weights"))
+
+
+def _step(ax: Axes, chapter: Chapter, context: int, title: str, first: str) -> None:
+    ax.set_title(title, pad=26)  # the names of the stages stand between
+    _timeline(ax, chapter, "train_step", context, first)
+
+
+def _timeline(
+    ax: Axes, chapter: Chapter, mode: str, context: int, first: str, without: Sequence[str] = ()
+) -> None:
+    """The timeline of a case in fp32 from its stage `first` on, without some categories."""
+    _, found = recording(chapter, mode=mode, dtype="fp32", context_length=context)
+    if found is None:
+        figures.nothing(ax)
+        return
+    draw(ax, cropped(found, first), without)
+    ax.set_ylabel("GiB")

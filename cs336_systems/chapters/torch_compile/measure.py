@@ -3,11 +3,10 @@
     papermill book/torch_compile.ipynb out.ipynb -p size small
     cs336 bench model --size small --mode train_step --dtype bf16 --compile-mode off default reduce-overhead
 
-Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast, forward alone and the training
-step, eager and compiled: model and loss together, AdamW eager, fused; up to `large` in fp32 as well. *Speed*:
-training steps of `small` and `medium` at context 1,024, batch 4 and larger ones, for each implementation of attention;
-at batch 4 with CUDA graphs as well. Compiled code comes from an empty cache, so that `compile_s` is what a first
-compilation costs.
+Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast and fp32, forward alone and the
+training step, eager and compiled: model and loss together, AdamW eager, fused. *Speed*: training steps of `small` and
+`medium` at context 1,024, batch 4 and larger ones, for each implementation of attention; at batch 4 with CUDA graphs as
+well. Compiled code comes from an empty cache, so that `compile_s` is what a first compilation costs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from cs336_systems.store.table import Table
 DEPENDS = depends.STEPS
 CHOICES = steps.CHOICES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
-FP32_SIZES = HANDOUT_SIZES[:3]
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
 _LARGE = (("reference", "off"), ("reference", "default"), ("sdpa", "default"), ("flash_triton", "default"))
 _BATCH_4 = (
@@ -44,8 +42,12 @@ def grid(preset: str) -> list[Case]:
             Case("tiny", 64, "forward", attention="reference", compile="default"),
             Case("tiny", 64, "forward", attention="sdpa"),
         ]
-    cases = [case for size in HANDOUT_SIZES for case in _sizes(size, SIZES_CONTEXT, "bf16")]
-    cases += [case for size in FP32_SIZES for case in _sizes(size, SIZES_CONTEXT, "fp32")]
+    cases = [
+        case
+        for dtype in ("bf16", "fp32")
+        for size in HANDOUT_SIZES
+        for case in _sizes(size, SIZES_CONTEXT, dtype)
+    ]
     for size, batches in SPEED_BATCHES.items():
         for batch in batches:
             variants = _BATCH_4 if batch == 4 else _LARGE
