@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import step_rows
@@ -18,7 +20,7 @@ from cs336_systems.chapters.gpu_tests import show as gpu_tests
 from cs336_systems.chapters.index import readme
 from cs336_systems.chapters.index import show as headline
 from cs336_systems.chapters.leaderboard import measure as leaderboard
-from cs336_systems.report import build, sphinx_ext, tables
+from cs336_systems.report import build, figures, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
 from cs336_systems.store import rows as store
 from cs336_systems.store.provenance import digest
@@ -296,3 +298,22 @@ def test_what_the_gpu_tests_said(results_root):
     (found,) = gpu_tests.totals("x").to_dict("records")
     expected = {"machine": "x", "passed": 84, "failed": 1, "skipped": 2, "day": "2025-03-04", "earlier": 1}
     assert found == expected
+
+
+@pytest.mark.parametrize(("columns", "legend"), [(1, True), (2, False), (2, True), (3, True)])
+def test_panels_are_found_in_a_picture(columns, legend):
+    """Each column's window holds its axes, none holds another's, and the legend has one of its own."""
+    figure, axes = figures.panels(columns=columns)
+    for ax in axes.flat:
+        ax.plot([0, 1], [0, 1], label="a line")
+    if legend:
+        figures.legend_below(figure, *axes.flat)
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg")
+    found = sphinx_ext.panels_of(svg.getvalue())
+    assert len(found) == (0 if columns == 1 else columns + legend)
+    boxes = [ax.get_position() for ax in axes.flat]
+    for (left, top, width, height), box in zip(found, boxes, strict=False):
+        assert left < box.x0 and box.x1 < left + width and top < 1 - box.y1 and 1 - box.y0 < top + height
+        assert sum(left < b.x0 < left + width for b in boxes) == 1
+    plt.close(figure)

@@ -6,7 +6,9 @@ book` behave alike."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
     app.connect("doctree-resolved", _boxes)
+    app.connect("build-finished", _panels)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -125,3 +128,53 @@ def _code_links(app: Any, doctree: Any, page: str) -> None:
             link = nodes.reference("", "", refuri=f"{url}/tree/{branch}/{found}")
             literal.replace_self(link)
             link += literal
+
+
+def _panels(app: Any, error: Exception | None) -> None:
+    """Says of each figure with panels side by side where they are, for `book.js`, which stacks them on a phone."""
+    if error or app.builder.format != "html":
+        return
+    found: dict[str, str] = {}
+
+    def told(image: re.Match[str]) -> str:
+        file = image[1]
+        if file not in found:
+            parts = panels_of((Path(app.outdir) / file).read_text(encoding="utf-8"))
+            found[file] = " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
+        return f'{image[0]} data-panels="{found[file]}"' if found[file] else image[0]
+
+    for page in Path(app.outdir).glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r'src="(_images/\w+\.svg)"', told, text), encoding="utf-8")
+
+
+def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
+    """(left, top, width, height), as shares of the figure's, of each column of panels of an SVG by matplotlib, and last
+    of a legend below all of them; nothing where there is one column."""
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    if size is None:
+        return []
+    width, height = float(size[1]), float(size[2])
+    frames = re.findall(r'^  <g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]+)"', svg, re.M)
+    spans = ([float(x) for x in re.findall(r"[ML] ([\d.]+)", frame)] for frame in frames)
+    columns: list[list[float]] = []
+    for left, right in sorted((min(xs), max(xs)) for xs in spans):
+        # the same column, or one too narrow to stand alone, as a bar of colors is
+        if columns and (
+            left < columns[-1][1] or width > 7 * min(right - left, columns[-1][1] - columns[-1][0])
+        ):
+            columns[-1][1] = max(columns[-1][1], right)
+        else:
+            columns.append([left, right])
+    cuts = [0.0, *(right / width + 0.01 for _, right in columns[:-1]), 1.0]
+    widths = [b - a for a, b in itertools.pairwise(cuts)]
+    if len(columns) < 2 or max(widths) > 1.4 * min(widths):  # the widest has labels that all need
+        return []
+    legend = re.search(r'^  <g id="legend_\d+">.*?^  </g>', svg, re.M | re.S)
+    texts = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)', legend[0]) if legend else []
+    if not texts:
+        return [(left, 0.0, wide, 1.0) for left, wide in zip(cuts[:-1], widths, strict=True)]
+    end = min(float(y) - 10 for _, y in texts) / height  # of letters, from their baseline
+    margin = min(float(x) - 30 for x, _ in texts) / width  # left of what a text is about; it is centered
+    found = [(left, 0.0, wide, end) for left, wide in zip(cuts[:-1], widths, strict=True)]
+    return [*found, (margin, end, 1 - 2 * margin, 1 - end)]

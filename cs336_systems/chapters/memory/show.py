@@ -186,7 +186,7 @@ def longest_figure(chapter: Chapter) -> Figure:
     beyond the weights, and the first step until memory runs out."""
     context = _drawn(chapter, "oom")[-1]
     figure, axes = figures.panels(columns=2, height=2.2)
-    _forward(axes[0, 0], chapter, context, "forward pass without a graph, beyond the weights")
+    _forward(axes[0, 0], chapter, context, "forward, beyond the weights")
     _step(axes[0, 1], chapter, context, "first step", "forward")
     return figure
 
