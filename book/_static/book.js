@@ -36,6 +36,7 @@ document.addEventListener("DOMContentLoaded", () => {
         const panel = document.createElement("div"), copy = image.cloneNode();
         panel.className = "panel";
         panel.style.aspectRatio = (proportion * width) / height;
+        if (top) panel.style.minWidth = `${36 * width}rem`; // a legend's words keep their size, and scroll
         copy.style.width = `${100 / width}%`;
         copy.style.translate = `${-100 * left}% ${-100 * top}%`;
         if (number) copy.alt = "";
