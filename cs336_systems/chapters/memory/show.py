@@ -176,7 +176,8 @@ def timelines_figure(chapter: Chapter) -> Figure:
     axes[0, 0].set_subplotspec(axes[0, 0].get_gridspec()[0, :])
     _forward(axes[0, 0], chapter, long, f"forward pass without a graph, context {long}, beyond the weights")
     for ax, context in ((axes[1, 0], short), (axes[1, 1], long)):
-        _step(ax, chapter, context, f"second step, context {context}", "forward 2")
+        ax.set_title(f"second step, context {context}", pad=26)  # the names of the stages stand between
+        _timeline(ax, chapter, "train_step", context, "forward 2")
     axes[1, 0].sharey(axes[1, 1])
     return figure
 
@@ -185,20 +186,16 @@ def longest_figure(chapter: Chapter) -> Figure:
     """Active memory in fp32 at the longest context at which a step does not fit: the forward pass without a graph,
     beyond the weights, and the first step until memory runs out."""
     context = _drawn(chapter, "oom")[-1]
-    figure, axes = figures.panels(columns=2, height=2.2)
+    figure, axes = figures.panels(columns=2, height=2.0)
     _forward(axes[0, 0], chapter, context, "forward, beyond the weights")
-    _step(axes[0, 1], chapter, context, "first step", "forward")
+    axes[0, 1].set_title("first step")
+    _timeline(axes[0, 1], chapter, "train_step", context, "forward")
     return figure
 
 
 def _forward(ax: Axes, chapter: Chapter, context: int, title: str) -> None:
-    ax.set_title(title, pad=6)
+    ax.set_title(title)
     _timeline(ax, chapter, "forward", context, "forward", ("before recording", "weights"))
-
-
-def _step(ax: Axes, chapter: Chapter, context: int, title: str, first: str) -> None:
-    ax.set_title(title, pad=26)  # the names of the stages stand between
-    _timeline(ax, chapter, "train_step", context, first)
 
 
 def _timeline(
