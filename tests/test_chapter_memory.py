@@ -427,4 +427,6 @@ def test_hovering_over_a_timeline_tells_what_lives_there():
         ["forward", "weights 1.00", "activations 2.00", "together 3.00 GiB"],
         ["backward", "weights 1.00", "together 1.00 GiB"],
     ]
-    assert len(list(drawn.iter("polygon"))) == 2 and drawn.get("aria-label") == "it rises"
+    assert len(list(drawn.iter("polygon"))) == 2 and drawn.find("svg").get("aria-label") == "it rises"
+    told = "".join(drawn.find("p").itertext())
+    assert all(word in told for word in ("weights", "activations", "3.00 GiB")) and "gradients" not in told

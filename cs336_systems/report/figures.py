@@ -193,7 +193,7 @@ def heat(
             empty = np.isnan(values[i, j])
             text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], digits)
             color = "white" if not empty and abs(strength[i, j]) > 0.62 else "#222222"
-            ax.text(j, i, text, ha="center", va="center", fontsize=7 if empty else 8, color=color)
+            ax.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
     ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])
     ax.set_yticks(range(values.shape[0]), [str(r) for r in table.index])
     ax.grid(visible=False)

@@ -382,7 +382,7 @@ def models_figure(rows: pd.DataFrame) -> Figure:
     frame = frame[frame["machine"] == frame["machine"].iloc[0]]
     lines = frame[["kind", "shape"]].drop_duplicates()
     widths = {"width_ratios": (len(models.IMPLS) + 1, len(models.IMPLS))}  # FlashAttention-3 has no backward
-    drawn, axes = figures.panels(2, height=1.3 + 0.19 * len(lines), sharey=True, gridspec_kw=widths)
+    drawn, axes = figures.panels(2, height=1.3 + 0.2 * len(lines), sharey=True, gridspec_kw=widths)
     for ax, part in zip(axes[0], shapes.PARTS, strict=True):
         cells = frame[frame["pass"] == part].set_index("shape").reindex(lines["shape"])
         peers = [head for head in cells if head.startswith("×") and cells[head].notna().any()]
@@ -390,8 +390,8 @@ def models_figure(rows: pd.DataFrame) -> Figure:
         words = cells.map(fmt)
         ratios = cells.assign(**{"ms": math.nan, "TFLOP/s": math.nan})
         figures.heat(ax, ratios.set_axis(range(cells.shape[1]), axis=1), 0.5, words, digits=3)
-        ax.set_xticks(range(cells.shape[1]), cells.columns, rotation=90, fontsize=7.5)
-        ax.tick_params(axis="y", labelsize=7)
+        ax.set_xticks(range(cells.shape[1]), cells.columns, rotation=90, fontsize=8)
+        ax.tick_params(axis="y", labelsize=8)
         ax.set_title(part)
         for at in range(1, len(lines)):
             if lines["kind"].iloc[at] != lines["kind"].iloc[at - 1]:

@@ -88,7 +88,7 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
     events = np.array(timeline.events, float)
     x = width * (events - events[0]) / max(1.0, events[-1] - events[0])
     stack = np.array([timeline.bytes[name] for name in names], float).reshape(len(names), len(events)) / GIB
-    top = max(float(stack.sum(axis=0).max()) * 1.05, 1e-9)
+    top = max(float(stack.sum(axis=0).max()) * 1.12, 1e-9)
     drawn, low = [], np.zeros(len(events))
     for name, band in zip(names, stack, strict=True):
         upper, lower = (height * (1 - level / top) for level in (low + band, low))
@@ -107,9 +107,20 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
             f'<rect x="{x[at]:.1f}" width="{end - x[at]:.1f}" height="{height}" class="hover">'
             f"<title>{told}</title></rect>"
         )
+    begins_at = np.interp([*(stage.begin for stage in timeline.stages), events[-1]], events, x)
+    for stage, left, right in zip(timeline.stages, begins_at, begins_at[1:], strict=False):
+        if right - left > 8 * len(stage.name):  # else the mouse tells
+            drawn.append(
+                f'<text x="{left + 3:.0f}" y="12" font-size="12" fill="currentColor">{stage.name}</text>'
+            )
+    legend = " ".join(
+        f'<span style="white-space:nowrap"><span style="color:{COLORS[name]}">■</span> {name}</span>'
+        for name in names
+    )
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
+        f'<div><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
         "<style>.hover{fill:transparent}.hover:hover{fill:#0003}</style>" + "".join(drawn) + "</svg>"
+        f"<p>{legend}; at most {fmt(float(stack.sum(axis=0).max()))} GiB together.</p></div>"
     )
 
 
