@@ -126,6 +126,21 @@ class Heads(nn.Module):
         return [head(x) for head in self.heads]
 
 
+class Reused(nn.Module):
+    """Three outputs, of which the first two use weights that other layers have used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.trunk = nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 11, bias=False), nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.heads[0].weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = torch.tanh(self.trunk(self.embedding(ids)))
+        return [self.heads[0](x), self.heads[1](torch.tanh(self.trunk(x))), self.heads[2](x)]
+
+
 MODELS = {"plain": Model, "tied": functools.partial(Model, tied=True), "odd": Odd}
 
 
@@ -299,7 +314,7 @@ def reduce_in_narrow_dtypes(seed):
 
 
 # --------------------------------------------------------------------------- different parts, several passes
-def losses_of_different_heads(seed):
+def losses_of_different_heads(seed, make=Heads):
     """All ranks call all heads; what their losses depend on differs, and some have no loss at all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rng = random.Random(seed)
@@ -310,7 +325,7 @@ def losses_of_different_heads(seed):
     for units, reshard in (("layer", True), ("block", True), ("block", False)):
         issued = recorded_collectives()
         torch.manual_seed(seed)
-        module = Heads().double()
+        module = make().double()
 
         def own(model, batch):
             ids, plan = batch
@@ -333,6 +348,10 @@ def losses_of_different_heads(seed):
             # each of the two kinds in one order, whatever a rank has used
             for kind in ("gather", "reduce"):
                 assert distributed.ranks_agree([event for event in log if event[0] == kind]), kind
+
+
+def losses_of_weights_used_again(seed):
+    losses_of_different_heads(seed, Reused)
 
 
 @contextlib.contextmanager
@@ -1168,16 +1187,47 @@ def train_in_two_groups(seed):
     train_beside(seed, build("tied", seed + mine), wrap, data(2, 2, seed + mine), part=part, groups=2)
 
 
+def a_weight_read_by_its_block(seed):
+    """An embedding's weight that the block also multiplies with, frozen."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+            self.embedding.weight.requires_grad_(False)
+
+        def forward(self, ids):
+            return nn.functional.linear(self.norm(self.embedding(ids)), self.embedding.weight)
+
+    torch.manual_seed(seed)
+    module = Block()
+    alone = copy.deepcopy(module)
+    model = FullyShardedDataParallel(module, units=[module])
+    ids = torch.arange(8).view(2, 4)
+    for one in (model, alone):
+        one(ids).square().mean().backward()
+    model.finish_gradient_synchronization()
+    for ours, true in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (ours.grad is None) == (true.grad is None)
+        if true.grad is not None:
+            torch.testing.assert_close(ours.grad, true.grad)
+
+
 CHECKS = {  # by the number of ranks
     1: [train_every_model, recompute, gather_ahead, gather_once_for_late_outputs, hold_few_bytes],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
+        losses_of_weights_used_again,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
         gather_once_for_late_outputs, begin_on_meta, begin_by_modules, hold_few_bytes_from_the_beginning,
+        a_weight_read_by_its_block,
     ],
-    3: [begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads, hold_few_bytes, clip],
+    3: [
+        begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads,
+        losses_of_weights_used_again, hold_few_bytes, clip,
+    ],
     4: [train_in_two_groups],
 }  # fmt: skip
 
@@ -1205,6 +1255,41 @@ def test_on_ranks(ranks, check):
 def test_wrong_options_are_refused_by_name(options, words, alone):
     with pytest.raises(ValueError, match=words):
         FullyShardedDataParallel(Model(), **options)
+
+
+def test_units_inside_one_another_are_refused(alone):
+    model = Model()
+    with pytest.raises(
+        ValueError, match=r"units holds 'Model' and, inside it, layers\.0, .*; expected none inside"
+    ):
+        FullyShardedDataParallel(model, units=[model, *model.layers])
+
+
+def test_an_embedding_that_changes_its_weight_is_refused(alone):
+    model = nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 11))
+    with pytest.raises(ValueError, match=r"^0 has max_norm=1\.0"):
+        FullyShardedDataParallel(model)
+
+
+def test_a_block_casts_inputs_of_its_layers(alone):
+    """A norm between them is replicated, in fp32, and so is what it returns."""
+    block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    model = FullyShardedDataParallel(nn.Sequential(block), compute_dtype=torch.bfloat16, units=[block])
+    output = model(torch.randn(2, 6))
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    model.finish_gradient_synchronization()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_norm_of_weights_in_several_dtypes(alone):
+    module = nn.Sequential(nn.Linear(6, 6, bias=False, dtype=torch.bfloat16), nn.LayerNorm(6))
+    model = FullyShardedDataParallel(module)
+    model(torch.randn(2, 6, dtype=torch.bfloat16)).float().square().sum().backward()
+    model.finish_gradient_synchronization()
+    whole = torch.cat([p.grad.flatten().double() for p in model.parameters()]).norm()
+    norm = model.clip_grad_norm_(1e9)
+    assert norm.dtype == torch.float32 and torch.isclose(norm.double(), whole, rtol=1e-2)
 
 
 def test_wrong_models_are_refused_by_name(alone):

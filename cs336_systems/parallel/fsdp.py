@@ -53,11 +53,11 @@ class FullyShardedDataParallel(DuringBackward):
     """A model whose weights are sharded over the ranks of a process group.
 
     compute_dtype: what weights travel in, and are computed with, and what a layer's floating-point inputs and bias are
-        cast to; None for the weights' own. Shards, their gradients and updates keep the weights' dtype. A block's
-        inputs are not cast.
+        cast to, in a block, too; None for the weights' own. Shards, their gradients and updates keep that.
     reduce_dtype: what gradients travel in and are summed in; those of fp64 weights are summed in fp64.
-    units: modules of the model, such as `model.layers`; the weights in each are gathered together. A layer outside of
-        them is a unit by itself; None: all are. A unit may be compiled, before or after; what holds one may not.
+    units: modules of the model, such as `model.layers`, none inside another; the weights in each are gathered together.
+        A layer outside of them is a unit by itself; None: all are. A unit may be compiled, before or after; what holds
+        one may not.
     reshard_after_forward: False keeps the weights from the forward pass to the backward pass.
     module, process_group: as for `DataParallel`; all parameters on one device, or on the meta device, whole or in part.
     device: where to make what is on the meta device, at the cost of a rank's shards and of one unit at a time. Rank 0
@@ -77,7 +77,8 @@ class FullyShardedDataParallel(DuringBackward):
     is short, call `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
-    that are not in the model or never called, on several devices, without a weight to shard, or on the meta device
+    that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
+    without a weight to shard, or on the meta device
     without `device`, or without a way to initialize; RuntimeError if parameters have been moved or converted after it
     was wrapped, or if other ranks have not called the same units.
     """
@@ -99,6 +100,11 @@ class FullyShardedDataParallel(DuringBackward):
                 raise ValueError(
                     f"units holds {type(unit).__name__} ({parts.get(unit, 'not in the model')}); expected modules of "
                     "the model with a forward of their own, which are called"
+                )
+            if inner := [parts[part] for part in unit.modules() if part is not unit and part in units]:
+                raise ValueError(
+                    f"units holds {parts[unit] or type(unit).__name__!r} and, inside it, {', '.join(inner)}; expected "
+                    "none inside another: a layer outside of all is a unit by itself"
                 )
         fresh = Fresh(parts, device, param_init_fn)
         super().__init__(
@@ -138,6 +144,10 @@ class FullyShardedDataParallel(DuringBackward):
             weight.full.register_post_accumulate_grad_hook(
                 lambda full, number=number: this() and this()._gradient_is_ready(number, full)
             )
+        if compute_dtype is not None:
+            for layer in dict.fromkeys(home for weight in self.weights for home, _ in weight.homes):
+                if type(layer).__name__ in LAYERS:
+                    layer.register_forward_pre_hook(_cast, with_kwargs=True)
         for unit in called:
             unit.module.__dict__["_called"] = functools.partial(self._call, unit)
             derive(unit.module, Intercepted)
@@ -160,9 +170,6 @@ class FullyShardedDataParallel(DuringBackward):
         if self._whole:
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
-        if self.compute_dtype is not None and type(unit.module).__name__ in LAYERS:
-            inputs = tuple(map(self._narrow, inputs))
-            kwargs = {name: self._narrow(value) for name, value in kwargs.items()}
         self._schedule.enter(unit, again)
         for layer, bias in unit.biases if self.compute_dtype is not None else ():
             layer._parameters["bias"] = bias.to(self.compute_dtype)
@@ -188,10 +195,6 @@ class FullyShardedDataParallel(DuringBackward):
             for flat in frozen:
                 flat.pending += 1
             register_multi_grad_hook(tensors, lambda _: self._left(frozen))
-
-    def _narrow(self, value: Any) -> Any:
-        narrow = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self.compute_dtype) if narrow else value
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
@@ -293,7 +296,9 @@ class FullyShardedDataParallel(DuringBackward):
             # what is replicated counts once
             if p.grad is not None and p.numel() and (i in self._flat_of or self.process_group.rank() == 0)
         ]  # fmt: skip
-        norm = nn.utils.get_total_norm(mine, norm_type).to(self._trained[0].device)
+        # in one dtype on all ranks, whatever shards each has
+        dtype = functools.reduce(torch.promote_types, {p.dtype for p in self._trained}, torch.float32)
+        norm = nn.utils.get_total_norm(mine, norm_type).to(self._trained[0].device, dtype)
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
         else:
@@ -342,6 +347,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         mine = found.setdefault(inv_scale.device, found_inf)  # of a rank without a gradient
         dist.all_reduce(mine, dist.ReduceOp.MAX, self._process_group)
         return found
+
+
+def _cast(layer: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A layer's floating-point inputs in what its weight has, gathered or whole."""
+    dtype = layer._parameters["weight"].dtype
+    narrow = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    return tuple(map(narrow, inputs)), {name: narrow(value) for name, value in kwargs.items()}
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -104,7 +104,7 @@ class Schedule:
         """Plans a backward pass through all calls since the last; reduces: whether gradients are reduced on the way."""
         self._reduces = reduces
         self._gathers: list[list[FlatWeights]] = []  # for each of these calls, the last one first
-        self._reductions: list[list[FlatWeights]] = [[] for _ in self.calls]  # after each of them
+        self._ends: list[list[FlatWeights]] = [[] for _ in self.calls]  # whose last call each of them is
         self.first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
         for number, unit in enumerate(reversed(self.calls)):
@@ -112,8 +112,7 @@ class Schedule:
             self.first_call.setdefault(unit, number)
             last_call |= dict.fromkeys(unit.flats, number)
         for flat, number in last_call.items():
-            if flat.trained:
-                self._reductions[number].append(flat)
+            self._ends[number].append(flat)
         self._num_gathered = self._num_closed = 0  # of these calls
         self._held: set[FlatWeights] = set()  # backward has come to them, and not left them
         self._done: set[FlatWeights] = set()
@@ -126,11 +125,13 @@ class Schedule:
     def _close(self, until: int) -> None:
         """Ends the calls before this one, and those after them that are done."""
         while (number := self._num_closed) < len(self._gathers):
-            gathers, reduces = self._gathers[number], self._reductions[number]
-            if number >= until and not self._done.issuperset(gathers + reduces):
+            ends = self._ends[number]
+            reduces = [flat for flat in ends if flat.trained]
+            if number >= until and not self._done.issuperset(self._gathers[number] + reduces):
                 break
             self._gather_until(number)
-            self._free(flat for flat in gathers if flat not in self._held)
+            # not before: ranks that come to one of its calls, and not to another, gather it alike
+            self._free(flat for flat in ends if flat not in self._held)
             self._gather_until(number + 2)
             self._num_closed += 1
             for flat in reduces if self._reduces else ():

@@ -144,8 +144,8 @@ class FlatWeights:
         self.compute_dtype = compute_dtype or model.dtype
         self.reduce_dtype = torch.float64 if model.dtype == torch.float64 else reduce_dtype
         self.trained = weights[0].number is not None
-        # looking up rows leaves nothing that backward would read, but their numbers
-        forwards = [type(module).forward for weight in weights for module, _ in weight.homes]
+        # looking up rows leaves nothing that backward would read, but their numbers; a block may do more with them
+        forwards = [type(module).forward for weight in weights for module in weight.readers]
         self.read_in_backward = any(forward is not nn.Embedding.forward for forward in forwards)
         self.users = 0  # calls of modules under way that read them
         self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights

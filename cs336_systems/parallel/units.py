@@ -46,6 +46,11 @@ def to_be_sharded(
     weights: dict[nn.Parameter, Weight] = {}
     for name, part in module.named_modules():
         if (p := _sharded_weight(part)) is not None:
+            if getattr(part, "max_norm", None) is not None:
+                raise ValueError(
+                    f"{name or type(part).__name__} has max_norm={part.max_norm}; expected None, since it would change "
+                    "a gathered copy of its weight"
+                )
             weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), p, p.shape))
     if not weights:
         raise ValueError(
@@ -56,7 +61,7 @@ def to_be_sharded(
         raise ValueError(f"parameters on {', '.join(sorted(map(str, devices)))}; expected one device")
 
     def visit(part: nn.Module, unit: nn.Module | None) -> None:
-        unit = part if part in chosen else unit  # the innermost around it
+        unit = part if part in chosen else unit
         for name, p in part._parameters.items():
             if p in weights:
                 weights[p].homes.append((part, name))
