@@ -82,7 +82,11 @@ def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer
 
 # ------------------------------------------------------------------------------------------------ fully sharded
 def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """Spring 2026: a fully sharded container; `.module` is the wrapped model, whose layers hold shards."""
+    """Spring 2026: a fully sharded container; `.module` is the wrapped model, whose layers hold shards.
+
+    It serves the suite of version 26.1.4, and that of 26.1.1 but for `test_fsdp_correctness[fp32]`: there weights must
+    equal those of one process bit for bit, which the mean of two half batches' gradients cannot, by rounding alone.
+    """
     from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 
     return FullyShardedDataParallel(module, compute_dtype)
