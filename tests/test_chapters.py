@@ -207,9 +207,9 @@ def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
     named = dict.fromkeys(("cpu", "gpu", "driver", "torch", "triton"), bad)
     rows.write_environment("laptop", results_root, {"00000000": named | {"gpus": bad}})
     _, shown = run(chapter, machine="laptop", preset="smoke")
-    data = [thing if isinstance(thing, dict) else {"text/markdown": thing.data} for thing in shown]
     of = {
-        kind: [str(kinds[kind]) for kinds in data if kind in kinds] for kind in ("text/markdown", "text/html")
+        kind: [str(thing[kind]) for thing in shown if kind in thing]
+        for kind in ("text/markdown", "text/html")
     }
     for text in of["text/markdown"]:
         assert not re.search(r"<script|<img|<!--|\]\(javascript|\$\\f|\{g\}`", text)

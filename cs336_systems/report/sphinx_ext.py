@@ -145,7 +145,7 @@ def _panels(app: Any, error: Exception | None) -> None:
 
     for page in Path(app.outdir).glob("*.html"):
         text = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(r'src="(_images/\w+\.svg)"', told, text), encoding="utf-8")
+        page.write_text(re.sub(r'src="(_images/\w+\.svg)"(?! data-panels)', told, text), encoding="utf-8")
 
 
 def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
@@ -172,9 +172,9 @@ def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
         return []
     legend = re.search(r'^  <g id="legend_\d+">.*?^  </g>', svg, re.M | re.S)
     texts = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)', legend[0]) if legend else []
-    if not texts:
-        return [(left, 0.0, wide, 1.0) for left, wide in zip(cuts[:-1], widths, strict=True)]
-    end = min(float(y) - 10 for _, y in texts) / height  # of letters, from their baseline
-    margin = min(float(x) - 30 for x, _ in texts) / width  # left of what a text is about; it is centered
+    end = min([height, *(float(y) - 10 for _, y in texts)]) / height  # of letters, from their baseline
     found = [(left, 0.0, wide, end) for left, wide in zip(cuts[:-1], widths, strict=True)]
-    return [*found, (margin, end, 1 - 2 * margin, 1 - end)]
+    if texts:
+        margin = min(float(x) - 30 for x, _ in texts) / width  # left of what a text is about; it is centered
+        found.append((margin, end, 1 - 2 * margin, 1 - end))
+    return found
