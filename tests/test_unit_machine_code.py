@@ -164,6 +164,30 @@ def test_a_product_to_which_no_path_leads_is_not_vouched_for():
     assert machine_code.overwritten_operands(listing("EXIT", OF_REGISTERS)) == (1, [OF_REGISTERS])
 
 
+def _compile_with_a_barrier(used):
+    """A kernel that draws a number, which triton passes from thread to thread in shared memory."""
+    from barrier_kernel import draw
+
+    from cs336_systems.attention.checks import aot
+
+    types = {"counter_ptr": "*i32", "out_ptr": "*i32"}
+    return aot.compile_gluon(draw, types, {"USED": used, "num_warps": 4}, {"num_warps": 4})
+
+
+@pytest.mark.versions
+def test_memory_of_a_barrier_that_nothing_waits_for_is_not_for_others():
+    dead, used = (compiler().submit(_compile_with_a_barrier, used).result() for used in (False, True))
+    assert "memory of an mbarrier holds other data" in " ".join(dead.faults) and not used.faults
+
+
+def test_an_invalidated_barrier_leaves_its_memory():
+    made = "mov.b32 %r1, global_smem; add.s32 %r2, %r1, 64; @%p1 mbarrier.init.shared::cta.b64 [%r2], 1; "
+    stored = "st.shared.v2.b32 [%r1 + 60], {%r3, %r4};"
+    assert machine_code.reused_barriers(made + stored) == ["offset 64"]
+    assert machine_code.reused_barriers(made + "mbarrier.inval.shared::cta.b64 [%r2]; " + stored) == []
+    assert machine_code.reused_barriers(made + stored.replace("60", "72")) == []
+
+
 class Asm(dict):
     """As triton's: what it does not have it would make, and may not be able to."""
 

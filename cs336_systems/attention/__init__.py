@@ -51,9 +51,6 @@ def attention(
         reference                yes                yes               yes
         sdpa                     yes                yes               yes
 
-    While another process computes on the same GPU, the backward kernels of `flash_triton` for Hopper can lose tiles of
-    gradients without an error: there take `sdpa`.
-
     `impl`: a key of IMPLEMENTATIONS, or `"auto"`, see `auto.chosen`. Errors: ValueError for shapes, dtypes or
     devices that do not fit, naming both; for an unknown `impl`, for an `is_causal` or `enable_gqa` that is no bool, and
     for what `impl` does not serve, naming those that do; RuntimeError with the reason for an implementation that this

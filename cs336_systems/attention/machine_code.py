@@ -14,6 +14,12 @@ ptxas 12.8 and 12.9 (triton 3.6 to 3.8) reuse such registers too early in pipeli
 do not. Kernels for Hopper were searched with triton 3.6 to 3.9 (bf16, causal), portable ones with 3.7 and 3.8: none has
 that fault.
 
+An mbarrier is memory that must be invalidated before it holds anything else (PTX ISA, mbarrier). Triton gives the
+memory of one that nothing waits for to other data, and does not invalidate it. When the driver then takes the GPU from
+a program, for another process, and gives it back, the mbarrier stands there as it was initialized, and the data are
+lost. So the backward pass for Hopper lost tiles of keys whose drawn numbers lay there: a kernel must not make barriers
+that it does not use, and `reused_barriers` finds them.
+
 `wrong_descriptors` and `overwritten_operands` follow every path through a kernel. The first finds registers without the
 copy, whatever stands in them; neither vouches for the rest of the code. Portable kernels are searched before they first
 run; those for Hopper, which are few, in the tests that compile them.
@@ -45,6 +51,12 @@ _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]$")
 _DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
 _READ_ONLY = re.compile(r"BAR|BRX|CALL|FCHK|NANOSLEEP|R2P|RET|WARPSYNC|\w*SETP2?$")  # these write no register
 _REGISTERS_OF_A = 4  # 64 rows of 32 bytes among 128 threads
+# in PTX: registers with the start of shared memory, or a constant behind; what is done with mbarriers and data
+_START = re.compile(r"mov\.\w+\s+(%r\d+), global_smem;")
+_OFFSET = re.compile(r"add\.s32\s+(%r\d+), %r\d+, (\d+);")
+_SHARED = re.compile(
+    r"\b(?:mbarrier\.(init|inval)|ld|st)\.shared(?:::cta)?([.\w]*)\s[^\[;]*\[\s*(%r\d+|global_smem)(?:\s*\+\s*(\d+))?"
+)
 _ADDRESS_BITS = 15  # of a multiple of 16 in at most 256 KiB it takes 14; triton 3.8 and later mask one more
 
 # What a register holds: a known number (int), some constant, an address of such bits plus constants, or anything else.
@@ -299,11 +311,27 @@ def overwritten_operands(listing: str) -> tuple[int, list[str]]:
     return len(products), _shown(code, wrong | (products - reached))
 
 
-def faults(listing: str) -> list[str]:
-    """What the assembler got wrong in a kernel, as `nvdisasm -c` lists it, as far as is looked for."""
+def reused_barriers(ptx: str) -> list[str]:
+    """Where a kernel keeps other data in the memory of an mbarrier that it did not invalidate, by offsets in shared
+    memory that the code names as constants (see the module's text)."""
+    offsets = dict.fromkeys(["global_smem", *_START.findall(ptx)], "0") | dict(_OFFSET.findall(ptx))
+    by_use: dict[str, set[int]] = {"init": set(), "inval": set(), "data": set()}
+    for barrier, kind, base, more in _SHARED.findall(ptx):
+        if base not in offsets:  # it differs between threads
+            continue
+        at = int(offsets[base]) + int(more or "0")
+        words = int(kind[2]) if kind.startswith(".v") else 1
+        by_use[barrier or "data"] |= {at + 4 * i for i in range(1 if barrier else words)}
+    kept = by_use["init"] - by_use["inval"]
+    return [f"offset {at}" for at in sorted(kept) if {at, at + 4} & by_use["data"]]
+
+
+def faults(listing: str, ptx: str = "") -> list[str]:
+    """What the compiler got wrong in a kernel, as `nvdisasm -c` lists it, and in its PTX, as far as is looked for."""
     return [
         *(f"wrong descriptors: {x}" for x in wrong_descriptors(listing)),
         *(f"an operand of wgmma is overwritten: {x}" for x in overwritten_operands(listing)[1]),
+        *(f"memory of an mbarrier holds other data: {x}" for x in reused_barriers(ptx)),
     ]
 
 
@@ -352,7 +380,7 @@ def faulty(compiled: Any) -> bool:
             f"a kernel for Hopper is not searched for known faults of its assembler: {error}", stacklevel=2
         )
         return _known.setdefault(key, False)
-    found = faults(listing)
+    found = faults(listing, compiled.asm.get("ptx", ""))
     with contextlib.suppress(OSError):  # a read-only cache: the next process looks again
         cache.put("\n".join(found) or GOOD, _file_name(), binary=False)
     return _known.setdefault(key, bool(found))

@@ -102,7 +102,7 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     listing = disassemble(compiled.asm["cubin"]) if "wgmma" in ptx else ""
     return Compiled(
-        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(faults(listing)),
+        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(faults(listing, ptx)),
         overwritten_operands(listing)[0],
     )  # fmt: skip
 

@@ -342,8 +342,10 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     v_full, v_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
     q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    ds_full, ds_empty = barriers(DS_TILES, 2), barriers(2, 1)
-    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
+    ds_full = barriers(DS_TILES, 2)
+    # where nothing waits for a barrier it is not made (`machine_code.reused_barriers`): another lends its name
+    ds_empty = ds_full if D == 128 else barriers(2, 1)
+    dq_full, dq_empty = (ds_full, ds_full) if D == 64 and ZEROED else (barriers(2, 1), barriers(2, 1))
     fence_async_shared()
     queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES,
                         REST)  # fmt: skip

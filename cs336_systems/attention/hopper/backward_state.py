@@ -110,7 +110,8 @@ class KVTiles:
 @aggregate
 class GradientTiles:
     """dSᵀ of both groups, which dQ is made of, and two tiles of dQ on their way to its sum (`backward_dq`): at D = 64
-    by turns, at D = 128 one for each group's half. There ds_empty is not used (see `backward_steps.late_step`)."""
+    by turns, at D = 128 one for each group's half. There is no ds_empty there (see `backward_steps.late_step`), and no
+    barriers of dQ where dQ's group itself adds."""
 
     ds: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
