@@ -28,6 +28,7 @@ def test_full_grid_has_every_size_and_the_speed_cases():
         for mode in ("forward", "train_step"):
             for compile in ("off", "default"):
                 assert Case(size, 512, mode, "bf16", compile=compile) in cases
+    assert len(cases) == len(set(cases))
     graphed = {("flash_triton", "reduce-overhead"), ("sdpa", "reduce-overhead"), ("reference", "default")}
     for size in ("small", "medium"):
         of_size = [c for c in cases if (c.size, c.context_length) == (size, 1024)]
@@ -121,10 +122,16 @@ def test_sizes_are_in_order_and_speedups_are_of_one_run():
         {"size": "xl", "step_ms_p50": 90.0}, {"size": "xl", "step_ms_p50": 30.0, "compile": "default", "run": "other"},
         {"size": "small", "step_ms_p50": 50.0}, {"size": "small", "step_ms_p50": 20.0, "compile": "default"},
         {"size": "small", "step_ms_p50": 51.0, "repeat": 1}, {"size": "small", "step_ms_p50": 4.0, "mode": "forward"},
-        {"size": "small", "step_ms_p50": 1.0, "context_length": 1024},
-        {"size": "2.7B", "status": "oom"},
-    )).set_index("size")  # fmt: skip
-    assert list(found.index) == ["small", "xl", "2.7B"]
+        {"size": "small", "step_ms_p50": 8.0, "context_length": 1024}, {"size": "2.7B", "status": "oom"},
+        {"size": "small", "step_ms_p50": 2.0, "context_length": 1024, "compile": "default"},
+        {"size": "small", "step_ms_p50": 1.0, "context_length": 1024, "compile": "reduce-overhead"},
+        {"size": "small", "step_ms_p50": 1.0, "context_length": 1024, "batch": 64},
+    ))  # fmt: skip
+    assert found[["size", "context"]].to_numpy().tolist() == [
+        ["small", 512], ["xl", 512], ["2.7B", 512], ["small", 1024],
+    ]  # fmt: skip
+    assert found["step, ×"].iloc[-1] == 4.0
+    found = found[found["context"] == 512].set_index("size").drop(columns="context")
     assert found.loc["small", "step, ×"] == 2.5 and found.loc["small", "again, ms"] == 51.0
     assert found.loc["small", "F eager, ms"] == 4.0 and math.isnan(found.loc["small", "F, ×"])
     assert found.loc["xl", "step compiled, ms"] == 30.0 and math.isnan(found.loc["xl", "step, ×"])

@@ -3,8 +3,9 @@
     papermill book/torch_compile.ipynb out.ipynb -p size small
     cs336 bench model --size small --mode train_step --dtype bf16 --compile-mode off default reduce-overhead
 
-Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast and fp32, forward alone and the
-training step, eager and compiled: model and loss together, AdamW eager, fused. *Speed*: training steps of `small` and
+Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast and fp32, and those up to `large` at
+the other contexts, bf16: forward alone and the training step, eager and compiled: model and loss together, AdamW
+eager, fused. *Speed*: training steps of `small` and
 `medium` at context 1,024, batch 4 and larger ones, for each implementation of attention; at batch 4 with CUDA graphs as
 well. Compiled code comes from an empty cache, so that `compile_s` is what a first compilation costs.
 """
@@ -24,6 +25,7 @@ from cs336_systems.store.table import Table
 DEPENDS = depends.STEPS
 CHOICES = steps.CHOICES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
+OTHER_CONTEXTS, OTHER_SIZES = (128, 256, 1024), ("small", "medium", "large")
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
 _LARGE = (("reference", "off"), ("reference", "default"), ("sdpa", "default"), ("flash_triton", "default"))
 _BATCH_4 = (
@@ -48,13 +50,14 @@ def grid(preset: str) -> list[Case]:
         for size in HANDOUT_SIZES
         for case in _sizes(size, SIZES_CONTEXT, dtype)
     ]
+    cases += [case for n in OTHER_CONTEXTS for size in OTHER_SIZES for case in _sizes(size, n, "bf16")]
     for size, batches in SPEED_BATCHES.items():
         for batch in batches:
             variants = _BATCH_4 if batch == 4 else _LARGE
             cases += [_speed(size, batch, attention, compile) for attention, compile in variants]
             # the A/A pair; 64 sequences need more than 80 GB with eager attention
             cases.append(_speed(size, batch, "reference", "default" if batch > 16 else "off", repeat=1))
-    return cases
+    return list(dict.fromkeys(cases))  # both grids have plain attention at batch 4
 
 
 def _sizes(size: str, context_length: int, dtype: str) -> list[Case]:

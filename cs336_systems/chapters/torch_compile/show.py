@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cs336_systems.chapters.attention.measure import PARTS
 from cs336_systems.chapters.attention.show import BYTES, COMPILED, OURS, PLAIN, kernel_floors
 from cs336_systems.chapters.hardware.roofs import Roofs
-from cs336_systems.chapters.torch_compile.measure import SPEED_CONTEXT
+from cs336_systems.chapters.torch_compile.measure import SPEED_BATCHES, SPEED_CONTEXT
 from cs336_systems.report import figures, tables
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import compare, one
@@ -91,10 +91,10 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
 
 # ------------------------------------------------------------------------------- whole model: part (b)
 def sizes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every size, eager and compiled: median ms of forward alone (F) and of the training step, the eager step measured
-    again, and the speedups, of one run each."""
-    rows = rows[(rows["context_length"] != SPEED_CONTEXT) & (rows["attention"] == "reference")]
-    keys = ["machine", "dtype", "size"]
+    """Every size and context, eager and compiled: median ms of forward alone (F) and of the training step, the eager
+    step measured again, and the speedups, of one run each."""
+    rows = rows[(rows["batch"] == 4) & (rows["attention"] == "reference") & rows["compile"].isin(["off", "default"])]
+    keys = ["machine", "dtype", "context_length", "size"]
 
     def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
         chosen = (rows["mode"] == mode) & (rows["compile"] == compile) & (rows["repeat"] == repeat)
@@ -110,13 +110,16 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
             out["again, ms"] = pick(mode, "off", 1)["step_ms_p50"].astype(float)
         out[f"{head} compiled, ms"] = compiled_ms
         out[f"{head}, ×"] = (ms / compiled_ms).where(eager["run"] == compiled["run"])
-    return tables.in_order(pd.DataFrame(out).reset_index(), ["dtype", "size"], ("bf16", "fp32"), SIZES)
+    found = pd.DataFrame(out).reset_index()
+    found = found.rename(columns={"context_length": "context"})
+    return tables.in_order(found, ["dtype", "context", "size"], ("bf16", "fp32"), SIZES)
 
 
 # ---------------------------------------------------------------------------- the fastest training step
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Thousands of tokens/s of a step at the longer context: mode and attention down, size and batch across."""
-    rows = _ordered(rows[(rows["context_length"] == SPEED_CONTEXT) & (rows["repeat"] == 0)])
+    chosen = (rows["context_length"] == SPEED_CONTEXT) & (rows["mode"] == "train_step") & (rows["repeat"] == 0)
+    rows = _ordered(rows[chosen & rows["size"].isin(SPEED_BATCHES)])
     rows = rows.assign(
         column=[f"{size}, batch {batch}" for size, batch in zip(rows["size"], rows["batch"], strict=True)],
         thousands=rows["tokens_per_s"].astype(float) / 1000,
