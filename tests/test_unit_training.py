@@ -345,6 +345,8 @@ def test_a_sharded_run_goes_on_bit_for_bit(tmp_path, changes):
         assert through[0] == resumed[0]
         for name, tensor in through[1].items():
             assert torch.equal(tensor, resumed[1][name]), name
+    # its first line has the mean of steps before and after
+    assert log(tmp_path / "resumed") == log(tmp_path / "through")[1:]
 
 
 # -------------------------------------------------------------------------------------------------- what goes wrong

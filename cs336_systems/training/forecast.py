@@ -29,7 +29,7 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     narrow, again = dtype in ("bf16", "fp16"), config.run.recompute == "blocks"
     rows, length, masks = for_ranks(config, world_size), sizes.context_length, 0
     if config.text.documents == "packed":
-        if asked == "sdpa" or (asked == "auto" and device == "cpu"):  # see `modes.attention_of`
+        if asked == "sdpa" or (asked == "auto" and device == "cpu"):  # see `Trainer`
             # each block keeps its mask of all pairs of tokens, as numbers, made of one of bools
             blocks = 1 if again else sizes.num_layers
             masks = (blocks * (2 if narrow else 4) + 1) * (rows * length) ** 2

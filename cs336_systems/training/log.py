@@ -145,21 +145,18 @@ def read(file: Path) -> list[dict[str, str]]:
 
 def picture(out: Path, floor: float | None = None) -> Path:
     """Draws loss.svg beside log.csv: training and validation loss by tokens, and the text's entropy if it is known."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     lines, path = read(out / "log.csv"), out / "loss.svg"
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        ax = figure.add_subplot()
-        for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
-            told = [line for line in lines if line[name]]
-            x, y = [int(line["tokens"]) for line in told], [float(line[name]) for line in told]
-            ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
-        if floor is not None and math.isfinite(floor):
-            ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
-        ax.set(xlabel="training tokens", ylabel="loss, nats a token")
-        ax.grid(color="#e4e4e4", linewidth=0.7)
-        ax.legend(frameon=False)
-        figure.savefig(path, metadata={"Date": None})
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    ax = figure.add_subplot()
+    for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
+        told = [line for line in lines if line[name]]
+        x, y = [int(line["tokens"]) for line in told], [float(line[name]) for line in told]
+        ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
+    if floor is not None and math.isfinite(floor):
+        ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
+    ax.set(xlabel="training tokens", ylabel="loss, nats a token")
+    ax.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
     return path

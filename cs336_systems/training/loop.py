@@ -64,7 +64,8 @@ class Trainer:
         modes.settle(self.dtype, config.run.deterministic)
         sizes = self.sizes = config.model.sizes(data.vocab_size)
         torch.manual_seed(config.run.seed)
-        self.model = build(sizes, modes.attention_of(config.model.attention, self.device), device=self.device)
+        impl, on_cpu = config.model.attention, self.device == "cpu"  # there fused code is by far the fastest
+        self.model = build(sizes, "sdpa" if on_cpu and impl == "auto" else impl, device=self.device)
         self._whose = f"model.size={config.model.size!r}"  # what errors about weights name
         if begun := config.checkpoints.init_from:
             checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
@@ -185,16 +186,17 @@ class Trainer:
             weights = {name.removeprefix(_INSIDE): tensor for name, tensor in named.items()}
         else:
             weights, moments = self.model.state_dict(), self.optimizer.state_dict()
-        random = {"cpu": torch.get_rng_state()}
+        own = {"cpu": torch.get_rng_state(), "sum": self._sum.cpu()}
         if self.device != "cpu":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        states: list[Any] = [random]
+            own["cuda"] = torch.cuda.get_rng_state(self.device)
+        ranks: list[Any] = [own]
         if self.world > 1:
-            states = [None] * self.world
-            dist.all_gather_object(states, random)
+            ranks = [None] * self.world
+            dist.all_gather_object(ranks, own)
         with agreement(dist.group.WORLD if self.world > 1 else None):
             if self.number == 0:
-                state = {"scaler": self.scaler.state_dict(), "random": states, "sum": self._sum.cpu()}
+                sums = torch.stack([rank.pop("sum") for rank in ranks])
+                state = {"scaler": self.scaler.state_dict(), "random": ranks, "sum": sums}
                 about = {
                     "count": self._count, "seconds": self.clock.seconds, "progress": self.progress(),
                     "best": self.best if math.isfinite(self.best) else None, "world_size": self.world,
@@ -219,12 +221,13 @@ class Trainer:
             self.optimizer.load_state_dict(moments)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+        sums = state["sum"].reshape(-1)  # of each rank; older checkpoints have the first one's alone
+        self._sum.copy_(sums[self.number] if len(sums) == self.world else sums.mean())
         if len(state["random"]) == self.world:
             random = state["random"][self.number]
             torch.set_rng_state(random["cpu"])
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
-        self._sum.copy_(state["sum"])
         with outputs.reading(path / "checkpoint.json"):
             self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)

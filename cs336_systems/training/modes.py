@@ -48,11 +48,6 @@ def dtype_of(asked: str, device: str) -> str:
     return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
 
 
-def attention_of(asked: str, device: str) -> str:
-    """What "auto" means on a device: on a CPU torch's fused attention, which is several times as fast as plain code."""
-    return "sdpa" if asked == "auto" and device == "cpu" else asked
-
-
 def settle(dtype: str, deterministic: bool) -> None:
     """What is global to a process: the precision of fp32 matmuls, and torch's flag for determinism."""
     torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")

@@ -3,11 +3,11 @@
     papermill book/torch_compile.ipynb out.ipynb -p size small
     cs336 bench model --size small --mode train_step --dtype bf16 --compile-mode off default reduce-overhead
 
-Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast and fp32, and those up to `large` at
-the other contexts, bf16: forward alone and the training step, eager and compiled: model and loss together, AdamW
-eager, fused. *Speed*: training steps of `small` and
-`medium` at context 1,024, batch 4 and larger ones, for each implementation of attention; at batch 4 with CUDA graphs as
-well. Compiled code comes from an empty cache, so that `compile_s` is what a first compilation costs.
+Two grids. *Sizes*: every size of the handout at context 512, batch 4, bf16 autocast and fp32, and those up to `large`
+at the other contexts, bf16: forward alone and the training step, eager and compiled: model and loss together, AdamW
+eager, fused. *Speed*: training steps of `small` and `medium` at context 1,024, batch 4 and larger ones, for each
+implementation of attention; at batch 4 with CUDA graphs as well. Compiled code comes from an empty cache, so that
+`compile_s` is what a first compilation costs.
 """
 
 from __future__ import annotations
