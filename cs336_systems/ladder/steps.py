@@ -104,7 +104,8 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
     ("f_split", {"split": True}, Traits(4), "a loop without a mask before the diagonal",
      "Two instructions fewer for nearly every pair, of eight and a half."),
     ("f_exp2", {"exp2": True}, Traits(4), "exp2, scale and log2(e) folded",
-     "Scaling, subtracting and multiplying by log2(e) become one instruction: two fewer for each pair."),
+     "The SFU computes powers of two. Scaling, subtracting and multiplying by log2(e) become one instruction: two "
+     "fewer for each pair."),
     ("f_heavy_first", {"heavy_first": True}, Traits(4), "heaviest tiles first",
      "If heads start one after another, the last programs are the longest of the last head, and most "
      "multiprocessors wait. If the longest start first, short ones fill the end."),
@@ -113,8 +114,8 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
      "already fill that time, so it expects no gain."),
     ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
      "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
-     "count, and a few more pairs on the diagonal, which it does. Two groups of four warps in a program "
-     "overlap by chance, as two programs did."),
+     "count, and a few more pairs on the diagonal, which it does. Its two groups overlap by chance, "
+     "as two programs on an SM did before."),
     ("f_tma", {"tma": True}, Traits(2), "tensor descriptors (TMA)",
      "One thread asks for a whole tile. Addresses cost little beside the scores, so the model sees nothing."),
     ("f_persistent", {"persistent": 2}, Traits(2), "persistent programs",
@@ -129,13 +130,14 @@ _FORWARD += [
          f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
     Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
          "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
-         "beside the other group's matmuls by design.",
+         "beside the other group's matmuls by design. A group also starts a tile's scores before it is done with the "
+         "tile before: overlap inside a group.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 2, "block_n": 128, "stages": 2, "overlap": True}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(128, 128, 12, 2)), Traits(1, "design")),
     Step("f_hopper_1", "forward", "f_hopper_2", "Gluon: programs of one group, two on a multiprocessor",
          "Each group is now a program with its own keys and values, so a tile read serves half as many queries. But "
-         "programs begin and end independently, and small ones fill a GPU sooner. At 128 registers a thread, a "
-         "group no longer works on two tiles at once.",
+         "programs begin and end independently, and small ones fill a GPU sooner. They share the SM's registers: 128 a "
+         "thread, too few for two tiles at once.",
          f"{HOPPER}launch_forward", ("Forward", {"groups": 1, "block_n": 128, "stages": 2, "overlap": False}),
          dataclasses.replace(_BEST_FORWARD, tiles=_T(64, 128, 8, 2)), Traits(2, "design")),
     Step("f_hopper_3", "forward", "f_hopper_2", "Gluon: three groups, no overlap inside a group",
@@ -165,8 +167,8 @@ _BACKWARD = _chain("backward", Switches(_SMALL, _SMALL), [
      "three loads in flight",
      "In the pass that owns keys there are only two programs on a multiprocessor to fill the time while one waits."),
     ("b_tiles", {"key_tiles": _T(128, 128, 8, 3)}, Traits(3, key_resident=1), "keys: tiles of 128 × 128, 8 warps",
-     "A quarter of the traffic from L2 in the larger pass, which the model does not count. Registers leave room "
-     "for one program instead of two of half its warps, and programs end less evenly."),
+     "Half of the traffic from L2 in the larger pass, which the model does not count. Registers hold one program of "
+     "eight warps, not two of four, and programs end less evenly."),
     ("b_fuse_d", {"fuse_d": True}, Traits(3, key_resident=1), "D computed where dQ is",
      "One kernel fewer, which read O and dO; dO is in registers there anyway."),
     ("b_one_pass", {"fuse_d": False, "one_pass": True, "key_tiles": _T(64, 128, 8, 2)}, Traits(1),
@@ -188,7 +190,8 @@ _BACKWARD += [
          "The options of step 8, plus code for boundaries and strides of any kind.",
          f"{PRODUCTION}launch_backward", None, _BEST_BACKWARD, Traits(3, key_resident=1)),
     Step("b_hopper_2", "backward", "b_production", "Gluon: one pass, two groups of 64 keys, dQ added by TMA",
-         "Five matmuls, and the sums of dQ leave through TMA, for whose arrival no warp waits.",
+         "Wgmma and a producer warp as in the forward ladder. Five matmuls; TMA adds dQ's parts to memory, and no warp "
+         "waits for that.",
          f"{EARLIER}launch_backward", ("Backward", {"block_m": 128, "stages": 2, "dq_group": False}),
          dataclasses.replace(_HOPPER_BACKWARD, tiles=_T(128, 128, 8, 2), key_tiles=_T(128, 128, 8, 2)),
          Traits(1, "design")),
@@ -204,7 +207,7 @@ _BACKWARD += [
          _HOPPER_BACKWARD, Traits(1, "design")),
     Step("b_hopper_registers", "backward", "b_hopper_ahead", "Gluon: K from registers in the matmul for S",
          "Shared memory is read for five matmuls, and K is the same for all tiles of queries: kept in registers, it "
-         "is read once. There may be too few of them.",
+         "is read once. Registers may run short.",
          f"{EARLIER}launch_backward",
          ("Backward", {"block_m": 64, "stages": 3, "dq_group": True, "ahead": True, "k_registers": True}),
          _HOPPER_BACKWARD, Traits(1, "design")),
