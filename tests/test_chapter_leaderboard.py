@@ -124,17 +124,17 @@ def test_shapes_are_held_against_their_best_peer():
     given = [
         s | {"impl": impl, "ms_p50": ms} for s, times in shapes for impl, ms in zip(impls, times, strict=True)
     ]
-    found = rows(leaderboard_shapes.TABLE, *given, at | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1})
+    found = rows(leaderboard_shapes.TABLE, *given, at | {"impl": "flash_triton", "ms_p50": 5.0, "repeat": 1})
     met = page.shapes_summary(found).set_index(["pass", "shapes"])
-    assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 1.5, 1.5]
-    assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(1.5 * 0.5))
+    assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 2.0, 2.0]
+    assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(2.0 * 0.5))
     assert met.loc[("forward", "all"), "number"] == 2 and "backward" not in met.index.get_level_values("pass")
     table = page.shapes_table(found).set_index("shape")
     assert table["best peer, F"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
-    assert table.loc["8 × 12 × 1,024, d 64", "× best, F"] == 1.5
+    assert table.loc["8 × 12 × 1,024, d 64", "× best, F"] == 2.0
     assert math.isnan(table.loc["8 × 12 × 1,024, d 64", "× best, B"])
     drawn = {line.get_label(): list(line.get_xdata()) for line in page.shapes_figure(found).axes[0].lines}
-    assert drawn["forward"] == [1.5, 0.5]
+    assert drawn["forward"] == [2.0, 0.5]
     nothing = page.shapes_figure(found.iloc[:0]).axes[0]
     assert [text.get_text() for text in nothing.texts] == ["not measured"]
 
@@ -146,7 +146,7 @@ def test_what_models_ask_for_stands_beside_each_peer():
     given = [
         plain | {"impl": "flash_triton", "ms_p50": 3.0, "tflops": 400.0}, plain | {"impl": "fa4", "ms_p50": 2.0},
         plain | {"impl": "sdpa_cudnn", "ms_p50": 1.0, "apart": 0.5},
-        plain | {"impl": "flash_triton", "ms_p50": 9.0, "repeat": 1},
+        plain | {"impl": "flash_triton", "ms_p50": 5.0, "tflops": 400.0, "repeat": 1},
         window | {"impl": "flash_triton", "ms_p50": 1.0}, window | {"impl": "flex_compiled", "ms_p50": 4.0},
         plain | {"impl": "fa4", "ms_p50": 2.0, "part": "backward"},
     ]  # fmt: skip
@@ -155,11 +155,11 @@ def test_what_models_ask_for_stands_beside_each_peer():
     assert table["shape"].to_list() == ["1 × 16:4 × 4,096, d 256, window 1,024", "4 × 16 × 4,096, d 256"]
     assert (
         table["× FlashAttention-4"].isna().to_list() == [True, False]
-        and table["× FlashAttention-4"][1] == 1.5
+        and table["× FlashAttention-4"][1] == 2.0
     )
     assert table["× FlexAttention"][0] == 0.25 and table["TFLOP/s"][1] == 400
     assert table["× SDPA (cuDNN)"].isna().all()  # whose results are wrong there
     forward, backward = ([text.get_text() for text in ax.texts] for ax in page.models_figure(found).axes)
-    assert forward == ["1.00", "–", "–", "0.250", "3.00", "400", "1.50", "–"] and set(backward) == {"–"}
+    assert forward == ["1.00", "–", "–", "0.250", "4.00", "400", "2.00", "–"] and set(backward) == {"–"}
     nothing = page.models_figure(found.iloc[:0]).axes[0]
     assert [text.get_text() for text in nothing.texts] == ["not measured"]

@@ -287,10 +287,11 @@ class Chapter:
         days = sorted({str(t)[:10] for t in there["time_utc"]})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         environments = {k: e for table in tables for k, e in table.environments(machine).items()}
-        what = "; ".join(_environment_words(e) for e in environments.values())
-        measured = int((~there["status"].str.startswith("skipped")).sum())
+        what = "; ".join(dict.fromkeys(map(_environment_words, environments.values())))
+        ran = lambda rows: ~rows["status"].str.startswith("skipped")
+        measured = int(ran(there).sum())
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
-        old = {table.name: int((table.stale()["machine"] == machine).sum()) for table in tables}
+        old = {t.name: int((ran(stale := t.stale()) & (stale["machine"] == machine)).sum()) for t in tables}
         which = ", ".join(f"{n} of `{name}`" for name, n in old.items() if n)
         earlier = f" **Measured with earlier code: {which}.**" if which else ""
         links = ", ".join(table._csv_link(machine) for table in tables)
