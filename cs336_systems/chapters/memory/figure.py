@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from cs336_systems.measure.memory.timeline import CATEGORIES, Timeline
 from cs336_systems.report import figures
@@ -98,6 +99,10 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
         )
         drawn.append(f'<polygon points="{there} {back}" fill="{COLORS[name]}"/>')
         low = low + band
+    for level in MaxNLocator(4).tick_values(0, top)[1:-1]:
+        y = height * (1 - level / top)
+        drawn.append(f'<line x2="{width}" y1="{y:.0f}" y2="{y:.0f}" stroke="currentColor" opacity="0.25"/>')
+        drawn.append(f'<text x="3" y="{y - 3:.0f}" font-size="12" fill="currentColor">{level:g} GiB</text>')
     begins = sorted({int(i) for i in np.searchsorted(x, np.linspace(0, width, columns))})
     for at, end in zip(begins, [*x[begins[1:]], width], strict=True):
         stage = [s.name for s in timeline.stages if s.begin <= events[at]][-1:] or ["before"]
@@ -109,7 +114,7 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
         )
     begins_at = np.interp([*(stage.begin for stage in timeline.stages), events[-1]], events, x)
     for stage, left, right in zip(timeline.stages, begins_at, begins_at[1:], strict=False):
-        if right - left > 8 * len(stage.name):  # else the mouse tells
+        if right - left > 6 * len(stage.name):  # else the mouse tells
             drawn.append(
                 f'<text x="{left + 3:.0f}" y="12" font-size="12" fill="currentColor">{stage.name}</text>'
             )
@@ -118,9 +123,9 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
         for name in names
     )
     return (
-        f'<div><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
+        f'<div class="timeline"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" style="width:100%">'
         "<style>.hover{fill:transparent}.hover:hover{fill:#0003}</style>" + "".join(drawn) + "</svg>"
-        f"<p>{legend}; at most {fmt(float(stack.sum(axis=0).max()))} GiB together.</p></div>"
+        f"<p>{legend}. All together peak at {fmt(float(stack.sum(axis=0).max()))} GiB, as tensors request it.</p></div>"
     )
 
 
