@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import itertools
+import pickle
 import random
 import re
 
@@ -555,10 +556,12 @@ def test_bucket_holds_gradients_as_aligned_views_while_there_are_any():
     assert torch.equal(a.grad, 2 * grads[a] + 1) and torch.equal(b.grad, 2 * grads[b] + 1)
     assert bucket.gathered() is buffer
 
-    a.grad = None
+    kept, a.grad = a.grad, None
     (3 * a).sum().backward()
     c.grad = c.grad * 5  # someone's own tensor
-    assert bucket.gathered() is buffer and torch.equal(buffer[:15], torch.full((15,), 3.0))
+    buffer = bucket.gathered()
+    assert torch.equal(buffer[:15], torch.full((15,), 3.0)) and torch.equal(kept, 2 * grads[a] + 1)
+    assert torch.equal(buffer[16:17], (2 * grads[b] + 1)[None])
     assert torch.equal(buffer[20:], 10 * grads[c].flatten())
 
     living = StorageWeakRef(buffer.untyped_storage())
@@ -716,6 +719,44 @@ def test_sparse_gradients_are_refused_by_name(wrapper, alone):
     model = WRAPPERS[wrapper](Table())
     with pytest.raises(ValueError, match="sparse gradients: table;"):
         finish(model, torch.tensor([1, 2]))
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class PassesBy(nn.Module):
+    """Hands a parameter to a function that has no gradient for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.by = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return WithoutGradient.apply(self.first(x), self.by)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_gradient_that_is_none_is_one_that_is_missing(wrapper, alone):
+    module = PassesBy()
+    model = WRAPPERS[wrapper](module)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+    assert module.by.grad is None and module.first.weight.grad.unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_is_not_copied(wrapper, duplicate, alone):
+    with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict"):
+        duplicate(WRAPPERS[wrapper](nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

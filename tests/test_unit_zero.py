@@ -105,6 +105,35 @@ OPTIMIZERS = {
 }
 
 
+class Passing(Counting):
+    """Passes over groups without parameters, as fused optimizers of other packages do."""
+
+    def step(self, closure=None, *, factor=1.0):
+        groups, self.param_groups = self.param_groups, [g for g in self.param_groups if g["params"]]
+        super().step(closure, factor=factor)
+        self.param_groups = groups
+
+
+def _scaled(part, inputs):
+    return (inputs[0] * part.weight.norm(),)
+
+
+class Adapted(nn.Module):
+    """Reads what belongs to parts that it never calls; a hook reads its part's weight, as weight_norm's does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.base, self.low, self.high = nn.Linear(30, 30), nn.Linear(30, 2), nn.Linear(2, 30)
+        self.last = nn.Linear(30, 5)
+        self.last.register_forward_pre_hook(_scaled)
+        self.double()
+
+    def forward(self, x):
+        weight = self.base.weight + self.high.weight @ self.low.weight
+        return self.last(F.relu(F.linear(x.repeat(1, 3), weight)))
+
+
 class Hidden(torch.optim.SGD):
     """Keeps a setting where its groups do not tell it."""
 
@@ -284,6 +313,9 @@ def two_parts_wait_for_their_own():
         p.grad = torch.ones_like(p)
     left, x = [], torch.ones(1, 16)
     with optimizer.overlap_with(model):
+        optimizer.step()
+        assert not optimizer._pending  # parts that are not called may be read by others
+        model(x)
         optimizer.step()
         for layer in model:
             left.append(len(optimizer._pending))
@@ -468,6 +500,58 @@ def two_settings_that_an_optimizer_changes():
                 optimizer.step(factor=0.5)
     both.assert_same()
     assert [group["taken"] for group in both.sharded.param_groups] == [4, 4]
+
+    for num_rounds in (1, 4):
+        both = Both(Passing, Matrices, num_rounds=num_rounds, lr=0.1)
+        for step in range(4):
+            for model, optimizer in both.sides:
+                random_gradients(model, step)
+                with torch.no_grad():
+                    optimizer.step()
+        both.assert_same()
+        assert [group["taken"] for group in both.sharded.param_groups] == [4]
+
+
+def two_overlap_with_parts_that_are_read_by_others():
+    both = Both(make=Adapted, num_rounds=6)
+    with both.sharded.overlap_with(both.other):
+        for step in range(6):
+            losses = [loss_of(model, step) for model, _ in both.sides]
+            assert torch.equal(*losses)
+            for loss, (_, optimizer) in zip(losses, both.sides, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    both.assert_same()
+
+
+def two_whoever_looks_at_state_leaves_nothing_of_it():
+    both = Both()
+    both.train(range(2))
+    for p in both.other.parameters():
+        if p.grad is not None:
+            both.sharded.state[p].get(
+                "exp_avg"
+            )  # a defaultdict: of other ranks' parameters it makes an empty one
+    both.assert_same_state()
+    both.sharded.state = type(both.sharded.state)(dict)  # begins anew
+    for model, optimizer in both.sides:
+        later = nn.Parameter(torch.ones(3))
+        model.register_parameter("later", later)
+        optimizer.add_param_group({"params": later})
+    assert not both.sharded.state
+
+
+def two_sparse_state_travels():
+    def look_up(model, step):
+        model(torch.tensor([step, 3, 7])).square().sum().backward()
+
+    both = Both(torch.optim.SGD, lambda: nn.Embedding(30, 8, sparse=True), lr=0.1, momentum=0.9)
+    both.train(range(3), look_up)
+    whole = both.sharded.state_dict()["state"]
+    if dist.get_rank() == 0:
+        kept = both.plain.state_dict()["state"][0]["momentum_buffer"]
+        assert torch.equal(whole[0]["momentum_buffer"].to_dense(), kept.to_dense())
 
 
 def two_autograd_hears_of_updates():
@@ -783,7 +867,10 @@ def test_parameters_are_not_slipped_into_groups():
     random_gradients(model, 0)
     optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(2)))
     before = [p.detach().clone() for p in model.parameters()]
-    with raised(ValueError, r"\[1, 2\]", r"\[1, 1\]", "add_param_group"):
+    with raised(ValueError, r"\[1, 2\]", "add_param_group"):
+        optimizer.step()
+    optimizer.param_groups[1]["params"][:] = [nn.Parameter(torch.ones(2))]  # as many, but another
+    with raised(ValueError, r"\[1, 1\]", "not those given"):
         optimizer.step()
     assert_same(before, model.parameters())
 

@@ -64,21 +64,15 @@ class Bucket:
         buffer = self._buffer() if self._buffer is not None else None
         places = self._places(buffer) if buffer is not None else []
         gradients = [parameter.grad for parameter in self.parameters]
-        home = [g.data_ptr() == place.data_ptr() != 0 for g, place in zip(gradients, places, strict=False)]
-        if buffer is None or not any(home):  # it may be alive because somebody has kept an old gradient
+        at_home = [g.data_ptr() == place.data_ptr() for g, place in zip(gradients, places, strict=False)]
+        if buffer is None or not all(at_home):  # then a new one: somebody may have kept an old gradient
             buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._buffer = TensorWeakRef(buffer)
-            places, home = self._places(buffer), [False] * len(gradients)
-        memory = buffer.untyped_storage().data_ptr()
-        away = [i for i, at_home in enumerate(home) if not at_home]
-        if away:
-            for i in away:  # one may lie in another one's place, which is about to be overwritten
-                if gradients[i].untyped_storage().data_ptr() == memory:
-                    gradients[i] = gradients[i].clone()
+            places = self._places(buffer)
             with torch.no_grad():
-                torch._foreach_copy_([places[i] for i in away], [gradients[i] for i in away])
-            for i in away:
-                self.parameters[i].grad = places[i]
+                torch._foreach_copy_(places, gradients)
+            for parameter, place in zip(self.parameters, places, strict=True):
+                parameter.grad = place
         return buffer
 
     def _places(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -68,7 +68,8 @@ class DataParallel(nn.Module, abc.ABC):
         already; it stays `self.module`, and its parameters remain those that optimizers get. Rank 0's parameters and
         buffers are copied to all ranks here; buffers that change in training (running statistics) are each rank's own
         afterwards.
-    process_group: the ranks that share the batch; None for all.
+    process_group: the ranks that share the batch; None for all. Two wrappers whose backward passes may come in another
+        order on another rank need a group each.
 
     options: what else the class was given, the same on all ranks.
 
@@ -121,6 +122,12 @@ class DataParallel(nn.Module, abc.ABC):
         ]
         weakref.finalize(self, _remove, handles).atexit = False
         _alive.add(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process group and can be neither copied nor pickled; copy its "
+            "module, or save its state_dict()"
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the batch."""
@@ -310,7 +317,8 @@ def inside_backward() -> bool:
 
 
 def _call_gradient_is_ready(wrapper: weakref.ref[DataParallel], number: int, parameter: nn.Parameter) -> None:
-    if (alive := wrapper()) is not None:
+    # None: of a function that has no gradient for it, so it is one that was not used
+    if (alive := wrapper()) is not None and parameter.grad is not None:
         alive._gradient_is_ready(number, parameter)
 
 

@@ -26,6 +26,7 @@ together, from one buffer), `InPlaceDDP` (the same, from where they are). All fo
    forward pass sends what other ranks may wait for, and learns from the last all-reduce whether they have given up the
    step as well. Then all start afresh, without gradients; otherwise this rank raises, for it lacks an update that the
    others have. (`NaiveDDP` and `FlatDDP` have sent nothing by then, and nothing is to be ended.)
+   A rank that gives a step up before a gradient of it has arrived must tell the others: it would fall behind by one.
 
 The mean over ranks of the gradients of their mean losses is that of the whole batch where the shares are of one size;
 where they are not, each rank counts the same, so an example in a small share counts for more.

@@ -142,7 +142,9 @@ class FullyShardedDataParallel(DuringBackward):
         this = weakref.ref(self)
         for number, (_, weight) in self._flat_of.items():
             weight.full.register_post_accumulate_grad_hook(
-                lambda full, number=number: this() and this()._gradient_is_ready(number, full)
+                lambda full, number=number: (
+                    this() and full.grad is not None and this()._gradient_is_ready(number, full)
+                )
             )
         if compute_dtype is not None:
             for layer in dict.fromkeys(home for weight in self.weights for home, _ in weight.homes):

@@ -32,7 +32,10 @@ def gathered(local: dict[Any, Any], numbered: dict[int, Tensor], group: dist.Pro
         index: {
             name: value
             for name, value in state.items()
-            if isinstance(value, Tensor) and value.dim() and value.device == numbered[index].device
+            if isinstance(value, Tensor)
+            and value.dim()
+            and value.device == numbered[index].device
+            and value.layout == torch.strided
         }
         for index, state in local.items()
         if index in numbered

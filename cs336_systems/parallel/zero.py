@@ -89,7 +89,7 @@ class ShardedOptimizer(Optimizer):
         self._inner: list[Optimizer] = []
         self._pending: dict[int, list[Any]] = {}  # by round: what is still on its way
         # inside overlap_with: the rounds that step waits for, since no forward pass waits for all of them
-        self._awaited_in_step: set[int] | None = None
+        self._awaited_in_step: Callable[[], set[int]] | None = None
         # Ranks with different parameters would wait for each other's broadcasts, or take one parameter for another;
         # with different settings an update would depend on who makes it.
         with agreement(process_group):
@@ -145,12 +145,11 @@ class ShardedOptimizer(Optimizer):
             if len(self._inner) == round_:
                 self._inner.append(self._new(shares))
             else:
+                self._inner[round_].state = self.state  # which may be another by now
                 for share in shares:
                     self._inner[round_].add_param_group(share)
             self.state.update(self._inner[round_].state)  # some optimizers make it in the constructor
-        if self._awaited_in_step is not None:
-            self._awaited_in_step.update(round_ for _, round_ in homes.values())
-        self._sizes = [len(group["params"]) for group in self.param_groups]
+        self._given = self._ids()
 
     def _pattern(self, parameters: list[Tensor], groups: list[dict[str, Any]]) -> Optimizer:
         """The optimizer over stand-ins without elements: it holds no memory, tells the settings of all groups, and
@@ -201,7 +200,7 @@ class ShardedOptimizer(Optimizer):
             inner.step(**kwargs)
             if self.world_size > 1 and (works := self._broadcast(owners)):
                 self._pending[round_] = works
-        self._wait_for(range(len(self._inner)) if self._awaited_in_step is None else self._awaited_in_step)
+        self._wait_for(range(len(self._inner)) if self._awaited_in_step is None else self._awaited_in_step())
         self._collect_settings()
         return loss
 
@@ -212,7 +211,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._wait_for(range(len(self._inner)))
 
-    def _wait_for(self, rounds: Iterable[int], *_: Any) -> None:
+    def _wait_for(self, rounds: Iterable[int]) -> None:
         for round_ in rounds:
             for work in self._pending.pop(round_, ()):
                 work.wait()
@@ -226,21 +225,34 @@ class ShardedOptimizer(Optimizer):
                 for batch in batches: ...
 
         Results are the same. But nobody else may read parameters after a step before `wait()`: it is called at the end
-        of the block, before the next step, and by `module.state_dict()`. Parameters that are not in the module, or that
-        no forward of it reads, are waited for in `step`. It must be eager: a part that torch.compile has swallowed does
-        not wait. RuntimeError inside another such block.
+        of the block, before the next step, and by `module.state_dict()`. Parameters that are not in the module, that no
+        forward of it reads, or whose part has not been called since the last step (another may read them), are waited
+        for in `step`. It must be eager: a part that torch.compile has swallowed does not wait. RuntimeError inside
+        another such block.
         """
         if self._awaited_in_step is not None:
             raise RuntimeError("overlap_with() inside overlap_with(): one module at a time")
         round_of = {p: round_ for round_, owners in enumerate(self._owners) for p in owners}
-        unread = set(round_of)
+        parts = list(readers(module))
+        called: set[int] = set()  # since the last step
+
+        def enter(number: int, rounds: list[int], *_: Any) -> None:
+            called.add(number)
+            self._wait_for(rounds)
+
+        def awaited() -> set[int]:
+            waits = {p for number in called for p in parts[number][1]}
+            called.clear()
+            return {r for r, owners in enumerate(self._owners) if any(p not in waits for p in owners)}
+
         handles = [module.register_state_dict_pre_hook(lambda *_: self.wait())]
-        for part, parameters in readers(module):
+        for number, (part, parameters) in enumerate(parts):
             # known beforehand: the hook runs while the GPU may be waiting for the host
             rounds = sorted({round_of[p] for p in parameters if p in round_of})
-            handles.append(part.register_forward_pre_hook(functools.partial(self._wait_for, rounds)))
-            unread.difference_update(parameters)
-        self._awaited_in_step = {round_of[p] for p in unread}
+            # before the part's own hooks: weight_norm's, for one, reads parameters
+            hook = functools.partial(enter, number, rounds)
+            handles.append(part.register_forward_pre_hook(hook, prepend=True))
+        self._awaited_in_step = awaited
         try:
             yield
         finally:
@@ -251,20 +263,22 @@ class ShardedOptimizer(Optimizer):
 
     def _lend(self) -> None:
         """What `state` and `param_groups` hold now is what the inner optimizers work with."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != self._sizes:
+        if (held := self._ids()) != self._given:
             raise ValueError(
-                f"param_groups hold {sizes} parameters, {self._sizes} were given; allowed: add_param_group()"
+                f"param_groups hold {[*map(len, held)]} parameters, not those given; allowed: add_param_group()"
             )
         for inner in self._inner:
             inner.state = self.state
             for group, own in zip(self.param_groups, inner.param_groups, strict=True):
                 own.update(_settings(group))
 
+    def _ids(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for group in self.param_groups]
+
     def _collect_settings(self) -> None:
-        """Settings that the inner optimizers changed, alike in all rounds, come back."""
-        for inner in self._inner:
-            for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+        """Settings that the inner optimizers changed, alike in all rounds, come back; some pass over empty groups."""
+        for group, *owns in zip(self.param_groups, *(i.param_groups for i in self._inner), strict=True):
+            for own in sorted(owns, key=lambda own: bool(own["params"])):
                 group.update(_settings(own))
 
     def _broadcast(self, owners: dict[Tensor, int]) -> list[Any]:
@@ -316,10 +330,13 @@ class ShardedOptimizer(Optimizer):
             for group, packed in zip(self.param_groups, local["param_groups"], strict=True)
             for parameter, index in zip(group["params"], packed["params"], strict=True)
         }
-        whole = gathered(local["state"], numbered, self.process_group)
+        owned = {i: p for i, p in numbered.items() if self.owner(p) == self.rank}
+        # not what a look at another one's state has left: an empty one
+        mine = {i: state for i, state in local["state"].items() if i in owned or i not in numbered}
+        whole = gathered(mine, numbered, self.process_group)
         if self.rank == 0:
             return {**local, "state": whole}
-        return {**local, "shard": [i for i, p in numbered.items() if self.owner(p) == self.rank]}
+        return {**local, "state": mine, "shard": [*owned]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the settings, and of the state this rank's share, from what the plain or any sharded one has saved.
