@@ -81,6 +81,40 @@ def test_another_run_is_not_overwritten(tmp_path):
     assert longer["step"] == 8 and any("going on from" in line for line in said)
 
 
+def test_nothing_newer_is_left_behind_or_written_over(tmp_path):
+    run = lambda out, **more: pipeline.train(
+        made(out, generation__samples=0, checkpoints__every=2, checkpoints__keep=9, **more), lambda line: None
+    )
+    run(tmp_path / "a")
+    run(tmp_path / "b")
+    start = str(tmp_path / "a" / "checkpoints" / "step-00000002")
+    for out in ("a", "b"):
+        with pytest.raises(
+            ValueError, match=r"holds step-00000006, which .*step-00000002 leaves behind.*--out"
+        ):
+            run(tmp_path / out, checkpoints__resume=start, schedule__steps=5)
+    assert run(tmp_path / "c", checkpoints__resume=start, schedule__steps=5)["step"] == 5
+    last = str(tmp_path / "a" / "checkpoints" / "step-00000006")
+    assert run(tmp_path / "a", checkpoints__resume=last, schedule__steps=8)["step"] == 8
+
+
+def test_a_run_knows_itself_by_its_own_config(tmp_path):
+    told = made(tmp_path)
+    assert pipeline.digest(config.load(None, told.to_dict())) == pipeline.digest(told)
+    told = json.loads(json.dumps(told.to_dict()) + "\n")
+    assert pipeline.digest(config.load(None, told)) == pipeline.digest(made(tmp_path))
+
+
+def test_weights_begun_from_are_not_needed_again(tmp_path):
+    plain = pipeline.train(made(tmp_path / "a", generation__samples=0), lambda line: None)
+    begun = shutil.copytree(plain["checkpoint"], tmp_path / "begun")
+    told = {"checkpoints__init_from": str(begun), "checkpoints__resume": "auto", "generation__samples": 0}
+    told |= {"tokenizer__path": str(tmp_path / "a" / "tokens" / "tokenizer.json")}
+    pipeline.train(made(tmp_path / "b", **told), lambda line: None)
+    shutil.rmtree(begun)
+    assert pipeline.train(made(tmp_path / "b", **told, schedule__steps=8), lambda line: None)["step"] == 8
+
+
 def test_a_text_of_ones_own_and_random_tokens(tmp_path):
     (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 3000, encoding="utf-8")
     own = pipeline.train(made(tmp_path / "own", text__source=str(tmp_path / "book.txt")), lambda line: None)
@@ -304,6 +338,21 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter(steps))
     texts = pipeline.written(None, Letters(), 0, [""] * 5, config.Generation(tokens=9))
     assert texts == [one.decode(errors="replace") for one in told]
+
+
+def test_a_space_after_the_prompt_is_not_lost(monkeypatch):
+    """By itself a piece that begins with SentencePiece's space is decoded without it."""
+    from tokenizers import decoders, models
+
+    from cs336_systems.training import generate
+
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "\u2581The": 1, "\u2581dog": 2, "s": 3}, "<end>"))
+    tokenizer.decoder = decoders.Metaspace()
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([[2], [3]]))
+    speaks = types.SimpleNamespace(
+        encode=lambda text, add_special_tokens: types.SimpleNamespace(ids=[1]), decode=tokenizer.decode
+    )
+    assert pipeline.written(None, speaks, 0, ["The"], config.Generation(tokens=2)) == ["The dogs"]
 
 
 def test_what_is_damaged_is_named(tmp_path):

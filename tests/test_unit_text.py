@@ -232,6 +232,20 @@ def test_a_text_that_is_none_is_refused_by_name(tmp_path, make, named):
     assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
 
 
+def test_a_long_document_hides_neither_itself_nor_the_others(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, count in (("a.TXT", 800), ("b.txt", 120_000), ("c.txt", 1000)):
+        (source / name).write_bytes(b"0123456789" * count)
+    for seed in range(6):
+        (train, valid), _ = prepare(
+            tmp_path / f"out{seed}", source=str(source), seed=seed, train_mb=1.0, valid_mb=0.5
+        )
+        assert max(map(len, valid)) <= 10_000 and sum(map(len, train)) == 1_000_000
+    (train, _), _ = prepare(tmp_path / "all", source=str(source), train_mb=0.0, valid_mb=0.5)
+    assert 1_200_000 in map(len, train)
+
+
 @pytest.mark.parametrize("name", [".", "train.txt", ""])
 def test_a_text_is_not_written_over_its_source_and_no_source_is_none(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

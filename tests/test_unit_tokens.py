@@ -407,6 +407,12 @@ def test_ready_tokens_are_taken_as_they_are(tmp_path, rng, kind, stored):
     )
 
 
+def test_ids_of_32_bits_are_not_read_as_more_of_16(tmp_path, rng):
+    told = [rng.randrange(400) for _ in range(300)]
+    with pytest.raises(ValueError, match=r"0 in every other place.*tokenizer\.dtype"):
+        take(tmp_path, told, kind="bin", stored="uint32", vocab_size=400, dtype="uint16")
+
+
 def test_ready_tokens_that_are_none_are_refused_by_name(tmp_path):
     for told, stored, why in (
         ([1, 300], "int64", "train.npy holds id 300; the vocabulary has 300"),

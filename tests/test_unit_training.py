@@ -515,7 +515,9 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
         made(tmp_path, checkpoints__every=2, checkpoints__keep=2, checkpoints__best=True, evaluation__every=3,
              schedule__steps=14), data(),
     )  # fmt: skip
-    losses = iter([3.0, 1.0, 2.0, 2.5, 4.0])
+    losses = iter(
+        [3.0, 1.0, 2.0, 2.5, 0.5, 4.0]
+    )  # at last of all the text, then of the part that the others are of
     trainer.evaluate = lambda everything=False: next(losses)
     trainer.run()
     names = [int(path.name[5:]) for path in checkpoints.found(tmp_path / "checkpoints")]
@@ -598,6 +600,40 @@ def test_what_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
     with pytest.raises(outputs.FileError, match=r"step-00000008: No space.*sound.*step-00000004"):
         trainer.run()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004"]
+
+
+def test_what_torch_makes_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch):
+    trainer = Trainer(made(tmp_path), data())
+
+    def full(value, file):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos") from None
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(outputs.FileError, match=r"cannot write .*step-00000000: No space left"):
+        trainer.save()
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("of something else")))
+    with pytest.raises(RuntimeError, match="of something else"):
+        trainer.save()
+
+
+def test_a_damaged_newer_checkpoint_takes_the_place_of_none(tmp_path):
+    trainer = Trainer(made(tmp_path, checkpoints__every=2, schedule__steps=6), data())
+    trainer.run()
+    (tmp_path / "checkpoints" / "step-00000006" / "state.pt").write_bytes(b"")
+    again = Trainer(made(tmp_path, checkpoints__keep=1, schedule__steps=5), data())
+    again.resume(tmp_path / "checkpoints" / "step-00000004")
+    again.run()
+    assert steps_of(tmp_path) == [5, 6]
+
+
+def test_a_stop_that_comes_while_a_line_is_made_is_not_lost(tmp_path):
+    trainer = Trainer(made(tmp_path, logging__every=1), data())
+    check = trainer._check_losses
+    trainer._check_losses = lambda: [check(), trainer._ask_to_stop()][0]
+    assert trainer.run()["stopped"] and trainer.step == 1
 
 
 # ------------------------------------------------------------------------------------------------ lengths in minutes

@@ -64,12 +64,16 @@ def save(
             if tokenizer:
                 (new / TOKENIZER).write_bytes(tokenizer)
             outputs.recorded(new / "checkpoint.json", {"step": step, **about})
-            if final.exists():
-                shutil.rmtree(final)
+            if final.exists():  # as good: it goes when the new one has its place
+                os.replace(final, new / "before")
             os.replace(new, final)
+            shutil.rmtree(final / "before", ignore_errors=True)
         outputs.sync(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk
+        if isinstance(error, RuntimeError) and not isinstance(cause, OSError):
+            raise
+        why = getattr(cause, "strerror", None) or cause
         raise FileError(f"cannot write {final}: {why}{_instead(folder)}") from error
 
 
@@ -77,7 +81,7 @@ def save(
 def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first, sound or not."""
     named = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(named, key=step_of)
 
 
 def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, list[str]]:
@@ -93,10 +97,15 @@ def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, li
     return None, why
 
 
-def keep(folder: Path, count: int) -> None:
-    """Removes all but the newest `count`, and the best."""
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.split("-")[1])
+
+
+def keep(folder: Path, count: int, step: int) -> None:
+    """Removes of those up to a step all but the newest `count`, and the best."""
     best = best_of(folder)
-    for path in found(folder)[:-count]:
+    for path in [path for path in found(folder) if step_of(path) <= step][:-count]:
         if path != best:
             shutil.rmtree(path)
 

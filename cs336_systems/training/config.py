@@ -97,7 +97,7 @@ class Model:
 class Optimizer:
     """torch's AdamW, fused, without weight decay on norms and embeddings."""
 
-    learning_rate: float = _number(0, 0, "at its highest; 0: 6e-3 to width 128, less beyond it", most=10)
+    learning_rate: float = _number(0.0, 0, "at its highest; 0: 6e-3 to width 128, less beyond it", most=10)
     beta1: float = _number(0.9, 0, "decay of the first moment", most=0.9999999)
     beta2: float = _number(0.95, 0, "decay of the second moment", most=0.9999999)
     eps: float = _number(1e-8, 0, "added to the root of the second moment", most=1)
@@ -113,8 +113,10 @@ class Schedule:
 
     steps: int = _number(0, 0, "optimizer steps")
     tokens: int = _number(0, 0, "training tokens, all ranks together")
-    epochs: float = _number(0, 0, "passes over the training text")
-    minutes: float = _number(0, 0, "time of its steps; the first one, evaluation and checkpoints come on top")
+    epochs: float = _number(0.0, 0, "passes over the training text")
+    minutes: float = _number(
+        0.0, 0, "time of its steps; the first one, evaluation and checkpoints come on top"
+    )
     kind: str = _key("cosine", "after the warm-up", "cosine", "constant")
     warmup: float = _number(0.05, 0, "share of the length in which the learning rate rises", most=1)
     floor: float = _number(0.1, 0, "share of the learning rate that a cosine ends at", most=1)

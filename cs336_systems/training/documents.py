@@ -70,7 +70,7 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         for path, data in self.files:
-            yield from self._in_lines(path, data) if path.suffix == ".jsonl" else found(data)
+            yield from self._in_lines(path, data) if path.suffix.lower() == ".jsonl" else found(data)
 
     def _in_lines(self, path: Path, data: mmap.mmap) -> Iterator[Document]:
         data.seek(0)
@@ -96,21 +96,24 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
         cut = _boundary(whole, 0, min(len(whole), len(whole) - int(limit) + 3))
         return [whole[:cut]], [whole[cut:]]
     order, out = np.random.default_rng(seed).permutation(len(sizes)), np.zeros(len(sizes), bool)
-    out[order[: max(1, np.searchsorted(sizes[order].cumsum(), limit, "right"))]] = True
+    count = np.searchsorted(sizes[order].cumsum(), limit, "right")
+    out[order[:count] if count or not len(sizes) else sizes.argmin()] = True
     return compress(corpus, ~out), compress(corpus, out)
 
 
 def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, Any]:
-    """Writes documents into a file of ours, up to `limit` bytes (of a first longer one, so much); counts of both."""
+    """Writes documents into a file of ours, up to `limit` bytes (of one that is longer, what fits); counts of both."""
     count = size = 0
     with open(path, "wb") as out:
         for document in documents:
-            if count and size + len(document) > limit:
+            left = limit - size
+            if count and left < len(document) <= limit:
                 break
-            document = document[: _boundary(document, 0, int(min(limit, len(document))))]
-            out.write(document)
+            if not (kept := document[: _boundary(document, 0, int(min(left, len(document))))]):
+                break
+            out.write(kept)
             out.write(END)
-            count, size = count + 1, size + len(document)
+            count, size = count + 1, size + len(kept)
     return {"documents": count, "bytes": size}
 
 

@@ -49,11 +49,14 @@ class TrainingError(RuntimeError):
 class Trainer:
     """One rank of a run, from its weights to its last checkpoint.
 
-    rank: as the launcher gives it, inside its process group; None: this process alone. Errors: ValueError for what
+    rank: as the launcher gives it, inside its process group; None: this process alone. resumed: `resume` follows, so
+    there is no need of `checkpoints.init_from`. Errors: ValueError for what
     does not fit (batch and ranks, texts shorter than a window), FileError, TrainingError.
     """
 
-    def __init__(self, config: TrainingConfig, data: Data, rank: Rank | None = None) -> None:
+    def __init__(
+        self, config: TrainingConfig, data: Data, rank: Rank | None = None, resumed: bool = False
+    ) -> None:
         self.config, self.data = config, data
         self.tokenizer = data.tokenizer.read_bytes() if data.tokenizer else b""  # each checkpoint has it
         self.number, self.world = (rank.rank, rank.world_size) if rank else (0, 1)
@@ -67,7 +70,7 @@ class Trainer:
         impl, on_cpu = config.model.attention, self.device == "cpu"  # there fused code is by far the fastest
         self.model = build(sizes, "sdpa" if on_cpu and impl == "auto" else impl, device=self.device)
         self._whose = f"model.size={config.model.size!r}"  # what errors about weights name
-        if begun := config.checkpoints.init_from:
+        if (begun := config.checkpoints.init_from) and not resumed:
             checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
         begin = data.end_of_text if config.text.documents == "packed" else None
         n = sizes.context_length
@@ -93,7 +96,7 @@ class Trainer:
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
         self._asked_to_stop = False
-        self._saved_s = time.monotonic()  # when it was saved last, or began
+        self._saved, self._saved_s = -1, time.monotonic()  # the step, and when it was saved last, or began
 
     # ------------------------------------------------------------------------------------------------------- a step
     def progress(self, ahead: int = 0) -> float:
@@ -180,7 +183,9 @@ class Trainer:
         return ShardedState(self.sharded, self.optimizer)
 
     def save(self) -> None:
-        """Writes a checkpoint; all ranks call it. FileError where rank 0 cannot, ValueError on the others."""
+        """Writes a checkpoint, once a step; all ranks call it. FileError where rank 0 cannot, ValueError on others."""
+        if self._saved == self.step:
+            return
         if self.sharded:
             named, moments = self._sharded_state().full_state_dict()
             weights = {name.removeprefix(_INSIDE): tensor for name, tensor in named.items()}
@@ -204,8 +209,8 @@ class Trainer:
                     "data": dict(self.data.files),
                 }  # fmt: skip
                 checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
-                checkpoints.keep(self.folder, self.config.checkpoints.keep)
-        self._saved_s = time.monotonic()
+                checkpoints.keep(self.folder, self.config.checkpoints.keep, self.step)
+        self._saved, self._saved_s = self.step, time.monotonic()
 
     def resume(self, path: Path) -> None:
         """Takes up a run where a checkpoint left it; FileError for one that is not sound, ValueError for one of
@@ -239,7 +244,8 @@ class Trainer:
         out, told, log, valid = self.out, self.config.logging, None, None
         if self.number == 0:
             out.mkdir(parents=True, exist_ok=True)
-            (out / STOP).unlink(missing_ok=True)
+            if self.world == 1:  # of several the launcher may have been asked already
+                (out / STOP).unlink(missing_ok=True)
             log = RunLog(out, self.step, self.total, told.tensorboard, told.wandb, self.config.to_dict())
         try:
             count = 0 if self.number else self.config.run.profile
@@ -281,6 +287,8 @@ class Trainer:
                 valid = loss if ends else None
             if log and row:
                 log.row({"step": self.step, "tokens": self.step * self.step_tokens} | row)
+            if ends and config.evaluation.tokens:  # the best by the same part of the text
+                loss = self.evaluate()
             if (ends or evaluation) and loss < self.best:
                 self.best = loss
                 if config.checkpoints.best:
@@ -308,7 +316,8 @@ class Trainer:
         told = torch.tensor(mine, dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(told)
-        self._asked_to_stop = told[1].item() > 0
+        if told[1].item() > 0:  # not its value: SIGTERM may have come meanwhile
+            self._asked_to_stop = True
         self._sum.zero_()
         self._count = 0
         on_gpu = self.device != "cpu"

@@ -77,7 +77,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
 
     What the machine does not allow is refused before there is a folder; what a file does not, before hours of training.
     """
-    from cs336_systems.training import checkpoints, modes
+    from cs336_systems.training import checkpoints, loop, modes
 
     if not (result := _finished(config)):
         forecast.check_fits(config, world_size)
@@ -85,9 +85,10 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     if result:
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result]
-    if begun := config.checkpoints.init_from:
+    begun, start = config.checkpoints.init_from, _where_to_start(config, say)
+    if begun and not start:
         checkpoints.weights_of(Path(begun))
-    if start := _where_to_start(config, say):
+    if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
     info = prepare(config, say)
@@ -95,11 +96,18 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
     theirs, known = Path(begun) / checkpoints.TOKENIZER, info.tokenizer
-    if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
+    if (
+        begun
+        and not start
+        and known
+        and theirs.is_file()
+        and outputs.sha256(theirs) != info.files[known.name]
+    ):
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
             f"tokenizer; tokenizer.path={theirs} takes it"
         )
+    (Path(config.out) / loop.STOP).unlink(missing_ok=True)
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
     return [start, None]
 
@@ -121,7 +129,7 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str
     from cs336_systems.training.loop import Trainer
 
     made = load(None, config)
-    trainer = Trainer(made, prepare(made, _silent), rank)
+    trainer = Trainer(made, prepare(made, _silent), rank, resumed=bool(start))
     if start:
         trainer.resume(Path(start))
     return trainer.run()
@@ -167,6 +175,11 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
         return str(newest or "")
     if not (Path(asked) / "checkpoint.json").is_file():
         raise ValueError(f"checkpoints.resume={asked!r}; allowed: no, auto, the folder of a checkpoint")
+    own = Path(asked).resolve().parent == folder.resolve()
+    if there := [path for path in checkpoints.found(folder) if not own or path > folder / Path(asked).name]:
+        raise ValueError(
+            f"{config.out} holds {there[-1].name}, which {asked} leaves behind: move it away, or choose another --out"
+        )
     return asked
 
 
@@ -187,7 +200,10 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line = f"held out: {result['valid_loss']:.4f} nats a token"
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
-    how, place = config.generation, Path(result["checkpoint"])
+    how, place = (
+        config.generation,
+        out / "checkpoints" / Path(result["checkpoint"]).name,
+    )  # it may have been moved
     if how.samples and (place / TOKENIZER).is_file():
         result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
         for sample in result["samples"]:
@@ -206,7 +222,7 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     from cs336_systems.training import checkpoints, modes
 
     path, folder, why = place, place / "checkpoints", []
-    if folder.is_dir() and not (path := checkpoints.best_of(folder)):
+    if folder.is_dir() and not ((path := checkpoints.best_of(folder)) and path.is_dir()):
         path, why = checkpoints.newest_sound(folder)
     if path is None or not (path / "checkpoint.json").is_file():
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
@@ -231,17 +247,17 @@ def spoken(
 
     ids = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
-    shown = [""] * len(prompts)
+    shown = [tokenizer.decode(prompt) for prompt in ids]  # by itself a first token may lose its space
     for tokens_of_all in generate(model, ids, how, stop=end):
         for n, token in enumerate(tokens_of_all):
             if token is not None:
                 new[n].append(token)
-                known = tokenizer.decode(new[n])
+                known = tokenizer.decode([*ids[n], *new[n]])
                 if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
                     yield n, known[len(shown[n]) :]
                     shown[n] = known
     for n, some in enumerate(new):
-        if last := tokenizer.decode(some)[len(shown[n]) :]:  # a character that was never ended
+        if last := tokenizer.decode([*ids[n], *some])[len(shown[n]) :]:  # a character that was never ended
             yield n, last
 
 

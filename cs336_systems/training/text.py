@@ -203,7 +203,9 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
         paths = sorted(source.rglob("*")) if source.is_dir() else [source]
         names = {path: path.relative_to(folder).as_posix() for path in paths}
         if source.is_dir():
-            shown = [path for path in paths if path.suffix in _TEXTS and "/." not in f"/{names[path]}"]
+            shown = [
+                path for path in paths if path.suffix.lower() in _TEXTS and "/." not in f"/{names[path]}"
+            ]
             paths = [path for path in shown if not path.is_dir()]
         if not paths:
             raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")

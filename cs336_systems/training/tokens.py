@@ -176,6 +176,10 @@ def _taken(split: Split, dtype: str, vocab_size: int) -> Iterator[np.ndarray]:
         raise ValueError(
             f"{split.path} holds {ids.dtype} of shape {ids.shape}; allowed: whole numbers in a row"
         )
+    if not npy and ids.itemsize == 2 and len(ids) > 1 and not ids[1 : 2 * _DRAW : 2].any():
+        raise ValueError(
+            f"{split.path} holds 0 in every other place, as ids of 32 bits do; tokenizer.dtype says how many"
+        )
     if not len(ids := ids[: split.bytes // ids.itemsize]):
         raise ValueError(f"{split.path} holds no ids")
     for start in range(0, len(ids), _DRAW):
