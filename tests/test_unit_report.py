@@ -199,7 +199,7 @@ def test_fmt():
 
 
 def test_tables_have_both_renderings():
-    frame = pd.DataFrame({"impl": ["a|b", "`c`"], "ms": [1.0468, None]})
+    frame = tables.printed(pd.DataFrame({"impl": ["a|b", "`c`"], "ms": [1.0468, None]}))
     text = tables.to_markdown(frame, "Times.", "tab-x")
     parts = (":::{table} Times.", ":name: tab-x", "tabularcolumns} lr", r"| a\|b | 1.05 |")
     assert all(part in text for part in parts)
@@ -208,12 +208,12 @@ def test_tables_have_both_renderings():
     assert "color" not in page  # the page's own colours, light or dark
     # only long texts of short words break in the PDF
     long = pd.DataFrame({"a": ["anidentifier" * 4], "b": ["several words " * 3], "c": "d"})
-    assert "tabularcolumns} lLl" in tables.to_markdown(long, wrap=True)
-    assert "tabularcolumns} lll" in tables.to_markdown(long)
+    assert "tabularcolumns} lLl" in tables.to_markdown(long, "Steps.", "tab-x", wrap=True)
+    assert "tabularcolumns} lll" in tables.to_markdown(long, "Steps.", "tab-x")
     # of several pages: its columns are paragraphs
-    pages = tables.to_markdown(pd.concat([long] * 20), "Steps.", wrap=True)
+    pages = tables.to_markdown(pd.concat([long] * 20), "Steps.", "tab-x", wrap=True)
     assert "longtable" in pages and "p{" in pages and "L" not in pages.split("\n")[0]
-    assert "longtable" not in tables.to_markdown(long, "Steps.", wrap=True)
+    assert "longtable" not in tables.to_markdown(long, "Steps.", "tab-x", wrap=True)
 
 
 # --------------------------------------------------------------------------------- figures and pages
