@@ -90,7 +90,8 @@ def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkey
 def test_the_machine_variable_replaces_the_reference_machines(results_root, monkeypatch):
     write_rows(results_root)
     (results_root / "cpu-7").mkdir()
-    assert chapter().machines == ["cpu-9"]
+    (results_root / "reference.json").write_text('{"hardware": ["cpu-9", "cpu-9"]}')
+    assert chapter().machines == ["cpu-9"]  # each once
     monkeypatch.setenv("CS336_MACHINE", "cpu-9, cpu-7,cpu-9")
     assert chapter().machines == ["cpu-9", "cpu-7"]
     monkeypatch.setenv("CS336_MACHINE", "this")
@@ -160,7 +161,6 @@ def test_odd_rows_are_a_problem(results_root, what):
     [
         ('{"hardware": ["h9000"]}', "unknown machine 'h9000'; allowed: cpu-9"),
         ('{"hardware": "cpu-9"}', "hardware: 'cpu-9'; expected a list"),
-        ('{"hardware": ["cpu-9", "cpu-9"]}', "machine 'cpu-9' twice"),
         ('{"hardware": [], "hardware": ["cpu-9"]}', "'hardware' twice"),
         ("[" * 10**5, "recursion"),
         ('{"hardware": [', "line 1"),

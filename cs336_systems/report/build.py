@@ -15,11 +15,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from cs336_systems.report.chapter import Chapter, named_machines, reference
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import KEEP_VARIABLE, PDF_VARIABLE
 from cs336_systems.store.files import StoreError, alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
+from cs336_systems.store.rows import results_root
 from cs336_systems.store.table import Table
 
 TablesOf = Callable[[str], list[Table]]
@@ -55,9 +57,6 @@ def build(
             that cannot be written; with `strict`, a damaged file of rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.report.chapter import named_machines, reference
-    from cs336_systems.store.rows import results_root
-
     root = root or project_root()
     results = results_root(root).absolute()
     for chapter in reference(results):  # says what is wrong with it, while the last build is still there
@@ -95,8 +94,6 @@ def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
 
 def problems(tables_of: TablesOf, results: Path) -> list[str]:
     """What is not final about the rows of the chapters in a results folder's `reference.json`."""
-    from cs336_systems.report.chapter import Chapter, reference
-
     quoted = [Chapter(tables_of(name), measure="no", root=results) for name in reference(results)]
     return [problem for chapter in quoted for table in chapter.tables for problem in table.problems()]
 
