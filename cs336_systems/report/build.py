@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cs336_systems.report.chapter import Chapter, named_machines, reference
 from cs336_systems.report.coverage import project_root
-from cs336_systems.report.sphinx_ext import KEEP_VARIABLE, PDF_VARIABLE
+from cs336_systems.report.sphinx_ext import PDF_VARIABLE
 from cs336_systems.store.files import StoreError, alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
@@ -73,17 +73,17 @@ def build(
         )
     if pdf:
         missing_latex()
-    there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
+    # for notebooks, which run in another folder, and for the extension
+    variables = {"CS336_RESULTS": str(results), PDF_VARIABLE: str(int(pdf))}
     with alone(root / "_build", print):
-        return _built(root, pdf, there)
+        return _built(root, pdf, variables)
 
 
-def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
+def _built(root: Path, pdf: bool, variables: dict[str, str]) -> list[Path]:
     shutil.rmtree(_making(root), ignore_errors=True)
-    beside = {PDF_VARIABLE: "1"} if pdf else {}
-    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there, **beside))]
-    if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
-        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", **there, **{KEEP_VARIABLE: "1"})
+    made = [_published(root, _jupyter_book(root, "html", "html/index.html", variables))]
+    if pdf:  # of the pages that were read for HTML: Sphinx runs no notebook again
+        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", variables)
         if bad := latex_complaints(output.with_suffix(".log").read_text(errors="replace")):
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
         made.append(_published(root, output))
@@ -124,7 +124,7 @@ def _published(root: Path, output: Path) -> Path:
     return place / output.name
 
 
-def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variables: str) -> Path:
+def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, str]) -> Path:
     """Makes an output, and returns its path among what is being made. jupyter-book ends with this process."""
     log, made = root / "_build" / f"{builder}.log", _making(root) / "_build" / output
     with naming("write into", log.parent):
@@ -140,7 +140,7 @@ def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variab
         lifeline = Path(folder) / "lifeline"
         # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
         command = [
-            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder, *options,
+            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder,
             "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
             "--path-output", str(_making(root)),
         ]  # fmt: skip

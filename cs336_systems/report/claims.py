@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import matplotlib.pyplot as plt
+
 from cs336_systems.report import prose
 from cs336_systems.report.chapter import BUILD_VARIABLE
 from cs336_systems.report.coverage import chapters_in_toc, parts, project_root
@@ -32,25 +34,23 @@ def execute(
     chosen: list[Any] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     before = len(prose.made)
-    cells = [
-        (cell, "".join(cell["source"])) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    ]
-    if until:
-        wanted = [until in source or until in cell["metadata"].get("tags", []) for cell, source in cells]
-        cells = cells[: len(wanted) - wanted[::-1].index(True)] if any(wanted) else []
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    tags = [cell["metadata"].get("tags", []) for cell in cells]
+    last = max((n for n, source in enumerate(sources) if until in source or until in tags[n]), default=-1)
     with _quiet(displayed):
-        for number, (cell, source) in enumerate(cells, 1):
-            if cell["cell_type"] != "code" or (until and source.startswith("_ = ")):
+        for n, source in enumerate(sources[: last + 1]):
+            if cells[n]["cell_type"] != "code" or (until and source.startswith("_ = ")):
                 continue
-            tags, already = cell["metadata"].get("tags", []), len(displayed)
+            already = len(displayed)
             try:
-                exec(compile(source, f"{notebook.name}[{number}]", "exec"), names)
+                exec(compile(source, f"{notebook.name}[{n + 1}]", "exec"), names)
             except Exception as error:
-                error.add_note(f"in cell {number} of {notebook}")
+                error.add_note(f"in cell {n + 1} of {notebook}")
                 raise
-            if "parameters" in tags:
+            if "parameters" in tags[n]:
                 names.update(parameters)
-            if not shown_by or shown_by in tags:
+            if not shown_by or shown_by in tags[n]:
                 chosen += displayed[already:]
     return prose.made[before:], chosen
 
@@ -58,13 +58,8 @@ def execute(
 @contextmanager
 def _quiet(displayed: list[Any]) -> Iterator[None]:
     """Collects what is displayed; figures are drawn and dropped."""
-    import matplotlib.pyplot as plt
-
-    def keep(*things: Any, **options: Any) -> None:
-        displayed.extend(things)
-
     with (
-        mock.patch("IPython.display.display", keep),
+        mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
         mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
         plt.rc_context({"backend": "agg"}),
     ):

@@ -41,8 +41,8 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "tf32": ("TF32", "#D55E00", "D"),
     "fp32": ("fp32", "#6b6b6b", "s"),
 }
-_SPARE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6b6b6b"]
-_SPARE_MARKERS = "oD^vPsX"
+_SPARE = [("#0072B2", "o"), ("#D55E00", "D"), ("#009E73", "^"), ("#CC79A7", "v"), ("#E69F00", "P"), ("#56B4E9", "s"),
+          ("#6b6b6b", "X")]  # fmt: skip
 ROOF = "#222222"
 WIDTH = 7.0  # inches; the text of the PDF is a little narrower, so figures are scaled down, never up
 
@@ -88,8 +88,7 @@ def styled() -> AbstractContextManager[None]:
 
 def look(name: str, position: int = 0) -> tuple[str, str, str]:
     """Label, color and marker of a series: its own, or the spare ones at a position."""
-    spare = (name, _SPARE[position % len(_SPARE)], _SPARE_MARKERS[position % len(_SPARE_MARKERS)])
-    return SERIES.get(name, spare)
+    return SERIES.get(name, (name, *_SPARE[position % len(_SPARE)]))
 
 
 def label(name: str) -> str:
