@@ -33,6 +33,9 @@ _HELD = (
     "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
     "from jupyter_book.cli.main import main; main()"
 )
+MAKING = Path(
+    "_build", "making"
+)  # where the book is made: until it is complete, the one before it stays in its place
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
 
@@ -80,7 +83,7 @@ def build(
 
 
 def _built(root: Path, pdf: bool, variables: dict[str, str]) -> list[Path]:
-    shutil.rmtree(_making(root), ignore_errors=True)
+    shutil.rmtree(root / MAKING, ignore_errors=True)
     made = [_published(root, _jupyter_book(root, "html", "html/index.html", variables))]
     if pdf:  # of the pages that were read for HTML: Sphinx runs no notebook again
         output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", variables)
@@ -88,7 +91,7 @@ def _built(root: Path, pdf: bool, variables: dict[str, str]) -> list[Path]:
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
         made.append(_published(root, output))
         shutil.copy(made[1], made[0].parent)  # the pages link to it
-    shutil.rmtree(_making(root))
+    shutil.rmtree(root / MAKING)
     return made
 
 
@@ -109,26 +112,19 @@ def missing_latex() -> None:
         )
 
 
-def _making(root: Path) -> Path:
-    """Where the book is made: until it is complete, the one before it stays in its place."""
-    return root / "_build" / "making"
-
-
 def _published(root: Path, output: Path) -> Path:
     """Puts the folder of an output that has been made in its place; returns the output's path there."""
-    place, old = root / "_build" / output.parent.name, _making(root) / "old"
-    if place.exists():
-        place.rename(old)
+    place = root / "_build" / output.parent.name
+    shutil.rmtree(place, ignore_errors=True)
     output.parent.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
     return place / output.name
 
 
 def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, str]) -> Path:
     """Makes an output, and returns its path among what is being made. jupyter-book ends with this process."""
-    log, made = root / "_build" / f"{builder}.log", _making(root) / "_build" / output
+    log, made = root / "_build" / f"{builder}.log", root / MAKING / "_build" / output
     with naming("write into", log.parent):
-        _making(root).mkdir(parents=True, exist_ok=True)
+        (root / MAKING).mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -142,7 +138,7 @@ def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, st
         command = [
             sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder,
             "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
-            "--path-output", str(_making(root)),
+            "--path-output", str(root / MAKING),
         ]  # fmt: skip
         with Held(
             command, lifeline, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT

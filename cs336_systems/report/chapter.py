@@ -119,13 +119,9 @@ class Chapter:
         self.chapter, self._together = tables[0].name, tables
         self.root = root or store.results_root()
         self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
-        self.filters = filters
-        self.preset = preset
+        self.preset, self.filters = preset, filters
         self._frame: pd.DataFrame | None = None
-        self.building = os.environ.get(BUILD_VARIABLE) == "1"
         self.machines, self.measuring = self._machines(str(machine), _when(measure))
-        if not self.measuring and not self.root.is_dir():
-            raise FileNotFoundError(f"no folder {self.root} to read rows from")
         self.name, self.experiment = tables[0].name, tables[0]
         self.tables = [self, *map(self._of, tables[1:])]
         for one in self.machines or [""]:
@@ -147,17 +143,16 @@ class Chapter:
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
         quoted = reference_machines(self.chapter, self.root)
-        reading = self.building or measure == "no"
-        if wanted == "auto" and reading:
-            return quoted, False
-        named = _known(("this" if wanted == "auto" else wanted).split(","), self.root, "", "auto", "this")
-        if reading or named == [machine_name()]:
-            return named, not reading
-        if measure == "yes":
+        reading = measure == "no" or os.environ.get(BUILD_VARIABLE) == "1"
+        if wanted == "auto":
+            return (quoted, False) if reading else ([machine_name()], True)
+        named = _known(wanted.split(","), self.root, "", "auto", "this")
+        here = named == [machine_name()]
+        if measure == "yes" and not (reading or here):
             raise ValueError(
                 f"measure=yes needs machine=this; this machine is {machine_name()}, not {wanted}"
             )
-        return named, False
+        return named, here and not reading
 
     def on(self, machine: str) -> Chapter:
         """The same chapter on another machine, for a sentence about it; all is missing where it has no rows."""
@@ -208,8 +203,8 @@ class Chapter:
         are in a list of values; an unknown field is a ValueError.
         """
         if self._frame is None:
-            frame = pd.concat([self._read(machine) for machine in self.machines or [""]], ignore_index=True)
-            self._frame = self._without_gaps_filled_elsewhere(frame)
+            several = [self._read(machine) for machine in self.machines or [""]]
+            self._frame = self._without_gaps_filled_elsewhere(pd.concat(several, ignore_index=True))
         frame, chosen = self._frame, np.ones(len(self._frame), dtype=bool)
         for field, value in where.items():
             if field not in frame:
@@ -293,9 +288,7 @@ class Chapter:
         """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
         frame = self.rows()
         metrics = frame[list(self.experiment.metrics)].replace("", None)
-        signed = [
-            m for m in metrics.select_dtypes("number") if "error" not in m
-        ]  # a difference may have a sign
+        signed = [m for m in metrics.select_dtypes("number") if "error" not in m]  # which may have a sign
         counts = {
             "not measured": (frame["status"] == NOT_MEASURED).sum(),
             "ended in an error": frame["status"].str.startswith("error").sum(),

@@ -7,8 +7,6 @@ Every notebook is executed in this process, without Jupyter: its claims and answ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +36,11 @@ def execute(
     sources = ["".join(cell["source"]) for cell in cells]
     tags = [cell["metadata"].get("tags", []) for cell in cells]
     last = max((n for n, source in enumerate(sources) if until in source or until in tags[n]), default=-1)
-    with _quiet(displayed):
+    with (
+        mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
+        mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
+        plt.rc_context({"backend": "agg"}),
+    ):
         for n, source in enumerate(sources[: last + 1]):
             if cells[n]["cell_type"] != "code" or (until and source.startswith("_ = ")):
                 continue
@@ -52,21 +54,8 @@ def execute(
                 names.update(parameters)
             if not shown_by or shown_by in tags[n]:
                 chosen += displayed[already:]
+            plt.close("all")  # as Jupyter does
     return prose.made[before:], chosen
-
-
-@contextmanager
-def _quiet(displayed: list[Any]) -> Iterator[None]:
-    """Collects what is displayed; figures are drawn and dropped."""
-    with (
-        mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
-        mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
-        plt.rc_context({"backend": "agg"}),
-    ):
-        try:
-            yield
-        finally:
-            plt.close("all")
 
 
 def briefs(root: Path | None = None) -> dict[str, str]:

@@ -53,9 +53,10 @@ class Compared:
             f"{self.text}: ratio {self.ratio!r}, noise {self.noise:.1%}{'' if self.known else ' (assumed)'}"
         )
 
-    def _judged(self, name: str, result: bool, narrow: bool) -> bool | None:
+    def _judged(self, name: str, result: bool) -> bool | None:
         if self.ratio.missing:
             return None
+        narrow = self.noise < self._apart <= WIDE * self.noise
         consulted.append((f"({self!r}).{name}", result, narrow))
         return result
 
@@ -66,22 +67,18 @@ class Compared:
         return max(ratio, 1 / ratio) - 1 if ratio > 0 else math.inf
 
     @property
-    def _narrow(self) -> bool:
-        return self.noise < self._apart <= WIDE * self.noise
-
-    @property
     def less(self) -> bool | None:
-        return self._judged("less", float(self.ratio) < 1 and self._apart > self.noise, self._narrow)
+        return self._judged("less", float(self.ratio) < 1 and self._apart > self.noise)
 
     @property
     def more(self) -> bool | None:
-        return self._judged("more", float(self.ratio) > 1 and self._apart > self.noise, self._narrow)
+        return self._judged("more", float(self.ratio) > 1 and self._apart > self.noise)
 
     @property
     def even(self) -> bool | None:
         if not self.known:
             return None
-        return self._judged("even", self._apart <= self.noise, False)
+        return self._judged("even", self._apart <= self.noise)
 
 
 def compare(metric: str, a: Row, b: Row, rows: pd.DataFrame) -> Compared:

@@ -23,8 +23,8 @@ _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-
 
 
 def _every_page(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> set[str]:
-    """All pages count as outdated: what they show are rows, and Sphinx does not watch those. Only the PDF beside HTML is
-    made of the pages that were read for that."""
+    """All pages count as outdated: what they show are rows, and Sphinx does not watch those. Only the PDF beside HTML
+    is made of the pages that were read for that."""
     beside = os.environ.get(PDF_VARIABLE) == "1" and app.builder.format == "latex"
     return set() if beside else set(env.found_docs)
 

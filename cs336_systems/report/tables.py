@@ -67,15 +67,10 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     keys = [*index, columns]
     if rows.duplicated(keys).any():
         raise ValueError(f"several rows for one cell of {', '.join(keys)}; choose among them first")
-    if rows.empty:
-        return pd.DataFrame(columns=list(index))
     told = rows.assign(_word=rows["status"].map(word))
     wide, words = (told.pivot(index=list(index), columns=columns, values=x) for x in (value, "_word"))
-    lines = rows[list(index)].drop_duplicates()
-    order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
-    heads = list(dict.fromkeys(rows[columns]))
-    table = wide.reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
-    out = table.reset_index()
+    order, heads = rows.set_index(list(index)).index.unique(), rows[columns].unique()
+    out = wide.reindex(index=order, columns=heads).astype(float).rename_axis(columns=None).reset_index()
     words = words.reindex(index=order, columns=heads).fillna(EMPTY)
     out.attrs["words"] = words.reset_index(drop=True).to_dict()  # plain values: pandas compares attrs
     return out

@@ -148,8 +148,7 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
         )
     if found.empty or found.iloc[0].get("status") == "not measured":
         place = f" on {', '.join(machines)}" if any(machines) else ""
-        empty = dict.fromkeys(rows.columns, math.nan)
-        return Row(empty | dict(found.iloc[0] if len(found) else {}), where, f"{where}: not measured{place}")
+        return Row(dict.fromkeys(rows.columns), where, f"{where}: not measured{place}")
     return Row(found.iloc[0].to_dict(), where)
 
 
