@@ -11,6 +11,7 @@ import pytest
 
 from cs336_systems import chapters, report
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
+from cs336_systems.chapters.index import show as index
 from cs336_systems.report import coverage, figures, tables
 from cs336_systems.report.values import published
 from cs336_systems.store import rows as store
@@ -237,15 +238,13 @@ def test_figures_say_what_is_not_there_and_sizes_in_short():
 def test_coverage_lists_every_part_once(project_root):
     parts = coverage.parts()
     assert len(set(parts)) == len(parts) and {"leaderboard", "nsys_profile (e)"} <= set(parts)
-    table = coverage.table({"leaderboard": "3 ms"})
+    table = index.problems({"leaderboard": "3 ms"})
     assert len(table) == len(parts)
     answers = dict(zip(table["problem"], table["answer"], strict=True))
     assert answers["[leaderboard](#answer-leaderboard)"] == "3 ms"
     assert answers["[nsys_profile (e)](#answer-nsys-profile-e)"] == tables.EMPTY
     graded = [sum(p.points[year] or 0 for p in coverage.PROBLEMS) for year in range(2)]
-    assert [
-        table[year].map(lambda x: int(x) if x.isdigit() else 0).sum() for year in coverage.YEARS
-    ] == graded
+    assert [table[year].map(lambda x: int(x) if x.isdigit() else 0).sum() for year in index.YEARS] == graded
     assert set(table["chapter"]) == {f"[{p.chapter}]({p.chapter}.ipynb)" for p in coverage.PROBLEMS}
     assert {p.chapter for p in coverage.PROBLEMS} <= set(coverage.chapters_in_toc(project_root))
 

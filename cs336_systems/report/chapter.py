@@ -205,13 +205,12 @@ class Chapter:
         if self._frame is None:
             several = [self._read(machine) for machine in self.machines or [""]]
             self._frame = self._without_gaps_filled_elsewhere(pd.concat(several, ignore_index=True))
-        frame, chosen = self._frame, np.ones(len(self._frame), dtype=bool)
+        frame = self._frame
         for field, value in where.items():
             if field not in frame:
                 raise ValueError(f"unknown field {field!r}; allowed: {', '.join(frame.columns)}")
-            wanted = list(value) if isinstance(value, list | tuple | set) else [value]
-            chosen &= frame[field].isin(wanted).to_numpy()
-        return frame[chosen].reset_index(drop=True)
+            frame = frame[frame[field].isin(value if isinstance(value, list | tuple | set) else [value])]
+        return frame.reset_index(drop=True)
 
     def measured(self, **where: Any) -> pd.DataFrame:
         """The rows whose status is `ok`."""
@@ -330,9 +329,8 @@ def _when(measure: Any) -> str:
 
 def _environment_words(environment: Mapping[str, Any]) -> str:
     env = {key: escaped(value) for key, value in environment.items()}
-    gpus = env.get("gpus", 0)
-    of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
-    if gpus:
+    if gpus := env.get("gpus"):
+        of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
         hardware = f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
     else:
         hardware = env.get("cpu", "unknown CPU") + (f", {env['cores']} cores" if "cores" in env else "")

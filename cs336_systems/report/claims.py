@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 from cs336_systems.report import prose
 from cs336_systems.report.chapter import BUILD_VARIABLE
-from cs336_systems.report.coverage import chapters_in_toc, parts, project_root
+from cs336_systems.report.coverage import chapters_in_toc, parts
 
 
 def execute(
@@ -56,20 +56,6 @@ def execute(
                 chosen += displayed[already:]
             plt.close("all")  # as Jupyter does
     return prose.made[before:], chosen
-
-
-def briefs(root: Path | None = None) -> dict[str, str]:
-    """Part of a problem → its answer in one line, from the chapters' notebooks.
-
-    They are executed here, as far as their last answer; their sentences are not this page's.
-    """
-    root = root or project_root()
-    before, found = len(prose.made), {}
-    for page in filter(parts, chapters_in_toc(root)):
-        sentences, _ = execute(root / "book" / f"{page}.ipynb", until="answer(")
-        found |= {sentence.part: sentence.brief for sentence in sentences if sentence.part}
-    del prose.made[before:]
-    return found
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:

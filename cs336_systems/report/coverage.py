@@ -6,12 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-import pandas as pd
-
-from cs336_systems.report.tables import EMPTY
 from cs336_systems.store import rows as store
-
-YEARS = ("2025", "2026")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,25 +167,6 @@ def project_root() -> Path:
     )
 
 
-def chapters_in_toc(root: Path | None = None) -> list[str]:
+def chapters_in_toc(root: Path) -> list[str]:
     """The pages that `_toc.yml` lists, in order, without the index."""
-    text = ((root or project_root()) / "_toc.yml").read_text()
-    return re.findall(r"^\s*- file: *(\S+)", text, flags=re.M)
-
-
-def table(answers: dict[str, str]) -> pd.DataFrame:
-    """The parts of both handouts with one line of answer each (a dash where `answers` has none): columns chapter,
-    problem, points in each year (with the first part), answer; the problem is a link to the answer's box."""
-    return pd.DataFrame(
-        {
-            "chapter": f"[{problem.chapter}]({problem.chapter}.ipynb)",
-            "problem": f"[{part}](#{anchor(part)})",
-            **{
-                year: (EMPTY if points is None else str(points)) if number == 0 else ""
-                for year, points in zip(YEARS, problem.points, strict=True)
-            },
-            "answer": answers.get(part, EMPTY),
-        }
-        for problem in PROBLEMS
-        for number, part in enumerate(problem.by_part())
-    )
+    return re.findall(r"^\s*- file: *(\S+)", (root / "_toc.yml").read_text(), flags=re.M)

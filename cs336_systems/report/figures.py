@@ -6,7 +6,6 @@ Colors are Okabe and Ito's, which color-blind readers tell apart; markers say th
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -193,15 +192,8 @@ def heat(
     ax.tick_params(length=0)
 
 
-# ------------------------------------------------------------------------------------------------ web pages
 def only_html(text: str) -> None:
     """Shows HTML on web pages and in JupyterLab; nothing in print."""
     from IPython.display import display
 
     display({"text/html": text, "text/latex": "", "text/plain": "(on the web page)"}, raw=True)
-
-
-def download(name: str, content: bytes) -> str:
-    """A link (HTML) that saves `content` as a file of this name, without a server."""
-    data = base64.b64encode(content).decode()
-    return f'<a download="{name}" href="data:application/octet-stream;base64,{data}">{name}</a>'

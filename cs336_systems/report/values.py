@@ -127,12 +127,11 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
     Raises:
         ValueError: an unknown column, or several rows of one machine (the message says where they differ).
     """
-    chosen = np.ones(len(rows), dtype=bool)
+    found = rows
     for column, value in case.items():
         if column not in rows:
             raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
-        chosen &= (rows[column] == value).to_numpy(dtype=bool)
-    found = rows[chosen]
+        found = found[found[column] == value]
     words = (v if isinstance(v, str) else f"{column}={v}" for column, v in case.items() if column != "repeat")
     where = " ".join(words) or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
@@ -197,6 +196,5 @@ def span(numbers: pd.DataFrame | Iterable[Any], metric: str = "") -> Span:
     else:
         found = [x if isinstance(x, Number) else Number(x) for x in numbers]
     missing = missing_of(*found) if found else f"{metric or 'a range'}: not measured"
-    if missing:
-        return Span(Number(math.nan, missing), Number(math.nan, missing))
-    return Span(Number(min(map(float, found))), Number(max(map(float, found))))
+    low, high = (math.nan, math.nan) if missing else (min(map(float, found)), max(map(float, found)))
+    return Span(Number(low, missing), Number(high, missing))
