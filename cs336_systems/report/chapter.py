@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.launch.group import team_size
-from cs336_systems.report.tables import escaped, show
+from cs336_systems.report.tables import chosen, escaped, show
 from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.environment import check_environment
@@ -205,12 +205,7 @@ class Chapter:
         if self._frame is None:
             several = [self._read(machine) for machine in self.machines or [""]]
             self._frame = self._without_gaps_filled_elsewhere(pd.concat(several, ignore_index=True))
-        frame = self._frame
-        for field, value in where.items():
-            if field not in frame:
-                raise ValueError(f"unknown field {field!r}; allowed: {', '.join(frame.columns)}")
-            frame = frame[frame[field].isin(value if isinstance(value, list | tuple | set) else [value])]
-        return frame.reset_index(drop=True)
+        return chosen(self._frame, **where).reset_index(drop=True)
 
     def measured(self, **where: Any) -> pd.DataFrame:
         """The rows whose status is `ok`."""

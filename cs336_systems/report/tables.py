@@ -57,6 +57,15 @@ def escaped(value: Any) -> Any:
     return visible(value).translate(_MARKUP)
 
 
+def chosen(rows: pd.DataFrame, /, **where: Any) -> pd.DataFrame:
+    """The rows whose columns equal a value, or are in a list of values; ValueError for an unknown column."""
+    for column, value in where.items():
+        if column not in rows:
+            raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
+        rows = rows[rows[column].isin(value if isinstance(value, list | tuple | set) else [value])]
+    return rows
+
+
 def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> pd.DataFrame:
     """Rows as a numeric table: a line for each combination of `index`, a column for each value of `columns`, in the
     order of their first appearance. A cell without a number is NaN; `show` prints what its row's status says, such as

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.report.tables import escaped, fmt
+from cs336_systems.report.tables import chosen, escaped, fmt
 from cs336_systems.store import rows as store
 from cs336_systems.store.files import StoreError, read_table
 
@@ -127,11 +127,7 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
     Raises:
         ValueError: an unknown column, or several rows of one machine (the message says where they differ).
     """
-    found = rows
-    for column, value in case.items():
-        if column not in rows:
-            raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
-        found = found[found[column] == value]
+    found = chosen(rows, **case)
     words = (v if isinstance(v, str) else f"{column}={v}" for column, v in case.items() if column != "repeat")
     where = " ".join(words) or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
