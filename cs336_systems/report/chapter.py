@@ -44,14 +44,14 @@ def _known(names: Iterable[str], root: Path, where: str, *words: str) -> list[st
     names = [name.strip() for name in names]
     for name in names:
         if name not in (*folders, *here):
-            raise ValueError(f"{where}unknown machine {name!r}; allowed: {', '.join([*words, *folders])}")
+            raise StoreError(f"{where}unknown machine {name!r}; allowed: {', '.join([*words, *folders])}")
     return list(dict.fromkeys(machine_name() if name == "this" else name for name in names))
 
 
 def reference(root: Path) -> dict[str, list[str]]:
     """What `reference.json` of a results folder says: chapter → the machines whose rows the book quotes.
 
-    FileNotFoundError without the folder; ValueError for a machine that there is none of.
+    FileNotFoundError without the folder; StoreError for a machine that there is none of.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"no results folder {root}")

@@ -18,15 +18,13 @@ from cs336_systems.report.chapter import BUILD_VARIABLE
 from cs336_systems.report.coverage import chapters_in_toc, parts
 
 
-def execute(
-    notebook: Path, shown_by: str = "", until: str = "", **parameters: Any
-) -> tuple[list[prose.Sentence], list[Any]]:
+def execute(notebook: Path, until: str = "", **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
     """Runs a notebook's code cells in this process, reading rows only; returns its sentences, and all that it
-    displayed, or what its cells with the tag `shown_by` did.
+    displayed.
 
-    `until`: ends with the last cell that holds this text or tag, and draws no figure on the way there. `parameters`
-    replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
-    names the notebook and the cell.
+    `until`: ends with the last cell that holds this text or tag, draws no figure on the way there, and returns what
+    such cells displayed. `parameters` replace those of the notebook, as papermill's do. What a cell raises comes
+    through, with a note that names the notebook and the cell.
     """
     displayed: list[Any] = []
     chosen: list[Any] = []
@@ -35,13 +33,13 @@ def execute(
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     tags = [cell["metadata"].get("tags", []) for cell in cells]
-    last = max((n for n, source in enumerate(sources) if until in source or until in tags[n]), default=-1)
+    holding = [n for n, source in enumerate(sources) if until in source or until in tags[n]]
     with (
         mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
         mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
         plt.rc_context({"backend": "agg"}),
     ):
-        for n, source in enumerate(sources[: last + 1]):
+        for n, source in enumerate(sources[: max(holding, default=-1) + 1]):
             if cells[n]["cell_type"] != "code" or (until and source.startswith("_ = ")):
                 continue
             already = len(displayed)
@@ -52,7 +50,7 @@ def execute(
                 raise
             if "parameters" in tags[n]:
                 names.update(parameters)
-            if not shown_by or shown_by in tags[n]:
+            if n in holding:
                 chosen += displayed[already:]
             plt.close("all")  # as Jupyter does
     return prose.made[before:], chosen

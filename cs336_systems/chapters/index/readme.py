@@ -29,7 +29,7 @@ TAG = "readme"  # of the cells of the first page whose sentences stand in the RE
 def block(root: Path) -> str:
     """The Markdown that belongs between the markers: the first page's results, below their figure."""
     with mock.patch.dict("os.environ", {"CS336_RESULTS": str(root / "results")}):
-        _, shown = execute(root / "book" / "index.ipynb", shown_by=TAG, until=TAG)
+        _, shown = execute(root / "book" / "index.ipynb", until=TAG)
     parts = [re.sub(r"\]\((\w+\.ipynb)", r"](book/\1", thing["text/markdown"]) for thing in shown]
     picture = [f"![Three results: attention, training, data parallelism.]({FIGURE.as_posix()})"]
     return "\n\n".join(picture * bool(headline.digest(root / "results")) + parts)
