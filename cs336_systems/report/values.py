@@ -122,7 +122,7 @@ class Row:
 def one(rows: pd.DataFrame, **case: Any) -> Row:
     """The row with these values; of several machines, the first one that has it.
 
-    An absent row is a Row whose numbers are all missing.
+    A row that is absent or not measured is a Row whose numbers are all missing.
 
     Raises:
         ValueError: an unknown column, or several rows of one machine (the message says where they differ).
@@ -131,9 +131,8 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
     words = (v if isinstance(v, str) else f"{column}={v}" for column, v in case.items() if column != "repeat")
     where = " ".join(words) or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
-    if len(found) > 1 and "status" in found:
-        there = found[found["status"] != "not measured"]
-        found = there if len(there) else found
+    if "status" in found:
+        found = found[found["status"] != "not measured"]
     if len(found) > 1 and "machine" in found:
         found = found[found["machine"] == found["machine"].iloc[0]]
     if len(found) > 1:
@@ -141,7 +140,7 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
         raise ValueError(
             f"{where}: {len(found)} rows, which differ in {', '.join(differ)}; name more columns"
         )
-    if found.empty or found.iloc[0].get("status") == "not measured":
+    if found.empty:
         place = f" on {', '.join(machines)}" if any(machines) else ""
         return Row(dict.fromkeys(rows.columns), where, f"{where}: not measured{place}")
     return Row(found.iloc[0].to_dict(), where)
