@@ -22,7 +22,6 @@ from cs336_systems.chapters.profiling.figure import steps_figure
 from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_path
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
-from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import escaped, pivot
 from cs336_systems.sizes import SIZES

@@ -93,9 +93,7 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
 def sizes(rows: pd.DataFrame) -> pd.DataFrame:
     """Every size and context, eager and compiled: median ms of forward alone (F) and of the training step, the eager
     step measured again, and the speedups, of one run each."""
-    rows = rows[
-        (rows["batch"] == 4) & (rows["attention"] == "reference") & rows["compile"].isin(["off", "default"])
-    ]
+    rows = rows[(rows["batch"] == 4) & (rows["attention"] == "reference") & rows["compile"].isin(["off", "default"])]
     keys = ["machine", "dtype", "context_length", "size"]
 
     def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
@@ -120,9 +118,7 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------------------- the fastest training step
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Thousands of tokens/s of a step at the longer context: mode and attention down, size and batch across."""
-    chosen = (
-        (rows["context_length"] == SPEED_CONTEXT) & (rows["mode"] == "train_step") & (rows["repeat"] == 0)
-    )
+    chosen = (rows["context_length"] == SPEED_CONTEXT) & (rows["mode"] == "train_step") & (rows["repeat"] == 0)
     rows = _ordered(rows[chosen & rows["size"].isin(SPEED_BATCHES)])
     rows = rows.assign(
         column=[f"{size}, batch {batch}" for size, batch in zip(rows["size"], rows["batch"], strict=True)],
