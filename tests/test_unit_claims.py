@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from cs336_systems.chapters.index import show as index
 from cs336_systems.cli import main as cli
-from cs336_systems.report import claims
+from cs336_systems.report import claims, coverage
 
 
 def notebook(path, *sources, tags=()):
@@ -24,7 +25,8 @@ def book(tmp_path, monkeypatch):
     (tmp_path / "book").mkdir()
     (tmp_path / "_toc.yml").write_text("chapters:\n  - file: one\n  - file: references\n")
     notebook(tmp_path / "book" / "index.ipynb", "x = 1")
-    monkeypatch.setattr(claims, "parts", lambda chapter="": ["a (a)", "a (b)"] * (chapter in ("", "one")))
+    for place in (claims, coverage):
+        monkeypatch.setattr(place, "parts", lambda chapter="": ["a (a)", "a (b)"] * (chapter in ("", "one")))
     monkeypatch.setattr(claims.prose, "made", [])
     return tmp_path
 
@@ -48,10 +50,10 @@ def test_the_first_page_gathers_what_chapters_answer_in_brief(book):
         "answer('a (b)', 'Three.', n == 3, brief='Three.')",
         "answer('a (c)', 'Four.', brief=f'{Number(float(\"nan\"), \"not measured: four\")}')", "1 / 0  # nobody asks",
     )  # fmt: skip
-    found = claims.briefs(book)
+    found = index.briefs(book)
     assert found["a (a)"] == "2." and found["a (b)"].startswith("Three. **[")
     assert found["a (c)"] == "*Not measured: four.*"
-    assert claims.prose.made == [] and claims.briefs(book) == found
+    assert claims.prose.made == [] and index.briefs(book) == found
 
 
 def test_what_a_cell_raises_names_the_notebook_and_the_cell(book):

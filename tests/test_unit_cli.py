@@ -18,7 +18,7 @@ from cs336_systems import chapters
 from cs336_systems.attention import registry
 from cs336_systems.cli import doctor, notebooks
 from cs336_systems.cli import main as cli
-from cs336_systems.store import machine, rows
+from cs336_systems.store import rows
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("typer")
@@ -58,7 +58,8 @@ def test_a_wrong_value_is_refused_before_anything_starts(case, tmp_path, monkeyp
     monkeypatch.chdir(project_root)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value.replace("{place}", str(tmp_path)))
-    monkeypatch.setattr(machine, "machine_name", lambda: "cpu-2")  # without a GPU, wherever this is tested
+    for place in ("store.machine", "report.chapter"):  # without a GPU, wherever this is tested
+        monkeypatch.setattr(f"cs336_systems.{place}.machine_name", lambda: "cpu-2")
     for start in ("store.measuring.measure", "cli.notebooks.own_kernel", "report.build._jupyter_book"):
         monkeypatch.setattr(f"cs336_systems.{start}", lambda *args, **options: pytest.fail("has started"))
     done = call(*(argument.replace("{place}", str(tmp_path)) for argument in case.arguments))
@@ -265,7 +266,9 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chapters, "CHAPTERS", ("sour", "sweet"))
     monkeypatch.setattr(chapters, "tables", lambda *names: ())
-    monkeypatch.setattr("cs336_systems.report.chapter.check", lambda name, given, root: None)
+    monkeypatch.setattr(
+        "cs336_systems.report.chapter.Chapter.from_parameters", lambda name, given, root: None
+    )
     return tmp_path
 
 

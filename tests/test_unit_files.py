@@ -83,8 +83,8 @@ def test_one_book_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_built", inside)
     monkeypatch.setattr(build, "package_version", lambda name: "1.0.4")
     monkeypatch.setenv("CS336_RESULTS", str(tmp_path))
-    monkeypatch.setattr("cs336_systems.report.chapter.reference", lambda root: ())
-    monkeypatch.setattr("cs336_systems.report.chapter.named_machines", lambda root: ())
+    monkeypatch.setattr(build, "reference", lambda root: ())
+    monkeypatch.setattr(build, "named_machines", lambda root: ())
     assert build.build(list, root=tmp_path) == ["built"]
 
 

@@ -58,24 +58,19 @@ def test_another_jupyter_book_is_named_and_the_last_build_stays(version, monkeyp
         build.build(tables_of, root=project_root)
 
 
-def test_injected_cells_are_left_out_of_the_page():
-    cell = {"cell_type": "code", "id": "a", "metadata": {"tags": ["injected-parameters"]}, "source": "x = 1"}
-    cell |= {"execution_count": None, "outputs": []}
-    text = json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-    assert "remove-cell" in sphinx_ext.read_notebook(text).cells[0].metadata["tags"]
-
-
 def test_every_page_is_outdated_except_for_the_pdf_of_cs336_book(monkeypatch):
+    env = SimpleNamespace(found_docs={"a", "b"})
+    for pdf, made, outdated in (("0", "latex", 2), ("1", "html", 2), ("1", "latex", 0)):
+        monkeypatch.setenv(sphinx_ext.PDF_VARIABLE, pdf)
+        app = SimpleNamespace(builder=SimpleNamespace(format=made))
+        assert len(sphinx_ext._every_page(app, env, set(), set(), set())) == outdated
+
+
+def test_pages_are_read_in_parallel(monkeypatch):
     monkeypatch.setenv(sphinx_ext.BUILD_VARIABLE, "1")  # set by setup, so restored afterwards
-    for pdf in (False, True):
-        connected = []
-        connect = lambda event, handler, priority=500, connected=connected: connected.append(event)
-        app = SimpleNamespace(parallel=1, connect=connect)
-        monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
-        if pdf:
-            monkeypatch.setenv(sphinx_ext.KEEP_VARIABLE, "1")
-        sphinx_ext.setup(app)
-        assert ("env-get-outdated" in connected) == (not pdf) and app.parallel > 1
+    app = SimpleNamespace(parallel=1, connect=lambda *handler, **options: None)
+    sphinx_ext.setup(app)
+    assert app.parallel > 1
 
 
 def test_a_failed_notebook_ends_the_build():
@@ -188,15 +183,13 @@ def test_strict_and_the_notebooks_see_the_results_that_are_named(tmp_path, built
 
 def test_the_pdf_is_made_of_the_pages_that_html_has_read(tmp_path, built, monkeypatch):
     calls = built[1]
-    monkeypatch.delenv(sphinx_ext.KEEP_VARIABLE, raising=False)
     monkeypatch.setattr(build, "missing_latex", lambda: None)
     places = [tmp_path / "_build/html/index.html", tmp_path / "_build/latex/cs336-systems.pdf"]
     for number in (1, 3):  # the second takes the place of the first
         assert build.build(tables_of, pdf=True, root=tmp_path) == places
         assert [path.read_text() for path in places] == [f"build {number}", f"build {number + 1}"]
     (html, html_env), (latex, latex_env) = calls[:2]
-    assert "--all" in html and sphinx_ext.KEEP_VARIABLE not in html_env
-    assert "--all" not in latex and latex_env[sphinx_ext.KEEP_VARIABLE] == "1"
+    assert html_env[sphinx_ext.PDF_VARIABLE] == latex_env[sphinx_ext.PDF_VARIABLE] == "1"
     assert "-W" in html and "-W" in latex
 
 

@@ -148,6 +148,8 @@ def _measure(
 ) -> None:  # fmt: skip
     """Measures the cases and writes the folder; exit code 1 where some of them ended in an error. options: arguments of
     `run_group` beside the cases."""
+    from matplotlib import rc_context
+
     from cs336_systems.cli import bench
     from cs336_systems.report import figures
     from cs336_systems.store import measuring, rows, selection
@@ -162,7 +164,7 @@ def _measure(
     with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, options)
         frame.insert(0, "machine", machine_name())
-        with figures.styled():
+        with rc_context(figures.STYLE):
             paths = folder(frame.reset_index(drop=True), place)
         if not terminal.wrote_json(json_file, bench.as_json(frame)):
             typer.echo("\n".join(map(str, paths)))

@@ -145,7 +145,7 @@ def run(
     from cs336_systems.store.rows import results_root
 
     with _wrong_input():  # matplotlib refuses a wrong MPLBACKEND
-        from cs336_systems.report import chapter
+        from cs336_systems.report.chapter import Chapter
         from cs336_systems.report.coverage import project_root
 
         names = list(dict.fromkeys(chapters or CHAPTERS))
@@ -155,9 +155,8 @@ def run(
         root = project_root()
         with _team() as leads:
             for name in names if leads else []:
-                chapter.check(
-                    tables[name], given, results_root(root)
-                )  # what its notebook would refuse, at once
+                # what its notebook would refuse, at once
+                Chapter.from_parameters(tables[name], given, results_root(root))
             failed = notebooks.run(root, names, given, log=_say) if leads else []
     if failed:
         _fail(f"{len(failed)} of {len(names)} chapters failed: {', '.join(failed)}")

@@ -15,11 +15,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from cs336_systems.report.chapter import Chapter, named_machines, reference
 from cs336_systems.report.coverage import project_root
-from cs336_systems.report.sphinx_ext import KEEP_VARIABLE, PDF_VARIABLE
+from cs336_systems.report.sphinx_ext import PDF_VARIABLE
 from cs336_systems.store.files import StoreError, alone, naming
 from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
+from cs336_systems.store.rows import results_root
 from cs336_systems.store.table import Table
 
 TablesOf = Callable[[str], list[Table]]
@@ -31,6 +33,9 @@ _HELD = (
     "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
     "from jupyter_book.cli.main import main; main()"
 )
+MAKING = Path(
+    "_build", "making"
+)  # where the book is made: until it is complete, the one before it stays in its place
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
 
@@ -55,9 +60,6 @@ def build(
             that cannot be written; with `strict`, a damaged file of rows.
         BookError: a page or the PDF has warnings or errors, or `strict` finds something.
     """
-    from cs336_systems.report.chapter import named_machines, reference
-    from cs336_systems.store.rows import results_root
-
     root = root or project_root()
     results = results_root(root).absolute()
     for chapter in reference(results):  # says what is wrong with it, while the last build is still there
@@ -74,29 +76,27 @@ def build(
         )
     if pdf:
         missing_latex()
-    there = {"CS336_RESULTS": str(results)}  # for notebooks, which run in another folder
+    # for notebooks, which run in another folder, and for the extension
+    variables = {"CS336_RESULTS": str(results), PDF_VARIABLE: str(int(pdf))}
     with alone(root / "_build", print):
-        return _built(root, pdf, there)
+        return _built(root, pdf, variables)
 
 
-def _built(root: Path, pdf: bool, there: dict[str, str]) -> list[Path]:
-    shutil.rmtree(_making(root), ignore_errors=True)
-    beside = {PDF_VARIABLE: "1"} if pdf else {}
-    made = [_published(root, _jupyter_book(root, "html", "html/index.html", "--all", **there, **beside))]
-    if pdf:  # of the same pages: without --all, and told to keep them, Sphinx runs no notebook again
-        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", **there, **{KEEP_VARIABLE: "1"})
+def _built(root: Path, pdf: bool, variables: dict[str, str]) -> list[Path]:
+    shutil.rmtree(root / MAKING, ignore_errors=True)
+    made = [_published(root, _jupyter_book(root, "html", "html/index.html", variables))]
+    if pdf:  # of the pages that were read for HTML: Sphinx runs no notebook again
+        output = _jupyter_book(root, "pdflatex", "latex/cs336-systems.pdf", variables)
         if bad := latex_complaints(output.with_suffix(".log").read_text(errors="replace")):
             raise BookError("the PDF has flaws, according to its LaTeX log:\n  " + "\n  ".join(bad))
         made.append(_published(root, output))
         shutil.copy(made[1], made[0].parent)  # the pages link to it
-    shutil.rmtree(_making(root))
+    shutil.rmtree(root / MAKING)
     return made
 
 
 def problems(tables_of: TablesOf, results: Path) -> list[str]:
     """What is not final about the rows of the chapters in a results folder's `reference.json`."""
-    from cs336_systems.report.chapter import Chapter, reference
-
     quoted = [Chapter(tables_of(name), measure="no", root=results) for name in reference(results)]
     return [problem for chapter in quoted for table in chapter.tables for problem in table.problems()]
 
@@ -112,26 +112,19 @@ def missing_latex() -> None:
         )
 
 
-def _making(root: Path) -> Path:
-    """Where the book is made: until it is complete, the one before it stays in its place."""
-    return root / "_build" / "making"
-
-
 def _published(root: Path, output: Path) -> Path:
     """Puts the folder of an output that has been made in its place; returns the output's path there."""
-    place, old = root / "_build" / output.parent.name, _making(root) / "old"
-    if place.exists():
-        place.rename(old)
+    place = root / "_build" / output.parent.name
+    shutil.rmtree(place, ignore_errors=True)
     output.parent.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
     return place / output.name
 
 
-def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variables: str) -> Path:
+def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, str]) -> Path:
     """Makes an output, and returns its path among what is being made. jupyter-book ends with this process."""
-    log, made = root / "_build" / f"{builder}.log", _making(root) / "_build" / output
+    log, made = root / "_build" / f"{builder}.log", root / MAKING / "_build" / output
     with naming("write into", log.parent):
-        _making(root).mkdir(parents=True, exist_ok=True)
+        (root / MAKING).mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -143,9 +136,9 @@ def _jupyter_book(root: Path, builder: str, output: str, *options: str, **variab
         lifeline = Path(folder) / "lifeline"
         # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
         command = [
-            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder, *options,
+            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder,
             "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
-            "--path-output", str(_making(root)),
+            "--path-output", str(root / MAKING),
         ]  # fmt: skip
         with Held(
             command, lifeline, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.launch.group import team_size
-from cs336_systems.report.tables import escaped, show
+from cs336_systems.report.tables import chosen, escaped, show
 from cs336_systems.store import measuring, provenance, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.environment import check_environment
 from cs336_systems.store.files import StoreError, naming, read_json
+from cs336_systems.store.machine import machine_name
 from cs336_systems.store.table import Table
 
 BUILD_VARIABLE = "CS336_BOOK_BUILD"  # set while Sphinx runs the notebooks: nothing is measured then
@@ -33,17 +33,19 @@ _COMMON = ("measure", "preset", "machine", "refresh")
 def named_machines(root: Path) -> list[str]:
     """The machines that `$CS336_MACHINE` names; ValueError for one that is neither this one nor a folder of `root`."""
     text = os.environ.get(MACHINE_VARIABLE, "")
-    return _known(text, root, f"{MACHINE_VARIABLE}: ", "this") if text.strip() else []
+    return _known(text.split(","), root, f"{MACHINE_VARIABLE}: ", "this") if text.strip() else []
 
 
-def _known(text: str, root: Path, where: str, *words: str) -> list[str]:
-    """The machines that a text names, each once."""
-    folders = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    names = [name.strip() for name in text.split(",")]
+def _known(names: Iterable[str], root: Path, where: str, *words: str) -> list[str]:
+    """The machines of these names, each once: folders of `root` and, where `"this"` is among the `words`, this one."""
+    with naming("read", root):
+        folders = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    here = ("this", machine_name()) if "this" in words else ()
+    names = [name.strip() for name in names]
     for name in names:
-        if name not in (*folders, "this") and name != _this_machine():
-            raise ValueError(f"{where}unknown machine {name!r}; allowed: {', '.join([*words, *folders])}")
-    return list(dict.fromkeys(_this_machine() if name == "this" else name for name in names))
+        if name not in (*folders, *here):
+            raise StoreError(f"{where}unknown machine {name!r}; allowed: {', '.join([*words, *folders])}")
+    return list(dict.fromkeys(machine_name() if name == "this" else name for name in names))
 
 
 def reference(root: Path) -> dict[str, list[str]]:
@@ -53,29 +55,18 @@ def reference(root: Path) -> dict[str, list[str]]:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"no results folder {root}")
-    with naming("read", root):
-        folders = sorted(p.name for p in root.iterdir() if p.is_dir())
     path = root / "reference.json"
     known = read_json(path)
     for chapter, machines in known.items():
         if not isinstance(machines, list):
             raise StoreError(f"{path}: {chapter}: {machines!r}; expected a list of machines")
-        for machine in machines:
-            if machine not in folders:
-                raise StoreError(
-                    f"{path}: {chapter}: unknown machine {machine!r}; allowed: {', '.join(folders)}"
-                )
-            if machines.count(machine) > 1:
-                raise StoreError(f"{path}: {chapter}: machine {machine!r} twice")
+        known[chapter] = _known(map(str, machines), root, f"{path}: {chapter}: ")
     return known
 
 
-def reference_machines(chapter: str, root: Path | None = None) -> list[str]:
+def reference_machines(chapter: str, root: Path) -> list[str]:
     """The machines that the book quotes for a chapter: `$CS336_MACHINE`, else its entry in `reference.json`."""
-    root = root or store.results_root()
-    if named := named_machines(root):
-        return named
-    return reference(root).get(chapter, [])
+    return named_machines(root) or reference(root).get(chapter, [])
 
 
 @contextmanager
@@ -116,7 +107,6 @@ class Chapter:
     def __init__(
         self,
         tables: Sequence[Table],
-        place: int = 0,
         *,
         measure: Any = "auto",
         preset: str = "auto",
@@ -126,42 +116,43 @@ class Chapter:
         **filters: Any,
     ) -> None:
         check_environment()
-        self.name, self.chapter = tables[place].name, tables[0].name
-        self.experiment, self._together = tables[place], tables
+        self.chapter, self._together = tables[0].name, tables
         self.root = root or store.results_root()
         self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
-        self.filters = filters
-        self.preset = preset
-        same = {"measure": measure, "preset": preset, "machine": machine, "refresh": refresh}
-        others = range(1, len(tables)) if place == 0 else ()
-        self.tables = [self, *(Chapter(tables, i, root=self.root, **same, **filters) for i in others)]
+        self.preset, self.filters = preset, filters
         self._frame: pd.DataFrame | None = None
-        self.building = os.environ.get(BUILD_VARIABLE) == "1"
         self.machines, self.measuring = self._machines(str(machine), _when(measure))
-        if not self.measuring and not self.root.is_dir():
-            raise FileNotFoundError(f"no folder {self.root} to read rows from")
+        self.name, self.experiment = tables[0].name, tables[0]
+        self.tables = [self, *map(self._of, tables[1:])]
         for one in self.machines or [""]:
             self.cases(one)  # raises for a bad preset or filter before anything is measured
 
+    def _of(self, table: Table) -> Chapter:
+        """Another table of the chapter, through the same parameters."""
+        other = copy.copy(self)
+        other.name, other.experiment, other.tables = table.name, table, [other]
+        return other
+
     @classmethod
     @in_one_line()
-    def from_parameters(cls, tables: Sequence[Table], namespace: Mapping[str, Any]) -> Chapter:
-        """The chapter with the parameters that a notebook's globals hold."""
-        return cls(tables, **given_parameters(namespace, _parameters(tables)))
+    def from_parameters(
+        cls, tables: Sequence[Table], namespace: Mapping[str, Any], root: Path | None = None
+    ) -> Chapter:
+        """The chapter with the parameters that a notebook's globals hold, or a command line."""
+        return cls(tables, root=root, **given_parameters(namespace, [*_COMMON, *selection.fields(tables)]))
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
         quoted = reference_machines(self.chapter, self.root)
-        reading = self.building or measure == "no"
-        if wanted == "auto" and reading:
-            return quoted, False
-        named = _known("this" if wanted == "auto" else wanted, self.root, "", "auto", "this")
-        if reading or named == [_this_machine()]:
-            return named, not reading
-        if measure == "yes":
+        reading = measure == "no" or os.environ.get(BUILD_VARIABLE) == "1"
+        if wanted == "auto":
+            return (quoted, False) if reading else ([machine_name()], True)
+        named = _known(wanted.split(","), self.root, "", "auto", "this")
+        here = named == [machine_name()]
+        if measure == "yes" and not (reading or here):
             raise ValueError(
-                f"measure=yes needs machine=this; this machine is {_this_machine()}, not {wanted}"
+                f"measure=yes needs machine=this; this machine is {machine_name()}, not {wanted}"
             )
-        return named, False
+        return named, here and not reading
 
     def on(self, machine: str) -> Chapter:
         """The same chapter on another machine, for a sentence about it; all is missing where it has no rows."""
@@ -196,7 +187,6 @@ class Chapter:
                 failed.append(str(error))
             finally:
                 table._frame = None
-                table.__dict__.pop("_current", None)
         if failed:
             raise measuring.MeasurementError("; ".join(failed))
         quoted = reference_machines(self.chapter, self.root)
@@ -213,15 +203,9 @@ class Chapter:
         are in a list of values; an unknown field is a ValueError.
         """
         if self._frame is None:
-            frame = pd.concat([self._read(machine) for machine in self.machines or [""]], ignore_index=True)
-            self._frame = self._without_gaps_filled_elsewhere(frame)
-        frame, chosen = self._frame, np.ones(len(self._frame), dtype=bool)
-        for field, value in where.items():
-            if field not in frame:
-                raise ValueError(f"unknown field {field!r}; allowed: {', '.join(frame.columns)}")
-            wanted = list(value) if isinstance(value, list | tuple | set) else [value]
-            chosen &= frame[field].isin(wanted).to_numpy()
-        return frame[chosen].reset_index(drop=True)
+            several = [self._read(machine) for machine in self.machines or [""]]
+            self._frame = self._without_gaps_filled_elsewhere(pd.concat(several, ignore_index=True))
+        return chosen(self._frame, **where).reset_index(drop=True)
 
     def measured(self, **where: Any) -> pd.DataFrame:
         """The rows whose status is `ok`."""
@@ -238,18 +222,11 @@ class Chapter:
     def _read(self, machine: str) -> pd.DataFrame:
         fields = store.case_fields(self.experiment)
         grid = pd.DataFrame([{f: getattr(c, f) for f in fields} for c in self.cases(machine)], columns=fields)
-        if not machine:
-            frame = grid.reindex(columns=store.columns(self.experiment))
-        else:
-            known = store.read(self.experiment, machine, self.root)
-            for column in known.columns.difference(fields):  # those hold only what the grid does
-                if not pd.api.types.is_numeric_dtype(known[column]):
-                    known[column] = known[column].map(escaped)
-            if len(known):
-                known = known.astype({f: grid[f].dtype for f in fields})
-                frame = grid.merge(known, on=fields, how="left")
-            else:
-                frame = grid.reindex(columns=known.columns)
+        known = store.read(self.experiment, machine, self.root)
+        for column in known.columns.difference(fields):  # those hold only what the grid does
+            if not pd.api.types.is_numeric_dtype(known[column]):
+                known[column] = known[column].map(escaped)
+        frame = grid.merge(known.astype({f: grid[f].dtype for f in fields}), on=fields, how="left")
         frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), NOT_MEASURED)
         frame.insert(0, "machine", machine)
         return frame
@@ -257,20 +234,10 @@ class Chapter:
     # ------------------------------------------------------------------------------ where it comes from
     def stale(self) -> pd.DataFrame:
         """The rows that were measured with other code than this checkout's."""
-        frame = self.rows()
+        frame, current = self.rows(), provenance.current(self.experiment, self.root)
         cases = frame[store.case_fields(self.experiment)].itertuples(index=False, name=None)
-        known = [self._current(case, code) for case, code in zip(cases, frame["code"], strict=True)]
+        known = [current(case, code) for case, code in zip(cases, frame["code"], strict=True)]
         return frame[(frame["status"] != NOT_MEASURED) & ~np.array(known, dtype=bool)]
-
-    @functools.cached_property
-    def _current(self) -> Callable[[Sequence[Any], str], bool]:
-        return provenance.current(self.experiment, self.root)
-
-    def environments(self, machine: str) -> dict[str, dict[str, Any]]:
-        """What `machine.json` says about the environments that the machine's rows name, its texts escaped."""
-        known = store.environments(machine, self.root)
-        used = self.rows(machine=machine)["env"].dropna().unique()
-        return {d: {key: escaped(value) for key, value in known.get(d, {}).items()} for d in used}
 
     def provenance(self, *more: Chapter) -> str:
         """Sentences (Markdown): on what machine, with which versions and when the rows were measured, those of `more`
@@ -286,8 +253,9 @@ class Chapter:
             return f"On `{machine}` nothing of this chapter has been measured."
         days = sorted({str(t)[:10] for t in there["time_utc"]})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        environments = {k: e for table in tables for k, e in table.environments(machine).items()}
-        what = "; ".join(dict.fromkeys(map(_environment_words, environments.values())))
+        known = store.environments(machine, self.root)
+        words = (_environment_words(known.get(e, {})) for e in frame["env"].dropna().unique())
+        what = "; ".join(dict.fromkeys(words))
         ran = lambda rows: ~rows["status"].str.startswith("skipped")
         measured = int(ran(there).sum())
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
@@ -316,42 +284,21 @@ class Chapter:
         """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
         frame = self.rows()
         metrics = frame[list(self.experiment.metrics)].replace("", None)
-        signed = [
-            m for m in metrics.select_dtypes("number") if "error" not in m
-        ]  # a difference may have a sign
+        signed = [m for m in metrics.select_dtypes("number") if "error" not in m]  # which may have a sign
+        known = {e for machine in self.machines for e in store.environments(machine, self.root)}
         counts = {
             "not measured": (frame["status"] == NOT_MEASURED).sum(),
             "ended in an error": frame["status"].str.startswith("error").sum(),
             "without memory that other processes held": frame["status"].str.startswith("oom:").sum(),
             "without a number": ((frame["status"] == "ok") & metrics.isna().all(axis=1)).sum(),
             "with a negative number": (metrics[signed] < 0).any(axis=1).sum(),
+            "of an environment that machine.json lacks": (~frame["env"].dropna().isin(known)).sum(),
             "measured with earlier code": len(self.stale()),
         }
         return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
 
 
-def _this_machine() -> str:
-    from cs336_systems.store.machine import machine_name
-
-    return machine_name()
-
-
 # ---------------------------------------------------------------------------------- parameters
-def check(tables: Sequence[Table], given: Mapping[str, Any], root: Path) -> None:
-    """ValueError for what the notebook of a chapter would refuse as its parameters."""
-    _refuse_unknown(given, _parameters(tables))
-    Chapter(tables, root=root, **given)
-
-
-def _parameters(tables: Sequence[Table]) -> list[str]:
-    return [*_COMMON, *selection.fields(tables)]
-
-
-def _refuse_unknown(names: Iterable[str], allowed: Sequence[str]) -> None:
-    if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-
-
 def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
     """The parameters, of those that are allowed, that a notebook's globals hold.
 
@@ -359,11 +306,10 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
     injects, is read again here: a name in it that is not allowed is a ValueError.
     """
     cells = [cell for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters")]
-    names: list[str] = []
-    for statement in ast.parse(cells[-1]).body if cells else []:
-        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-        names += [target.id for target in targets if isinstance(target, ast.Name)]
-    _refuse_unknown(names, allowed)
+    nodes = ast.walk(ast.parse(cells[-1] if cells else ""))
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
     return {name: namespace[name] for name in allowed if name in namespace}
 
 
@@ -380,10 +326,10 @@ def _when(measure: Any) -> str:
     return selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
 
 
-def _environment_words(env: Mapping[str, Any]) -> str:
-    gpus = env.get("gpus", 0)
-    of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
-    if gpus:
+def _environment_words(environment: Mapping[str, Any]) -> str:
+    env = {key: escaped(value) for key, value in environment.items()}
+    if gpus := env.get("gpus"):
+        of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
         hardware = f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
     else:
         hardware = env.get("cpu", "unknown CPU") + (f", {env['cores']} cores" if "cores" in env else "")

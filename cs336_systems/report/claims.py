@@ -7,85 +7,53 @@ Every notebook is executed in this process, without Jupyter: its claims and answ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import matplotlib.pyplot as plt
+
 from cs336_systems.report import prose
 from cs336_systems.report.chapter import BUILD_VARIABLE
-from cs336_systems.report.coverage import chapters_in_toc, parts, project_root
+from cs336_systems.report.coverage import chapters_in_toc, parts
 
 
-def execute(
-    notebook: Path, shown_by: str = "", until: str = "", **parameters: Any
-) -> tuple[list[prose.Sentence], list[Any]]:
+def execute(notebook: Path, until: str = "", **parameters: Any) -> tuple[list[prose.Sentence], list[Any]]:
     """Runs a notebook's code cells in this process, reading rows only; returns its sentences, and all that it
-    displayed, or what its cells with the tag `shown_by` did.
+    displayed.
 
-    `until`: ends with the last cell that holds this text or tag, and draws no figure on the way there. `parameters`
-    replace those of the notebook, as papermill's do. What a cell raises comes through, with a note that
-    names the notebook and the cell.
+    `until`: ends with the last cell that holds this text or tag, draws no figure on the way there, and returns what
+    such cells displayed. `parameters` replace those of the notebook, as papermill's do. What a cell raises comes
+    through, with a note that names the notebook and the cell.
     """
     displayed: list[Any] = []
     chosen: list[Any] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     before = len(prose.made)
-    cells = [
-        (cell, "".join(cell["source"])) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    ]
-    if until:
-        wanted = [until in source or until in cell["metadata"].get("tags", []) for cell, source in cells]
-        cells = cells[: len(wanted) - wanted[::-1].index(True)] if any(wanted) else []
-    with _quiet(displayed):
-        for number, (cell, source) in enumerate(cells, 1):
-            if cell["cell_type"] != "code" or (until and source.startswith("_ = ")):
-                continue
-            tags, already = cell["metadata"].get("tags", []), len(displayed)
-            try:
-                exec(compile(source, f"{notebook.name}[{number}]", "exec"), names)
-            except Exception as error:
-                error.add_note(f"in cell {number} of {notebook}")
-                raise
-            if "parameters" in tags:
-                names.update(parameters)
-            if not shown_by or shown_by in tags:
-                chosen += displayed[already:]
-    return prose.made[before:], chosen
-
-
-@contextmanager
-def _quiet(displayed: list[Any]) -> Iterator[None]:
-    """Collects what is displayed; figures are drawn and dropped."""
-    import matplotlib.pyplot as plt
-
-    def keep(*things: Any, **options: Any) -> None:
-        displayed.extend(things)
-
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    tags = [cell["metadata"].get("tags", []) for cell in cells]
+    holding = [n for n, source in enumerate(sources) if until in source or until in tags[n]]
     with (
-        mock.patch("IPython.display.display", keep),
+        mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
         mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
         plt.rc_context({"backend": "agg"}),
     ):
-        try:
-            yield
-        finally:
-            plt.close("all")
-
-
-def briefs(root: Path | None = None) -> dict[str, str]:
-    """Part of a problem → its answer in one line, from the chapters' notebooks.
-
-    They are executed here, as far as their last answer; their sentences are not this page's.
-    """
-    root = root or project_root()
-    before, found = len(prose.made), {}
-    for page in filter(parts, chapters_in_toc(root)):
-        sentences, _ = execute(root / "book" / f"{page}.ipynb", until="answer(")
-        found |= {sentence.part: sentence.brief for sentence in sentences if sentence.part}
-    del prose.made[before:]
-    return found
+        for n, source in enumerate(sources[: max(holding, default=-1) + 1]):
+            if cells[n]["cell_type"] != "code" or (until and source.startswith("_ = ")):
+                continue
+            already = len(displayed)
+            try:
+                exec(compile(source, f"{notebook.name}[{n + 1}]", "exec"), names)
+            except Exception as error:
+                error.add_note(f"in cell {n + 1} of {notebook}")
+                raise
+            if "parameters" in tags[n]:
+                names.update(parameters)
+            if n in holding:
+                chosen += displayed[already:]
+            plt.close("all")  # as Jupyter does
+    return prose.made[before:], chosen
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:

@@ -6,8 +6,6 @@ Colors are Okabe and Ito's, which color-blind readers tell apart; markers say th
 
 from __future__ import annotations
 
-import base64
-from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from cs336_systems.report.tables import EMPTY, fmt
+from cs336_systems.report.tables import fmt
 
 # implementation or series → (label, color, marker)
 SERIES: dict[str, tuple[str, str, str]] = {
@@ -41,12 +39,12 @@ SERIES: dict[str, tuple[str, str, str]] = {
     "tf32": ("TF32", "#D55E00", "D"),
     "fp32": ("fp32", "#6b6b6b", "s"),
 }
-_SPARE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6b6b6b"]
-_SPARE_MARKERS = "oD^vPsX"
+_SPARE = [("#0072B2", "o"), ("#D55E00", "D"), ("#009E73", "^"), ("#CC79A7", "v"), ("#E69F00", "P"), ("#56B4E9", "s"),
+          ("#6b6b6b", "X")]  # fmt: skip
 ROOF = "#222222"
 WIDTH = 7.0  # inches; the text of the PDF is a little narrower, so figures are scaled down, never up
 
-_STYLE = {
+STYLE = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "savefig.pad_inches": 0.08,
@@ -74,22 +72,16 @@ def use() -> None:
     """Sets the style, and vector output in notebooks (SVG for the screen, PDF for LaTeX)."""
     from IPython import get_ipython
 
-    plt.rcParams.update(_STYLE)
+    plt.rcParams.update(STYLE)
     if get_ipython() is not None:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
         set_matplotlib_formats("svg", "pdf")
 
 
-def styled() -> AbstractContextManager[None]:
-    """The style for one figure, outside notebooks."""
-    return plt.rc_context(_STYLE)
-
-
 def look(name: str, position: int = 0) -> tuple[str, str, str]:
     """Label, color and marker of a series: its own, or the spare ones at a position."""
-    spare = (name, _SPARE[position % len(_SPARE)], _SPARE_MARKERS[position % len(_SPARE_MARKERS)])
-    return SERIES.get(name, spare)
+    return SERIES.get(name, (name, *_SPARE[position % len(_SPARE)]))
 
 
 def label(name: str) -> str:
@@ -132,8 +124,9 @@ def lines(
     for position, (name, part) in enumerate(frame.groupby(series, sort=False)):
         text, color, marker = look(str(name), position)
         part = part.sort_values(x)
-        xs, ys = part[x].to_numpy(float), part[y].to_numpy(float)
-        ax.plot(xs, ys, color=color, marker=marker, label=text, zorder=3)
+        ax.plot(
+            part[x].astype(float), part[y].astype(float), color=color, marker=marker, label=text, zorder=3
+        )
     if binary_x:
         ticks = sorted(frame[x].unique())
         ax.set_xscale("log", base=2)
@@ -188,12 +181,10 @@ def heat(
     colors = plt.get_cmap("RdBu")(0.5 + 0.42 * np.nan_to_num(strength))
     colors[np.isnan(values)] = (0.93, 0.93, 0.93, 1)
     ax.imshow(colors, aspect="auto")
-    for i in range(values.shape[0]):
-        for j in range(values.shape[1]):
-            empty = np.isnan(values[i, j])
-            text = (words.iloc[i, j] if words is not None else EMPTY) if empty else fmt(values[i, j], digits)
-            color = "white" if not empty and abs(strength[i, j]) > 0.62 else "#222222"
-            ax.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
+    for (i, j), value in np.ndenumerate(values):
+        text = words.iloc[i, j] if np.isnan(value) and words is not None else fmt(float(value), digits)
+        color = "white" if abs(strength[i, j]) > 0.62 else "#222222"
+        ax.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
     ax.set_xticks(range(values.shape[1]), [short(c) for c in table.columns])
     ax.set_yticks(range(values.shape[0]), [str(r) for r in table.index])
     ax.grid(visible=False)
@@ -201,15 +192,8 @@ def heat(
     ax.tick_params(length=0)
 
 
-# ------------------------------------------------------------------------------------------------ web pages
 def only_html(text: str) -> None:
     """Shows HTML on web pages and in JupyterLab; nothing in print."""
     from IPython.display import display
 
     display({"text/html": text, "text/latex": "", "text/plain": "(on the web page)"}, raw=True)
-
-
-def download(name: str, content: bytes) -> str:
-    """A link (HTML) that saves `content` as a file of this name, without a server."""
-    data = base64.b64encode(content).decode()
-    return f'<a download="{name}" href="data:application/octet-stream;base64,{data}">{name}</a>'

@@ -53,9 +53,10 @@ class Compared:
             f"{self.text}: ratio {self.ratio!r}, noise {self.noise:.1%}{'' if self.known else ' (assumed)'}"
         )
 
-    def _judged(self, name: str, result: bool, narrow: bool) -> bool | None:
+    def _judged(self, name: str, result: bool) -> bool | None:
         if self.ratio.missing:
             return None
+        narrow = self.noise < self._apart <= WIDE * self.noise
         consulted.append((f"({self!r}).{name}", result, narrow))
         return result
 
@@ -66,22 +67,18 @@ class Compared:
         return max(ratio, 1 / ratio) - 1 if ratio > 0 else math.inf
 
     @property
-    def _narrow(self) -> bool:
-        return self.noise < self._apart <= WIDE * self.noise
-
-    @property
     def less(self) -> bool | None:
-        return self._judged("less", float(self.ratio) < 1 and self._apart > self.noise, self._narrow)
+        return self._judged("less", float(self.ratio) < 1 and self._apart > self.noise)
 
     @property
     def more(self) -> bool | None:
-        return self._judged("more", float(self.ratio) > 1 and self._apart > self.noise, self._narrow)
+        return self._judged("more", float(self.ratio) > 1 and self._apart > self.noise)
 
     @property
     def even(self) -> bool | None:
         if not self.known:
             return None
-        return self._judged("even", self._apart <= self.noise, False)
+        return self._judged("even", self._apart <= self.noise)
 
 
 def compare(metric: str, a: Row, b: Row, rows: pd.DataFrame) -> Compared:
@@ -138,7 +135,7 @@ made: list[Sentence] = []  # claims and answers of this process, in their order
 
 def say(text: str) -> None:
     """Shows Markdown with values in it, or which of them is missing."""
-    _show(_readable(text)[0])
+    _show(_missing(text) or text)
 
 
 def claim(text: str, *conditions: bool | None) -> None:
@@ -180,8 +177,7 @@ def _held(part: str, text: str, conditions: Iterable[Any], brief: str = "") -> s
     """Notes the sentence, and returns what is to be shown of it."""
     found = _checked(conditions)
     seen, consulted[:] = list(consulted), []
-    missing = _readable(text)[1] or _readable(brief)[1]
-    outcome = None if missing or None in found else all(found)
+    outcome = None if _missing(text) or _missing(brief) or None in found else all(found)
     shown, short = (_shown(words, outcome) for words in (text, brief))
     against = tuple(dict.fromkeys(t for t, result, _ in seen if not result)) if outcome is False else ()
     narrow = tuple(dict.fromkeys(t for t, result, close in seen if result and close)) if outcome else ()
@@ -190,20 +186,17 @@ def _held(part: str, text: str, conditions: Iterable[Any], brief: str = "") -> s
 
 
 def _shown(text: str, outcome: bool | None) -> str:
-    shown, missing = _readable(text)
-    if outcome is None and not missing:
-        return "*Not measured.*"
-    return f"{shown} **[{NOT_BORNE_OUT}]**" if outcome is False else shown
+    if outcome is None:
+        return _missing(text) or "*Not measured.*"
+    return text if outcome else f"{text} **[{NOT_BORNE_OUT}]**"
 
 
-def _readable(text: str) -> tuple[str, bool]:
-    """The text, or the reasons why a number in it is missing; and whether one is."""
-    pieces = text.split(MARK)
-    if len(pieces) == 1:
-        unknown = re.search(r"\bnan\b", text) is not None  # of numbers that are not `Number`s
-        return ("*Not measured.*" if unknown else text), unknown
-    reasons = "; ".join(dict.fromkeys(pieces[1::2]))
-    return f"*Not measured: {reasons}.*".replace(": not measured", ""), True
+def _missing(text: str) -> str:
+    """What to show in place of a text with a missing number in it, with the reasons; empty where none is missing."""
+    reasons = "; ".join(dict.fromkeys(text.split(MARK)[1::2]))
+    if reasons:
+        return f"*Not measured: {reasons}.*".replace(": not measured", "")
+    return "*Not measured.*" if re.search(r"\bnan\b", text) else ""  # of numbers that are not `Number`s
 
 
 def _html(text: str) -> str:

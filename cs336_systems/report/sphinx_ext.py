@@ -6,6 +6,7 @@ book` behave alike."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -14,39 +15,28 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
-PDF_VARIABLE = "CS336_BOOK_PDF"  # set where the PDF will lie beside the HTML
-KEEP_VARIABLE = "CS336_BOOK_KEEP_PAGES"  # set by `cs336 book` for its PDF, made of the pages read for HTML
+PDF_VARIABLE = (
+    "CS336_BOOK_PDF"  # set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
+)
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
 
 def _every_page(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> set[str]:
-    """All pages count as outdated: what they show are rows, and Sphinx does not watch those."""
-    return set(env.found_docs)
-
-
-def read_notebook(text: str) -> Any:
-    """Reads a notebook's JSON; the cells that papermill put in are left out of the page (they still run)."""
-    import nbformat
-
-    notebook = nbformat.reads(text, as_version=4)
-    for cell in notebook.cells:
-        tags = cell.metadata.get("tags", [])
-        if "injected-parameters" in tags:
-            cell.metadata["tags"] = [*tags, "remove-cell"]
-    return notebook
+    """All pages count as outdated: what they show are rows, and Sphinx does not watch those. Only the PDF beside HTML
+    is made of the pages that were read for that."""
+    beside = os.environ.get(PDF_VARIABLE) == "1" and app.builder.format == "latex"
+    return set() if beside else set(env.found_docs)
 
 
 def setup(app: Any) -> dict[str, bool | str]:
     """What Sphinx calls. The kernels that run the notebooks inherit the environment variable."""
     os.environ[BUILD_VARIABLE] = "1"
-    if os.environ.get(KEEP_VARIABLE) != "1":
-        app.connect("env-get-outdated", _every_page)
+    app.connect("env-get-outdated", _every_page)
     # Twice the cores: Sphinx splits the pages into batches of equal size, of which some take longer.
     app.parallel = 2 * (os.cpu_count() or 1)
     app.connect("env-before-read-docs", _declare_parallel)
     app.connect("env-updated", _no_failed_notebook)
-    app.connect("config-inited", _own_reader, priority=100)
     app.connect("config-inited", _without_thebe)
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
@@ -69,13 +59,6 @@ def _no_failed_notebook(app: Any, env: Any) -> None:
     runs = {page: data.get("exec_data") for page, data in getattr(env, "nb_metadata", {}).items()}
     if failed := sorted(page for page, run in runs.items() if run and not run["succeeded"]):
         raise ExtensionError(f"notebooks failed: {', '.join(failed)}")
-
-
-def _own_reader(app: Any, config: Any) -> None:
-    config["nb_custom_formats"] = {
-        **(config["nb_custom_formats"] or {}),
-        ".ipynb": [f"{__name__}.{read_notebook.__name__}", {}, False],
-    }
 
 
 def _without_thebe(app: Any, config: Any) -> None:
@@ -134,14 +117,14 @@ def _panels(app: Any, error: Exception | None) -> None:
     """Says of each figure with panels side by side where they are, for `book.js`, which stacks them on a phone."""
     if error or app.builder.format != "html":
         return
-    found: dict[str, str] = {}
+
+    @functools.cache
+    def windows(file: str) -> str:
+        parts = panels_of((Path(app.outdir) / file).read_text(encoding="utf-8"))
+        return " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
 
     def told(image: re.Match[str]) -> str:
-        file = image[1]
-        if file not in found:
-            parts = panels_of((Path(app.outdir) / file).read_text(encoding="utf-8"))
-            found[file] = " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
-        return f'{image[0]} data-panels="{found[file]}"' if found[file] else image[0]
+        return f'{image[0]} data-panels="{found}"' if (found := windows(image[1])) else image[0]
 
     for page in Path(app.outdir).glob("*.html"):
         text = page.read_text(encoding="utf-8")

@@ -21,6 +21,7 @@ EMPTY = "–"
 # be seen
 _MARKUP = {ord(c): f"&#{ord(c)};" for c in "&<>\"'`*[]|$\\{}~"}
 _LONG, _LONG_TEXT = 30, 1500  # rows, characters that wrap: more are set as a table of several pages
+_WIDE = 8  # columns: more are set smaller
 
 
 def fmt(value: Any, digits: int = 3) -> str:
@@ -40,10 +41,10 @@ def fmt(value: Any, digits: int = 3) -> str:
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
+    mantissa, power = f"{value:.{digits - 1}e}".split("e")
+    exponent = int(power)
     if exponent < -4:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(power)}".replace("-", "−")
+        return f"{mantissa}e{exponent}".replace("-", "−")
     decimals = max(0, digits - 1 - exponent)
     return f"{round(value, digits - 1 - exponent):,.{decimals}f}".replace("-", "−")
 
@@ -56,9 +57,13 @@ def escaped(value: Any) -> Any:
     return visible(value).translate(_MARKUP)
 
 
-def percent(share: float | None, digits: int = 2) -> str:
-    """A share with `digits` significant digits: 0.0234 → `"2.3 %"`; a missing one as a dash."""
-    return EMPTY if pd.isna(share) else f"{fmt(100 * share, digits)} %"
+def chosen(rows: pd.DataFrame, /, **where: Any) -> pd.DataFrame:
+    """The rows whose columns equal a value, or are in a list of values; ValueError for an unknown column."""
+    for column, value in where.items():
+        if column not in rows:
+            raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
+        rows = rows[rows[column].isin(value if isinstance(value, list | tuple | set) else [value])]
+    return rows
 
 
 def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> pd.DataFrame:
@@ -71,15 +76,10 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     keys = [*index, columns]
     if rows.duplicated(keys).any():
         raise ValueError(f"several rows for one cell of {', '.join(keys)}; choose among them first")
-    if rows.empty:
-        return pd.DataFrame(columns=list(index))
     told = rows.assign(_word=rows["status"].map(word))
     wide, words = (told.pivot(index=list(index), columns=columns, values=x) for x in (value, "_word"))
-    lines = rows[list(index)].drop_duplicates()
-    order = pd.MultiIndex.from_frame(lines) if len(index) > 1 else pd.Index(lines[index[0]], name=index[0])
-    heads = list(dict.fromkeys(rows[columns]))
-    table = wide.reindex(index=order, columns=heads).astype(float).rename_axis(columns=None)
-    out = table.reset_index()
+    order, heads = rows.set_index(list(index)).index.unique(), rows[columns].unique()
+    out = wide.reindex(index=order, columns=heads).astype(float).rename_axis(columns=None).reset_index()
     words = words.reindex(index=order, columns=heads).fillna(EMPTY)
     out.attrs["words"] = words.reset_index(drop=True).to_dict()  # plain values: pandas compares attrs
     return out
@@ -111,16 +111,8 @@ def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.
     return out
 
 
-def _flat(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
-    """Heads, rows of texts, and which columns hold numbers (they are set flush right)."""
-    named_index = any(n is not None for n in frame.index.names)
-    flat = frame.reset_index() if named_index else frame
-    heads = [" ".join(str(p) for p in (c if isinstance(c, tuple) else (c,)) if p != "") for c in flat.columns]
-    rows = [[fmt(v) for v in row] for row in flat.itertuples(index=False, name=None)]
-    return heads, rows, [_numeric([row[i] for row in rows]) for i in range(len(heads))]
-
-
-def _numeric(texts: Sequence[str]) -> bool:
+def _numeric(texts: Iterable[str]) -> bool:
+    """Whether a column holds numbers: it is set flush right."""
     looks = [
         re.fullmatch(r"[−+\-]?[\d,]*\.?\d+(e[−\-]?\d+)?( ?[×%])?", t) is not None for t in texts if t != EMPTY
     ]
@@ -147,44 +139,43 @@ def _html_text(text: str) -> str:
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
 
-def to_html(frame: pd.DataFrame, caption: str = "") -> str:
-    """The table as HTML, in the colors of the page around it."""
-    heads, rows, numeric = _flat(frame)
-    align = ["right" if n else "left" for n in numeric]
-    head = "".join(
-        f'<th style="text-align:{a}">{_html_text(h)}</th>' for h, a in zip(heads, align, strict=True)
+def to_html(frame: pd.DataFrame, caption: str, folded: bool = False) -> str:
+    """A table of texts as HTML, in the colors of the page around it. One that is `folded` opens by a click on its
+    caption, and scrolls where it is wider than the page."""
+    align = ["right" if _numeric(frame[column]) else "left" for column in frame]
+
+    def line(tag: str, texts: Iterable[Any]) -> str:
+        cells = zip(texts, align, strict=True)
+        marked = (f'<{tag} style="text-align:{a}">{_html_text(str(t))}</{tag}>' for t, a in cells)
+        return f"<tr>{''.join(marked)}</tr>"
+
+    body = "".join(line("td", row) for row in frame.itertuples(index=False, name=None))
+    inner = f"<thead>{line('th', frame)}</thead><tbody>{body}</tbody></table>"
+    said = _html_text(caption)
+    if not folded:
+        return f'<table><caption style="caption-side:top;text-align:left">{said}</caption>{inner}'
+    kind = "table measured wide" if len(align) > _WIDE else "table measured"
+    return (
+        f'<details class="folded"><summary>{said}</summary>'
+        f'<div style="overflow-x:auto"><table class="{kind}">{inner}</div></details>'
     )
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="text-align:{a}">{_html_text(c)}</td>' for c, a in zip(r, align, strict=True))
-        + "</tr>"
-        for r in rows
-    )
-    top = (
-        f'<caption style="caption-side:top;text-align:left">{_html_text(caption)}</caption>'
-        if caption
-        else ""
-    )
-    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bool = False) -> str:
-    """The table as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
+def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False) -> str:
+    """A table of texts as a MyST directive: numbered, with a label for `{numref}`, and column kinds for LaTeX.
 
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
-    heads, rows, numeric = _flat(frame)
+    heads = [str(head) for head in frame]
+    columns = [list(frame[column]) for column in frame]
+    rows = list(frame.itertuples(index=False, name=None))
+    kinds = ["r" if _numeric(c) else "L" if wrap and _wraps(c) else "l" for c in columns]
 
-    def line(texts: Sequence[str]) -> str:
+    def line(texts: Iterable[str]) -> str:
         return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
 
-    rule = "| " + " | ".join("---:" if n else ":---" for n in numeric) + " |"
-    grid = "\n".join([line(heads), rule, *(line(r) for r in rows)])
-    columns = [[row[i] for row in rows] for i in range(len(heads))]
-    kinds = [
-        "r" if n else "L" if wrap and _wraps(column) else "l"
-        for n, column in zip(numeric, columns, strict=True)
-    ]
+    rule = line("---:" if kind == "r" else ":---" for kind in kinds)
+    grid = "\n".join([line(heads), rule, *map(line, rows)])
     long = len(rows) > _LONG or (wrap and sum(len(_plain(text)) for row in rows for text in row) > _LONG_TEXT)
     if wrap and long:  # a table of several pages knows no L: paragraphs, wider for longer texts
         longest = [
@@ -198,29 +189,17 @@ def to_markdown(frame: pd.DataFrame, caption: str = "", name: str = "", wrap: bo
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
     between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
     latex = f"```{{tabularcolumns}} {between.join(kinds)}\n```\n\n"
-    label = f":name: {name}\n" if name else ""
-    kind = " ".join(filter(None, ["measured", "wide" * (len(heads) > 8), "text" * wrap, "longtable" * long]))
-    table = f"{grid}\n"
-    if caption:
-        table = f":::{{table}} {caption}\n{label}:class: {kind}\n:align: center\n\n{grid}\n:::\n"
-    return latex + table
-
-
-def to_folded_html(frame: pd.DataFrame, caption: str) -> str:
-    """The table as HTML that opens by a click on its caption, and scrolls where it is wider than the page."""
-    kind = "table measured wide" if len(_flat(frame)[0]) > 8 else "table measured"
-    table = to_html(frame).replace("<table>", f'<table class="{kind}">', 1)
-    return (
-        f'<details class="folded"><summary>{_html_text(caption)}</summary>'
-        f'<div style="overflow-x:auto">{table}</div></details>'
+    kind = " ".join(
+        filter(None, ["measured", "wide" * (len(heads) > _WIDE), "text" * wrap, "longtable" * long])
     )
+    return f"{latex}:::{{table}} {caption}\n:name: {name}\n:class: {kind}\n:align: center\n\n{grid}\n:::\n"
 
 
 def show(
     frame: pd.DataFrame, caption: str, name: str, wrap: bool = False, folded: bool = False,
     digits: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Displays a frame as a captioned table; a named index becomes its first columns.
+    """Displays a frame as a captioned table, without its index.
 
     Args:
         frame: cells are numbers (shown with three significant digits) or texts, which may hold Markdown.
@@ -237,10 +216,8 @@ def show(
     if frame.empty:  # the label stays, for those who refer to it
         frame = pd.DataFrame({"rows": ["not measured"]})
     frame = printed(frame, digits)
-    if folded:
-        as_html = to_folded_html(frame, caption)
-        as_markdown = f"```{{raw}} html\n{as_html}\n```"  # which LaTeX leaves out
-    else:
-        as_html, as_markdown = to_html(frame, caption), to_markdown(frame, caption, name, wrap)
+    as_html = to_html(frame, caption, folded)
+    only_html = f"```{{raw}} html\n{as_html}\n```"  # which LaTeX leaves out
+    as_markdown = only_html if folded else to_markdown(frame, caption, name, wrap)
     as_text = f"{caption}\n{frame.to_string()}"
     display({"text/html": as_html, "text/markdown": as_markdown, "text/plain": as_text}, raw=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.report.tables import escaped, fmt, percent
+from cs336_systems.report.tables import chosen, escaped, fmt
 from cs336_systems.store import rows as store
 from cs336_systems.store.files import StoreError, read_table
 
@@ -35,10 +35,12 @@ class Number(float):
     def __format__(self, spec: str) -> str:
         if self.missing:
             return f"{MARK}{self.missing}{MARK}"
-        if spec.rstrip("%").isdigit() or spec in ("", "%"):
-            written = percent if "%" in spec else fmt
-            return written(float(self), int(spec.rstrip("%") or 3)).replace(" ", "\u00a0")
-        return format(float(self), spec)
+        digits = spec.removesuffix("%") or "3"
+        if not digits.isdigit():
+            return format(float(self), spec)
+        if spec.endswith("%"):
+            return f"{fmt(100 * float(self), int(digits))}\u00a0%"
+        return fmt(float(self), int(digits))
 
     __str__ = lambda self: format(self)
     __repr__ = lambda self: f"missing ({self.missing})" if self.missing else fmt(float(self), 4)
@@ -56,10 +58,9 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if missing := missing_of(*operands):
             return Number(math.nan, missing)
         try:
-            found = plain(*map(float, operands))
+            return Number(plain(*map(float, operands)))
         except ZeroDivisionError:
             return Number(math.nan, "divided by zero")
-        return found if found is NotImplemented else Number(found)
 
     return operate
 
@@ -70,18 +71,17 @@ def _comparison(name: str, sign: str) -> Callable[[Number, Any], bool | None]:
     def compared(a: Number, b: Any) -> bool | None:
         if missing_of(a, b):
             return None
-        result = plain(a, float(b)) if isinstance(b, int | float | np.number) else NotImplemented
-        if result is not NotImplemented:
-            consulted.append((f"{a!r} {sign} {b!r}", result, False))
+        if not isinstance(b, int | float | np.number):
+            return NotImplemented
+        result = plain(a, float(b))
+        consulted.append((f"{a!r} {sign} {b!r}", result, False))
         return result
 
     return compared
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(Number, f"__{_name}__", _arithmetic(f"__{_name}__"))
-    setattr(Number, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
-for _name in ("neg", "abs"):
+_BINARY = ("add", "sub", "mul", "truediv", "pow")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "abs"):
     setattr(Number, f"__{_name}__", _arithmetic(f"__{_name}__"))
 for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="), ("ne", "!=")):
     setattr(Number, f"__{_name}__", _comparison(f"__{_name}__", _sign))
@@ -122,23 +122,17 @@ class Row:
 def one(rows: pd.DataFrame, **case: Any) -> Row:
     """The row with these values; of several machines, the first one that has it.
 
-    An absent row is a Row whose numbers are all missing.
+    A row that is absent or not measured is a Row whose numbers are all missing.
 
     Raises:
         ValueError: an unknown column, or several rows of one machine (the message says where they differ).
     """
-    chosen = np.ones(len(rows), dtype=bool)
-    for column, value in case.items():
-        if column not in rows:
-            raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
-        chosen &= (rows[column] == value).to_numpy(dtype=bool)
-    found = rows[chosen]
+    found = chosen(rows, **case)
     words = (v if isinstance(v, str) else f"{column}={v}" for column, v in case.items() if column != "repeat")
     where = " ".join(words) or "the row"
     machines = list(found["machine"].unique()) if "machine" in found else []
-    if len(found) > 1 and "status" in found:
-        there = found[found["status"] != "not measured"]
-        found = there if len(there) else found
+    if "status" in found:
+        found = found[found["status"] != "not measured"]
     if len(found) > 1 and "machine" in found:
         found = found[found["machine"] == found["machine"].iloc[0]]
     if len(found) > 1:
@@ -146,10 +140,9 @@ def one(rows: pd.DataFrame, **case: Any) -> Row:
         raise ValueError(
             f"{where}: {len(found)} rows, which differ in {', '.join(differ)}; name more columns"
         )
-    if found.empty or found.iloc[0].get("status") == "not measured":
+    if found.empty:
         place = f" on {', '.join(machines)}" if any(machines) else ""
-        empty = dict.fromkeys(rows.columns, math.nan)
-        return Row(empty | dict(found.iloc[0] if len(found) else {}), where, f"{where}: not measured{place}")
+        return Row(dict.fromkeys(rows.columns), where, f"{where}: not measured{place}")
     return Row(found.iloc[0].to_dict(), where)
 
 
@@ -198,6 +191,5 @@ def span(numbers: pd.DataFrame | Iterable[Any], metric: str = "") -> Span:
     else:
         found = [x if isinstance(x, Number) else Number(x) for x in numbers]
     missing = missing_of(*found) if found else f"{metric or 'a range'}: not measured"
-    if missing:
-        return Span(Number(math.nan, missing), Number(math.nan, missing))
-    return Span(Number(min(map(float, found))), Number(max(map(float, found))))
+    low, high = (math.nan, math.nan) if missing else (min(map(float, found)), max(map(float, found)))
+    return Span(Number(low, missing), Number(high, missing))

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from cs336_systems.chapters.index import show as headline
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import project_root
-from cs336_systems.report.figures import styled
+from cs336_systems.report.figures import STYLE
 
 BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
 FIGURE = Path("book") / "_static" / "results.svg"
@@ -29,7 +29,7 @@ TAG = "readme"  # of the cells of the first page whose sentences stand in the RE
 def block(root: Path) -> str:
     """The Markdown that belongs between the markers: the first page's results, below their figure."""
     with mock.patch.dict("os.environ", {"CS336_RESULTS": str(root / "results")}):
-        _, shown = execute(root / "book" / "index.ipynb", shown_by=TAG, until=TAG)
+        _, shown = execute(root / "book" / "index.ipynb", until=TAG)
     parts = [re.sub(r"\]\((\w+\.ipynb)", r"](book/\1", thing["text/markdown"]) for thing in shown]
     picture = [f"![Three results: attention, training, data parallelism.]({FIGURE.as_posix()})"]
     return "\n\n".join(picture * bool(headline.digest(root / "results")) + parts)
@@ -61,9 +61,8 @@ def draw(root: Path) -> None:
         path.unlink()
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context({"svg.hashsalt": digest}):  # the same rows give the same file
-        with styled():
-            figure = headline.figure(root / "results")
+    with plt.rc_context(STYLE | {"svg.hashsalt": digest}):  # the same rows give the same file
+        figure = headline.figure(root / "results")
         metadata = {"Date": None, "Description": f"drawn from rows {digest}"}
         figure.savefig(path, metadata=metadata)
     plt.close(figure)

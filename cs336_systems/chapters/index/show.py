@@ -1,4 +1,5 @@
-"""The three results that the book's first page and the README open with: their rows, and one figure of them."""
+"""The book's first page: the three results that it and the README open with, their rows and one figure of them; and
+the table of all problems with their answers."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
-from cs336_systems.report import figures
+from cs336_systems.report import claims, coverage, figures, prose
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.tables import in_order
+from cs336_systems.report.tables import EMPTY, in_order
 
+YEARS = ("2025", "2026")
 RUNGS = {  # of the training ladder → label
     ("fp32",): "plain, fp32",
     ("tf32",): "+ TF32",
@@ -109,3 +111,35 @@ def digest(root: Path | None = None) -> str:
     if all(numbers.isna().all() for numbers in shown):
         return ""
     return hashlib.sha256("\n".join(numbers.to_csv() for numbers in shown).encode()).hexdigest()[:8]
+
+
+def briefs(root: Path | None = None) -> dict[str, str]:
+    """Part of a problem → its answer in one line, from the chapters' notebooks.
+
+    They are executed here, as far as their last answer; their sentences are not this page's.
+    """
+    root = root or coverage.project_root()
+    before, found = len(prose.made), {}
+    for page in filter(coverage.parts, coverage.chapters_in_toc(root)):
+        sentences, _ = claims.execute(root / "book" / f"{page}.ipynb", until="answer(")
+        found |= {sentence.part: sentence.brief for sentence in sentences if sentence.part}
+    del prose.made[before:]
+    return found
+
+
+def problems(answers: dict[str, str]) -> pd.DataFrame:
+    """The parts of both handouts with one line of answer each (a dash where `answers` has none): columns chapter,
+    problem, points in each year (with the first part), answer; the problem is a link to the answer's box."""
+    return pd.DataFrame(
+        {
+            "chapter": f"[{problem.chapter}]({problem.chapter}.ipynb)",
+            "problem": f"[{part}](#{coverage.anchor(part)})",
+            **{
+                year: (EMPTY if points is None else str(points)) if number == 0 else ""
+                for year, points in zip(YEARS, problem.points, strict=True)
+            },
+            "answer": answers.get(part, EMPTY),
+        }
+        for problem in coverage.PROBLEMS
+        for number, part in enumerate(problem.by_part())
+    )

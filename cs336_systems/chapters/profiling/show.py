@@ -6,6 +6,7 @@ over the steps that were recorded.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import html
 import json
@@ -21,7 +22,6 @@ from cs336_systems.chapters.profiling.figure import steps_figure
 from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_path
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
-from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import escaped, pivot
 from cs336_systems.sizes import SIZES
@@ -202,4 +202,6 @@ def trace_link(chapter: Chapter) -> str:
     if not path.is_file():
         return f"<em>{NOT_MEASURED}</em>"
     trace = json.dumps(Step.from_json(path).to_chrome(), separators=(",", ":")).encode()
-    return figures.download(f"{path.stem}.trace.json.gz", gzip.compress(trace, mtime=0))
+    data = base64.b64encode(gzip.compress(trace, mtime=0)).decode()
+    file = f"{path.stem}.trace.json.gz"
+    return f'<a download="{file}" href="data:application/octet-stream;base64,{data}">{file}</a>'
