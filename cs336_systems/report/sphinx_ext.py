@@ -144,14 +144,20 @@ def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
     for left, right in sorted((min(xs), max(xs)) for xs in spans):
         # the same column, or one too narrow to stand alone, as a bar of colors is
         if columns and (
-            left < columns[-1][1] or width > 7 * min(right - left, columns[-1][1] - columns[-1][0])
+            left < columns[-1][1] or width > 12 * min(right - left, columns[-1][1] - columns[-1][0])
         ):
             columns[-1][1] = max(columns[-1][1], right)
         else:
             columns.append([left, right])
     cuts = [0.0, *(right / width + 0.01 for _, right in columns[:-1]), 1.0]
     widths = [b - a for a, b in itertools.pairwise(cuts)]
-    if len(columns) < 2 or max(widths) > 1.4 * min(widths):  # the widest has labels that all need
+    axes = re.findall(
+        r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S
+    )  # vertical ones
+    own = len({'id="text_' in axis for axis in axes}) < 2  # all panels have labels at their left, or none has
+    if len(columns) < 2 or not (
+        own or max(widths) <= 1.4 * min(widths)
+    ):  # the widest has labels that all need
         return []
     legend = re.search(r'^  <g id="legend_\d+">.*?^  </g>', svg, re.M | re.S)
     texts = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)', legend[0]) if legend else []
