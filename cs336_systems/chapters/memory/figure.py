@@ -102,7 +102,7 @@ def hover(timeline: Timeline, label: str, columns: int = 160) -> str:
     for level in MaxNLocator(4).tick_values(0, top)[1:-1]:
         y = height * (1 - level / top)
         drawn.append(f'<line x2="{width}" y1="{y:.0f}" y2="{y:.0f}" stroke="currentColor" opacity="0.25"/>')
-        right = f'x="{width - 3}" y="{y - 3:.0f}" text-anchor="end"'
+        right = f'x="{width - 3}" y="{y - 3:.0f}" text-anchor="end" class="level"'
         drawn.append(f'<text {right} font-size="12" fill="currentColor">{level:g} GiB</text>')
     begins = sorted({int(i) for i in np.searchsorted(x, np.linspace(0, width, columns))})
     for at, end in zip(begins, [*x[begins[1:]], width], strict=True):
