@@ -149,7 +149,9 @@ def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
             columns[-1][1] = max(columns[-1][1], right)
         else:
             columns.append([left, right])
-    cuts = [0.0, *(right / width + 0.01 for _, right in columns[:-1]), 1.0]
+    gaps = [(right / width, (left - right) / width) for (_, right), (left, _) in itertools.pairwise(columns)]
+    # numbers at the ends of bars reach into a wide gap, a label of the next panel into a narrow one
+    cuts = [0.0, *(right + (0.02 if gap > 0.1 else 0.01) for right, gap in gaps), 1.0]
     widths = [b - a for a, b in itertools.pairwise(cuts)]
     axes = re.findall(
         r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S
