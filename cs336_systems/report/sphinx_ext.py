@@ -153,13 +153,12 @@ def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
     # numbers at the ends of bars reach into a wide gap, a label of the next panel into a narrow one
     cuts = [0.0, *(right + (0.02 if gap > 0.1 else 0.01) for right, gap in gaps), 1.0]
     widths = [b - a for a, b in itertools.pairwise(cuts)]
-    axes = re.findall(
-        r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S
-    )  # vertical ones
-    own = len({'id="text_' in axis for axis in axes}) < 2  # all panels have labels at their left, or none has
-    if len(columns) < 2 or not (
-        own or max(widths) <= 1.4 * min(widths)
-    ):  # the widest has labels that all need
+    vertical = re.findall(r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S)
+    own = (
+        len({'id="text_' in axis for axis in vertical}) < 2
+    )  # all panels have labels at their left, or none has
+    shared = not own and max(widths) > 1.4 * min(widths)  # the widest has labels that all need
+    if len(columns) < 2 or shared:
         return []
     legend = re.search(r'^  <g id="legend_\d+">.*?^  </g>', svg, re.M | re.S)
     texts = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)', legend[0]) if legend else []

@@ -64,10 +64,12 @@ def save(
             if tokenizer:
                 (new / TOKENIZER).write_bytes(tokenizer)
             outputs.recorded(new / "checkpoint.json", {"step": step, **about})
-            if final.exists():  # as good: it goes when the new one has its place
-                os.replace(final, new / "before")
+            aside = folder / ".before"
+            if final.exists():  # it goes when the new one has its place
+                shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+                os.replace(final, aside)
             os.replace(new, final)
-            shutil.rmtree(final / "before", ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
         outputs.sync(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk

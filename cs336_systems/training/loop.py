@@ -50,8 +50,8 @@ class Trainer:
     """One rank of a run, from its weights to its last checkpoint.
 
     rank: as the launcher gives it, inside its process group; None: this process alone. resumed: `resume` follows, so
-    there is no need of `checkpoints.init_from`. Errors: ValueError for what
-    does not fit (batch and ranks, texts shorter than a window), FileError, TrainingError.
+    `checkpoints.init_from` is not read. Errors: ValueError for what does not fit (batch and ranks, texts shorter than a
+    window), FileError, TrainingError.
     """
 
     def __init__(

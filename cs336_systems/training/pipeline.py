@@ -85,8 +85,8 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     if result:
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result]
-    begun, start = config.checkpoints.init_from, _where_to_start(config, say)
-    if begun and not start:
+    start = _where_to_start(config, say)
+    if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
         checkpoints.weights_of(Path(begun))
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
@@ -96,13 +96,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
     theirs, known = Path(begun) / checkpoints.TOKENIZER, info.tokenizer
-    if (
-        begun
-        and not start
-        and known
-        and theirs.is_file()
-        and outputs.sha256(theirs) != info.files[known.name]
-    ):
+    if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
             f"tokenizer; tokenizer.path={theirs} takes it"
@@ -200,10 +194,8 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     line = f"held out: {result['valid_loss']:.4f} nats a token"
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
-    how, place = (
-        config.generation,
-        out / "checkpoints" / Path(result["checkpoint"]).name,
-    )  # it may have been moved
+    # not the path that it was saved under: the folder may have been moved
+    how, place = config.generation, out / "checkpoints" / Path(result["checkpoint"]).name
     if how.samples and (place / TOKENIZER).is_file():
         result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
         for sample in result["samples"]:

@@ -266,14 +266,9 @@ def _beside(rows: pd.DataFrame, table: Table, impls: Sequence[str]) -> pd.DataFr
     in ms: the mean of both times where it was measured twice. One whose results are wrong there has none."""
     index = ["machine", *table.group]
     rows = rows[~(rows["apart"].astype(float) > OTHER_RESULTS)]
-    numbers = rows[["ms_p50", "tflops"]].astype(float)
-    means = (
-        rows[[*index, "impl"]]
-        .join(numbers)
-        .groupby([*index, "impl"], sort=False, dropna=False)
-        .mean()
-        .reset_index()
-    )
+    numbers = rows.astype({"ms_p50": float, "tflops": float})
+    of_each = numbers.groupby([*index, "impl"], sort=False, dropna=False)
+    means = of_each[["ms_p50", "tflops"]].mean().reset_index()
     wide = means.loc[means["impl"] == "flash_triton", [*index, "tflops"]]
     for impl in impls:
         times = means.loc[means["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
