@@ -76,6 +76,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     worker = hasattr(session.config, "workerinput")  # one of pytest-xdist: its reports reach the main process
     if worker or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
         return
+    import triton
+
     from cs336_systems.chapters.gpu_tests import measure as gpu_tests
     from cs336_systems.store import machine, rows
     from cs336_systems.store.provenance import digest
@@ -88,7 +90,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "code": digest(gpu_tests.TABLE),
     }
     found = [
-        {"file": file, "seconds": _SECONDS[file]}
+        {"file": file, "triton": triton.__version__, "seconds": _SECONDS[file]}
         | {k: n[k] for k in ("passed", "failed", "skipped")}
         | provenance
         for file, n in _OUTCOMES.items()

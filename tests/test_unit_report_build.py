@@ -285,8 +285,16 @@ def test_what_the_gpu_tests_said(results_root):
         "status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e",
         "code": digest(experiment),
     }  # fmt: skip
-    first = {"file": "test_a.py", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0}
-    second = {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "seconds": 1.0, "code": "00000000"}
+    first = {"file": "test_a.py", "triton": "3.6.0", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0}
+    second = {
+        "file": "test_b.py",
+        "triton": "3.6.0",
+        "passed": 4,
+        "failed": 1,
+        "skipped": 0,
+        "seconds": 1.0,
+        "code": "00000000",
+    }
     store.write(experiment, "x", [now | first, now | second], results_root)
     (found,) = gpu_tests.totals("x").to_dict("records")
     expected = {"machine": "x", "passed": 84, "failed": 1, "skipped": 2, "day": "2025-03-04", "earlier": 1}

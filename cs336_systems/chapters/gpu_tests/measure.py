@@ -20,9 +20,10 @@ METRICS = ("passed", "failed", "skipped", "seconds")
 
 @dataclass(frozen=True)
 class Case:
-    """The tests of one file."""
+    """The tests of one file, with one version of triton."""
 
     file: str
+    triton: str
 
 
 def grid(preset: str) -> list[Case]:

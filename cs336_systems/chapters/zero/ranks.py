@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cs336_systems.chapters.shared.parallel_step import ParallelStep, ParallelWorkload
 
 LINK_STEPS = 3  # over which the bytes on the wire are averaged
-_STEPS_WITH_STATE = 3  # in the second torch's DDP rebuilds its buckets: the third is like all later ones
+_STEPS_WITH_STATE = 4  # torch's DDP rebuilds its buckets in the second, and may hold old ones in the third
 
 
 def _dtype(rank: Rank) -> str:
