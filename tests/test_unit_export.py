@@ -81,8 +81,10 @@ def test_transformers_loads_it_with_the_same_logits_and_tokens(exported):
         torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=1e-5, atol=1e-5)
     same = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
-        assert same(text)["input_ids"] == tokenizer.encode(text, add_special_tokens=False).ids
-        assert same.decode(same(text)["input_ids"]) == text
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert same(text)["input_ids"] == [end, *ids]  # a prompt begins as here
+        assert same(text, add_special_tokens=False)["input_ids"] == ids
+        assert same.decode(same(text)["input_ids"], skip_special_tokens=True) == text
     assert same.bos_token_id == same.eos_token_id == theirs.generation_config.eos_token_id == end
     assert same.is_fast and same.model_max_length == model.config.context_length
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.store import files
@@ -39,12 +41,14 @@ def export(place: Path, folder: Path) -> list[Path]:
     """
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu")
     end = tokenizer.id_to_token(end_of_text)
+    starting = Tokenizer.from_str(tokenizer.to_str())  # prompts begin as documents do: after the end of another
+    starting.post_processor = TemplateProcessing(single=[end, "$A"], special_tokens=[(end, end_of_text)])
     weights = llama_weights(model.state_dict(), model.config.d_head)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     told: dict[str, Any] = {
         "config.json": llama_config(model.config, model.ln_final.eps) | special,
         "generation_config.json": special,
-        "tokenizer.json": json.loads(tokenizer.to_str()),
+        "tokenizer.json": json.loads(starting.to_str()),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end,
             "model_max_length": model.config.context_length, "clean_up_tokenization_spaces": False,
