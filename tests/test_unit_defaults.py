@@ -36,8 +36,7 @@ def test_a_gpu_gets_what_fits_it(monkeypatch, machine, ranks):
     assert chosen.batch.sequences * chosen.model.context_length == defaults.STEP_TOKENS
     needed = forecast.memory_bytes(chosen, machine.dtype, "cuda", ranks)
     assert needed <= defaults.USABLE * machine.gib * 2**30
-    whole = machine.dtype == "bf16" and ranks == 1
-    assert chosen.run.compile == ("whole" if whole else "blocks")
+    assert chosen.run.compile == ("whole" if machine.dtype == "bf16" else "blocks")
     assert chosen.model.context_length == (2048 if machine is H200 else 1024)
 
 
@@ -66,6 +65,7 @@ def test_a_cpu_has_the_configurations_own_defaults():
         {"batch.accumulate": "2"}, {"schedule.steps": "7"}, {"text.train_mb": "3"}, {"run.compile": "off"},
         {"run.dtype": "fp32"}, {"optimizer.learning_rate": "0.01"}, {"optimizer.sharded": "true"},
         {"model.d_model": "384", "model.num_heads": "6"}, {"model.size": "tiny", "batch.sequences": "3"},
+        {"parallel.nproc": "2", "parallel.wrapper": "fsdp"},
     ],
     ids=str,
 )  # fmt: skip
@@ -74,7 +74,7 @@ def test_what_is_told_wins(machine, told):
     chosen, asked = (config.load(None, x).to_dict() for x in (defaults.chosen(machine, told), told))
     for section, key in (name.split(".") for name in told):
         assert chosen[section][key] == asked[section][key]
-    assert chosen["batch"]["sequences"] % chosen["batch"]["accumulate"] == 0
+    assert config.for_ranks(config.load(None, chosen), chosen["parallel"]["nproc"])
 
 
 def test_a_model_that_does_not_fit_is_named_with_those_that_do():

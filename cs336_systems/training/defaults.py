@@ -110,10 +110,11 @@ def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
     ranks = ranks_of(asked)
-    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1}
+    shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # the optimizer's state with the weights, block by block
+    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1 and not shards}
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
-    # a graph of the whole model needs one rank; on GPUs without bf16 blocks alone were tried
-    choice["run.compile"] = "whole" if ranks == 1 and dtype == "bf16" else "blocks"
+    # one graph is launched fastest, though no gradient is averaged before its end; GPUs without bf16 were not tried
+    choice["run.compile"] = "whole" if dtype == "bf16" and not shards else "blocks"
     if not any(f"schedule.{name}" in told for name in LENGTHS):
         choice["schedule.minutes"] = MINUTES
     if "batch.sequences" not in told:

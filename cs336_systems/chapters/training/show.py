@@ -23,7 +23,7 @@ from cs336_systems.store.rows import case_fields
 
 RUNGS = {
     "fp32": "plain, fp32", "tf32": "TF32", "bf16": "bf16", "compiled": "torch.compile", "flash": "FlashAttention",
-    "graphs": "CUDA graphs", "ddp": "two GPUs", "sharded": "sharded AdamW",
+    "graphs": "CUDA graphs", "ddp": "two GPUs", "ddp_whole": "one graph again", "sharded": "sharded AdamW",
 }  # fmt: skip
 DRAWN = ("fp32", "bf16", "compiled", "flash", "sharded")  # of all rungs: a plot can show five, and one again
 WINDOW = 5  # steps over which losses are averaged
@@ -46,7 +46,8 @@ def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
 def predicted_tokens_per_s(row: Any, roof: Roofs) -> float:
     """By the least time of the kernels at the machine's roofs (else the data sheet's), communication hidden; CUDA
     graphs and the sharded optimizer change nothing in it. NaN where no roof is known."""
-    case, ranks = _rung(row), row.world_size if row.rung in ("ddp", "sharded") else 1
+    case = _rung(row)
+    ranks = row.world_size if case.wrapper != "none" else 1
     sheet = roof.sheet or accounting.Peaks(math.nan)
     tflops = roof.tflops.get(case.dtype, sheet.tflops.get(case.dtype, math.nan))
     if not (tflops > 0 and (roof.tb_per_s or sheet.tb_per_s) > 0 and row.vocab_size > 0):
