@@ -110,14 +110,15 @@ _FORWARD = _chain("forward", Switches(_SMALL), [
      "If heads start one after another, the last programs are the longest of the last head, and most "
      "multiprocessors wait. If the longest start first, short ones fill the end."),
     ("f_stages", {"tiles": _T(64, 64, 4, 3)}, Traits(3), "three loads in flight",
-     "With one load, a program waits for each tile of keys and values. By the model four programs on an SM "
-     "already fill that time, so it expects no gain."),
+     "With one load, a program waits for each tile; with three, asynchronous copies bring the next two while it "
+     "computes. By the model four programs on an SM already fill the wait, so it expects no gain."),
     ("f_tiles", {"tiles": _T(128, 64, 8, 3)}, Traits(2), "tiles of 128 queries, 8 warps",
      "Each tile of keys serves twice as many queries: half of the traffic from L2, which the model does not "
      "count, and a few more pairs on the diagonal, which it does. Its two groups overlap by chance, "
      "as two programs on an SM did before."),
     ("f_tma", {"tma": True}, Traits(2), "tensor descriptors (TMA)",
-     "One thread asks for a whole tile. Addresses cost little beside the scores, so the model sees nothing."),
+     "TMA computes a tile's addresses, not the threads. That spares a thread four copies of 16 bytes for every "
+     "32 scores, which the model does not count."),
     ("f_persistent", {"persistent": 2}, Traits(2), "persistent programs",
      "Starting a program costs little beside its work, and a fixed assignment balances worse than the "
      "hardware's, which gives the next tile to whoever is free. No gain is expected."),
@@ -126,7 +127,8 @@ _BEST_FORWARD = next(s for s in _FORWARD if s.name == "f_tiles").model
 
 _FORWARD += [
     Step("f_production", "forward", "f_tiles", "the production kernel (`attention.triton`)",
-         "The options of step 7, plus code for any boundaries and strides, which the compiler drops for this shape.",
+         "Step 7's tiles and loop. Masks for ragged lengths drop out of it at compile time; strides are arguments, a "
+         "few instructions for each tile, which the model does not count.",
          f"{PRODUCTION}launch_forward", None, _BEST_FORWARD, Traits(2)),
     Step("f_hopper_2", "forward", "f_production", "Gluon: a producer warp, two groups of 64 queries, 128 keys",
          "Warps with different jobs: loads cost the computing warps nothing, and one group's softmax runs "
