@@ -124,15 +124,15 @@ def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.Data
     )  # fmt: skip
 
 
-def block_bytes(context_length: int = 2048, batch: int = 4) -> dict[str, float]:
-    """GiB of the handout's model in fp32: `saved` by a block, its `input`, the `gradients` of its weights;
-    `held`, weights and gradients of all."""
+def block_bytes() -> dict[str, float]:
+    """GiB of the handout's model in fp32, context 2,048, batch 4: `saved` by a block, its `input`, the `gradients`
+    of its weights; `held`, weights and gradients of all."""
     config = size(XL)
     counts = accounting.parameter_counts(config)
     weights = (counts["attention"] + counts["ffn"]) / config.num_layers + 2 * config.d_model
     found = {
-        "saved": sum(accounting.saved_layer_bytes(config, batch, context_length).values()),
-        "input": accounting.residual_bytes(config, batch, context_length), "gradients": 4 * weights,
+        "saved": sum(accounting.saved_layer_bytes(config, 4, 2048).values()),
+        "input": accounting.residual_bytes(config, 4, 2048), "gradients": 4 * weights,
         "held": 8 * accounting.num_parameters(config),
     }  # fmt: skip
     return {name: num_bytes / GIB for name, num_bytes in found.items()}
