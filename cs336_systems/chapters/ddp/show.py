@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
-from cs336_systems.chapters.ddp.measure import ALONE, PHASES, Case, overlap_path
+from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
 from cs336_systems.chapters.shared.timelines import COLORS, timelines_figure
-from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter, figures
 from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.sizes import size
@@ -221,10 +220,4 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    found: dict[str, list[overlap.Overlap]] = {}
-    for row in chapter.measured(kind="trace", wrapper=list(wrappers)).to_dict("records"):
-        case = Case(**{field: row[field] for field in Case.__dataclass_fields__})
-        path = overlap_path(case, row["machine"], chapter.root)
-        if path.is_file():
-            found.setdefault(row["wrapper"], overlap.from_json(path))
-    return timelines_figure({NAMES[wrapper]: ranks for wrapper, ranks in found.items()})
+    return timelines_figure(chapter, overlap_path, NAMES, wrapper=list(wrappers))

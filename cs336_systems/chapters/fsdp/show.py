@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.accounting import fsdp as closed
-from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, Case, trace_path
+from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
 from cs336_systems.chapters.shared.timelines import timelines_figure
-from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter
 from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.sizes import size
@@ -146,11 +145,4 @@ def everything(steps: pd.DataFrame) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ figures
 def trace_figure(chapter: Chapter, context: int) -> Figure:
     """One step of each traced wrapper at a context, of the first machine that has the traces."""
-    found: dict[str, list[overlap.Overlap]] = {}
-    for row in chapter.measured(kind="trace", context_length=context).to_dict("records"):
-        path = trace_path(
-            Case(**{f: row[f] for f in Case.__dataclass_fields__}), row["machine"], chapter.root
-        )
-        if path.is_file():
-            found.setdefault(NAMES[row["wrapper"]], overlap.from_json(path))
-    return timelines_figure(found)
+    return timelines_figure(chapter, trace_path, NAMES, context_length=context)
