@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training import measure as experiment
 from cs336_systems.chapters.training.folder import write
 from cs336_systems.chapters.training.trials import ATTENTIONS, EPOCH_MB
@@ -27,9 +28,7 @@ def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.in_order(rows, ["world_size", "attention", "wrapper", "sharded"], ATTENTIONS, WRAPPERS)
     alone = rows[(rows["wrapper"] == experiment.ALONE) & (rows["repeat"] == 0)]
     keys = ["run", *(f for f in case_fields(experiment.TABLE) if f not in ("wrapper", "sharded", "repeat"))]
-    base = alone.set_index(keys)["tokens_per_s"]
-    base = base[~base.index.duplicated()]
-    one = base.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []
+    one = looked_up(alone.drop_duplicates(keys), "tokens_per_s", rows, keys)
     efficiency = rows["tokens_per_s"].astype(float) / (one * rows["world_size"])
     return rows.assign(efficiency=efficiency.where(rows["wrapper"] != experiment.ALONE))
 
