@@ -43,7 +43,6 @@ from cs336_systems.store.table import Table
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # and the device that each is measured on
 HOWS = ("all_reduce", "bucket")
-CHOICES = {"backend": tuple(BACKENDS), "device": tuple(BACKENDS.values()), "how": HOWS}
 DEPENDS = (
     *depends.CALL_CLOCK, "accounting/collectives.py", "accounting/operations.py",
     "chapters/allreduce/ranks.py", "parallel/buckets.py", "parallel/ddp.py",
@@ -187,6 +186,4 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     return results
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -159,11 +159,6 @@ def estimate_s(group: Sequence[Case]) -> float:
     return 0.01 * len(group)
 
 
-def forecast(cases: Sequence[Case]) -> Iterator[str]:
-    """A line for each step: the memory that it needs by the closed forms."""
-    return steps.forecast([case.step for case in cases if case.kind == "step"])
-
-
 def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """The metrics of the cases of one kind (and, of steps, one size)."""
     kind = cases[0].kind
@@ -359,6 +354,4 @@ def _mean(x: torch.Tensor, running: bool = False) -> torch.Tensor:
     return x / width
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s, forecast=forecast
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
