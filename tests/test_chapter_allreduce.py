@@ -34,7 +34,6 @@ def test_full_grid_is_the_handouts_and_more():
     }
     assert asked <= plain and {s for _, _, s in plain} >= {4096, 2**16, 2**28}
     for case in cases:
-        allreduce.check(case)
         assert (case.backend, case.device) in (("gloo", "cpu"), ("nccl", "cuda"))
         if case.how == "bucket" or case.repeat:  # beside what it is compared with
             assert Case(case.backend, case.device, case.world_size, case.num_bytes) in cases

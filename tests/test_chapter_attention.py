@@ -63,7 +63,7 @@ def group(dtype="fp32", cap_gib=0, seq_len=32, impls=("reference", "reference_co
 
 
 @without_gpu
-@pytest.mark.parametrize("dtype", experiment.DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_group_fills_its_columns(quick, dtype):
     cases = [*group(dtype), experiment.Case(16, 32, dtype, 0, "reference", 1)]
     plain, compiled, flash, again = experiment.run_group(cases)
@@ -233,7 +233,7 @@ def predicted(case, kernels="portable"):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", experiment.DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_memory_on_a_gpu_is_that_of_the_closed_form(monkeypatch, dtype):
     monkeypatch.setattr(experiment, "STEPS", 3)
     gc.collect()  # what earlier tests left would count as workspace, and be gone later

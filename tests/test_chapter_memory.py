@@ -18,6 +18,7 @@ from cs336_systems import accounting, chapters
 from cs336_systems.chapters.memory import figure
 from cs336_systems.chapters.memory import measure as memory
 from cs336_systems.chapters.memory import show as page
+from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeline
 from cs336_systems.report.claims import execute
@@ -328,7 +329,7 @@ def test_the_committed_rows_have_their_timelines(reference):
     """Rows and timelines travel apart; a figure that lacks its own would only say so on the page."""
     for row in page.largest_model(reference.measured()).to_dict("records"):
         case = {name: row[name] for name in ("context_length", "mode", "dtype", "machine")}
-        drawn = memory.drawn(page.case_of(row))
+        drawn = memory.drawn(case_of(memory.TABLE, row))
         assert (page.recording(reference, **case)[1] is not None) == drawn
 
 

@@ -201,22 +201,6 @@ def test_autocast_converts_each_linear_weight_once():
     assert 2 * sum(converted) == accounting.autocast_copy_bytes(config)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        (Case("accumulation", "fp16", "bf16"), "unknown sum 'fp16 [+] bf16'; allowed: fp32 [+] fp32"),
-        (Case("dtypes", "fp32", "fc1"), "unknown dtype 'fp32'; allowed: fp16, bf16"),
-        (Case("layer_norm", "fp16", "median", 1.0, 0.0, 64), "unknown part 'median'; allowed: ends, mean"),
-    ],
-)
-def test_wrong_values_are_rows_and_do_not_stop_the_group(case, words):
-    good = next(c for c in SMALL if c.kind == case.kind)
-    wrong, right = mixed_precision.run_group([case, good])
-    assert wrong["status"].startswith("error: ValueError: unknown ") and "status" not in right
-    with pytest.raises(ValueError, match=words):
-        getattr(mixed_precision, f"_{case.kind}")(case, DEVICE)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     """The small kinds on the device: sums as on a CPU, layer norm on autocast's fp32 list, a tiny step in turns."""

@@ -28,9 +28,7 @@ from cs336_systems.report.claims import execute
 from cs336_systems.report.prose import Number
 
 SMALL = Stack(d_model=8, d_ff=24, num_blocks=3)
-COUNTING = Chip(
-    1, axis_bytes_per_s=1, memory_bytes_per_s=1, network_bytes_per_s=1
-)  # times are FLOPs and bytes
+COUNTING = Chip(1, axis_bytes_per_s=1, memory_bytes_per_s=1)  # times are FLOPs and bytes
 LAYOUTS = [
     HANDOUT, Layout(fsdp=64, tensor=1, fsdp_axes=3), Layout(fsdp=8, tensor=8),
     Layout(fsdp=32, tensor=16, fsdp_axes=1, tensor_axes=2), Layout(fsdp=16, tensor=4, weight_bytes=1),

@@ -70,35 +70,6 @@ def test_grids(table, preset):
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-@pytest.mark.parametrize(
-    ("table", "changes", "said"),
-    [
-        ("allreduce", {"backend": "mpi"}, "unknown backend 'mpi'; allowed: gloo, nccl"),
-        ("allreduce", {"backend": "nccl"}, "device 'cpu' with backend 'nccl'; allowed: cuda"),
-        ("allreduce", {"world_size": 0}, "world_size=0; it must be at least 1"),
-        ("allreduce", {"num_bytes": 1000}, "num_bytes=1000; it must be a positive multiple of 128"),
-        ("allreduce", {"how": "ring"}, "unknown how 'ring'; allowed: all_reduce, bucket"),
-        ("attention", {"dtype": "fp8"}, "'fp8'; allowed: fp32, bf16"),
-        ("attention", {"cap_gib": -1}, "cap_gib=-1; allowed: 0 (the whole GPU)"),
-        ("flash_bench", {"dtype": "fp8"}, "'fp8'; allowed: bf16, fp16, fp32, tf32"),
-        ("hardware", {"kind": "lunch"}, "'lunch'; allowed: matmul, copy, launch, launch_graph"),
-        ("hardware", {"kind": "matmul", "dtype": "fp8"}, "'fp8'; allowed: bf16, fp16, tf32, fp32, fp64"),
-        (
-            "memory",
-            {"mode": "forward_backward"},
-            "'forward_backward'; allowed: forward, forward_graph, train_step",
-        ),
-        ("memory", {"dtype": "tf32"}, "'tf32'; allowed: fp32, bf16"),
-        ("memory", {"optimizer": "sgd"}, "'sgd'; allowed: fused, foreach"),
-        ("memory", {"size": "huge"}, "'huge'; allowed: tiny, small, medium, large, xl, 2.7B"),
-    ],
-)
-def test_unknown_values_are_named(table, changes, said):
-    experiment = chapters.load(table)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        list(experiment.run_group([dataclasses.replace(experiment.grid("smoke")[0], **changes)]))
-
-
 class NothingFits(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -22,12 +22,10 @@ from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back
-from cs336_systems.sizes import SIZES, ModelConfig, size
+from cs336_systems.sizes import ModelConfig, size
 from cs336_systems.store.table import Table
 
 STRATEGIES = ("none", "halves", "blocks", "nested", "chained", "selective")
-DTYPES = ("fp32", "tf32", "bf16")
-ATTENTIONS = ("reference", "sdpa", "flash_triton")
 DEPENDS = (
     *depends.STEP, *depends.ATTENTION, *depends.STEP_CLOCK, *depends.MEMORY, "measure/memory/tensors.py",
     "chapters/checkpointing/strategies.py", "training/checkpointing.py",
@@ -42,10 +40,6 @@ METRICS = (
     "backward_bytes_each",  # none: by how much memory changes over each block's backward, the last block first
     "sm_mhz", "power_w",
 )  # fmt: skip
-CHOICES = {
-    "size": tuple(SIZES), "strategy": STRATEGIES, "dtype": DTYPES, "attention": ATTENTIONS,
-    "num_layers": range(4096), "block_size": range(4096), "context_length": range(1, 2**20), "batch": range(1, 2**16),
-}  # fmt: skip
 XL = "2.7B"  # of 2025 is the xl of 2026
 BLOCK_SIZES = (1, 2, 4, 8, 16)
 DEPTHS = (4, 8, 16, 32, 64)
@@ -186,6 +180,4 @@ def _together(cases: Sequence[Case], device: str) -> list[dict[str, Any]]:
     return [candidate.metrics for candidate in candidates]
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

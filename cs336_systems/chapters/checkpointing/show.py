@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.chapters.checkpointing import measure as experiment
-from cs336_systems.chapters.checkpointing.measure import XL, Case
+from cs336_systems.chapters.checkpointing.measure import XL
 from cs336_systems.chapters.memory.show import tensors
+from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
@@ -35,7 +36,7 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found = []
     for row in rows.to_dict("records"):
-        case = Case(**{f: v if isinstance(v := row[f], str) else int(v) for f in Case.__dataclass_fields__})
+        case = case_of(experiment.TABLE, row)
         kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
         device = "cpu" if row["machine"].startswith("cpu-") else "cuda"
         changes = each(row["backward_bytes_each"])
@@ -124,15 +125,15 @@ def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.Data
     )  # fmt: skip
 
 
-def block_bytes(context_length: int = 2048, batch: int = 4) -> dict[str, float]:
-    """GiB of the handout's model in fp32: `saved` by a block, its `input`, the `gradients` of its weights;
-    `held`, weights and gradients of all."""
+def block_bytes() -> dict[str, float]:
+    """GiB of the handout's model in fp32, context 2,048, batch 4: `saved` by a block, its `input`, the `gradients`
+    of its weights; `held`, weights and gradients of all."""
     config = size(XL)
     counts = accounting.parameter_counts(config)
     weights = (counts["attention"] + counts["ffn"]) / config.num_layers + 2 * config.d_model
     found = {
-        "saved": sum(accounting.saved_layer_bytes(config, batch, context_length).values()),
-        "input": accounting.residual_bytes(config, batch, context_length), "gradients": 4 * weights,
+        "saved": sum(accounting.saved_layer_bytes(config, 4, 2048).values()),
+        "input": accounting.residual_bytes(config, 4, 2048), "gradients": 4 * weights,
         "held": 8 * accounting.num_parameters(config),
     }  # fmt: skip
     return {name: num_bytes / GIB for name, num_bytes in found.items()}

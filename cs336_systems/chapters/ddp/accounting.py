@@ -6,17 +6,13 @@ second; o seconds of overhead for each call of a collective; n buckets. Nothing 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
-from cs336_systems.accounting.memory import memory_moments
-from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.sizes import ModelConfig
 
 FP32 = 4
 MB = 2**20
-WRAPPERS = ("none", "naive", "flat", "overlapped", "bucketed", "in_place", "torch", "torch_view")
 
 
 # ------------------------------------------------------------------------------------------------------ what is sent
@@ -72,50 +68,3 @@ class Buckets:
         """overhead(n); ValueError unless n is positive."""
         check_sizes(num_buckets=num_buckets)
         return self.total_bytes / (num_buckets * self.bytes_per_s) + num_buckets * self.call_s
-
-
-def peak_bytes(
-    config: ModelConfig,
-    batch: int,
-    sequence: int,
-    dtype: str,
-    wrapper: str,
-    max_bytes: float = 0,
-    device: str = "cuda",
-) -> float:
-    """The peak of one rank's tensors in a training step with fused AdamW and plain attention, in bytes.
-
-    wrapper: as `shared.parallel_step.WRAPPERS`. To the moments of the step on one device (`memory.memory_moments`)
-    each adds what it holds besides gradients: nothing (none, naive, overlapped, in_place); a copy of all gradients
-    after the backward pass (flat); a copy of a bucket's whenever one is complete, until its own tensors are freed
-    (bucketed; between the moments of the backward pass memory is taken to change as the gradients grow); all buckets
-    all the time, beside the gradients (torch) or in their place (torch_view). ValueError for an unknown wrapper.
-    """
-    check_choice("wrapper", wrapper, WRAPPERS)
-    total = FP32 * sum(gradient_sizes(config))
-    moments = memory_moments(config, batch, sequence, "train_step", dtype, "reference", device, "fused")
-
-    def beside(gradients: float) -> float:
-        return {"torch": total, "torch_view": total - gradients}.get(wrapper, 0.0)
-
-    peak = max(sum(items.values()) + beside(items["gradients"]) for items in moments.values())
-    if wrapper == "flat":  # weights, two moments, the gradients, and the buffer that they are copied into
-        return max(peak, 5 * total)
-    if wrapper != "bucketed":
-        return peak
-    backward = sorted(
-        (items["gradients"], sum(items.values())) for items in moments.values() if items["gradients"]
-    )
-    complete = 0
-    for size in bucket_bytes(config, max_bytes):
-        complete += size
-        peak = max(peak, _between(backward, complete) + size)
-    return peak
-
-
-def _between(points: list[tuple[float, float]], x: float) -> float:
-    """The value at x of the line through points, in the order of x; outside of them that of the nearest."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= x < x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[0][1] if x < points[0][0] else points[-1][1]

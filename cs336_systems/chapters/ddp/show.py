@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
-from cs336_systems.chapters.ddp.measure import ALONE, PHASES, Case, overlap_path
+from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import COLORS, timelines_figure
-from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter, figures
-from cs336_systems.report.tables import in_order, pivot
+from cs336_systems.report.tables import chosen, in_order, pivot
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -49,11 +49,11 @@ def _wait_ms(row: Any, reduces: pd.DataFrame) -> float:
     """The all-reduces that a variant should wait for after its backward pass: all, or the last if it overlaps."""
     if row.wrapper in (ALONE, "none", *TORCH) or row.status != "ok":
         return math.nan
-    same = (reduces["machine"] == row.machine) & (reduces["world_size"] == row.world_size)
-    same &= (reduces["backend"] == row.backend) & (reduces["how"] == "all_reduce") & (reduces["repeat"] == 0)
+    same = {"machine": row.machine, "world_size": row.world_size, "backend": row.backend}
+    known = chosen(reduces, **same, how="all_reduce", repeat=0, status="ok")
     sent = messages(row.size, row.wrapper, row.bucket_mb)
     after = sent if row.wrapper == "naive" else sent[-1:]
-    return all_reduces_ms(reduces[same & (reduces["status"] == "ok")], after)
+    return all_reduces_ms(known, after)
 
 
 # ------------------------------------------------------------------------------------------------------ rows
@@ -70,11 +70,7 @@ def steps(rows: pd.DataFrame, reduces: pd.DataFrame) -> pd.DataFrame:
     out = rows[rows["kind"] == "time"].reset_index(drop=True)
     there = out[(out["status"] == "ok") & (out["repeat"] == 0)]
     sends = ~out["wrapper"].isin([ALONE, "none"])
-
-    def base(wrapper: str, column: str) -> np.ndarray:
-        found = there[there["wrapper"] == wrapper].set_index(_RUN)[column].astype(float)
-        return found.reindex(pd.MultiIndex.from_frame(out[_RUN])).to_numpy()
-
+    base = lambda wrapper, column: looked_up(there[there["wrapper"] == wrapper], column, out, _RUN)
     limits = [f", {mb:g} MB" if mb else "" for mb in out["bucket_mb"]]
     step, backward, wait = (out[f"{p}_ms_p50"].astype(float) for p in ("step", "backward", "synchronization"))
     return out.assign(
@@ -106,17 +102,16 @@ def pace(steps: pd.DataFrame, zero: pd.DataFrame) -> pd.DataFrame:
     none = first(steps)
     none = none[none["wrapper"] == "none"]
     both = steps.merge(steps[steps["repeat"] == 1], on=[*_RUN, "variant"], suffixes=("", "_again"))
-    both = both[both["repeat"] == 0].set_index(_RUN)
-    apart = np.expm1(np.abs(np.log((both["step_ms_p50_again"] / both["step_ms_p50"]).astype(float))))
-    zero = zero[(zero["variant"] == ALONE) & (zero["moment"] == "timed") & (zero["repeat"] == 0)]
+    ratio = (both["step_ms_p50_again"] / both["step_ms_p50"]).astype(float)
+    both = both.assign(apart=np.expm1(np.abs(np.log(ratio))))[both["repeat"] == 0]
+    zero = chosen(zero, variant=ALONE, moment="timed", repeat=0)
     place = ["machine", "context_length", "world_size"]
-    zero = zero.set_index(place)["step_ms_p50"].astype(float)
     middle = none["step_ms_p50"].astype(float)
     return pd.DataFrame({
         "machine": none["machine"], "context": none["context_length"], "this run, ms": middle,
-        "another run, ms": zero.reindex(pd.MultiIndex.from_frame(none[place])).to_numpy(),
+        "another run, ms": looked_up(zero, "step_ms_p50", none, place),
         "p20 to p80, % of the median": 100 * (none["step_ms_p80"] - none["step_ms_p20"]).astype(float) / middle,
-        "same case twice, % apart": 100 * apart.reindex(pd.MultiIndex.from_frame(none[_RUN])).to_numpy(),
+        "same case twice, % apart": 100 * looked_up(both, "apart", none, _RUN),
     })  # fmt: skip
 
 
@@ -221,10 +216,4 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    found: dict[str, list[overlap.Overlap]] = {}
-    for row in chapter.measured(kind="trace", wrapper=list(wrappers)).to_dict("records"):
-        case = Case(**{field: row[field] for field in Case.__dataclass_fields__})
-        path = overlap_path(case, row["machine"], chapter.root)
-        if path.is_file():
-            found.setdefault(row["wrapper"], overlap.from_json(path))
-    return timelines_figure({NAMES[wrapper]: ranks for wrapper, ranks in found.items()})
+    return timelines_figure(chapter, overlap_path, NAMES, wrapper=list(wrappers))

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.accounting import fsdp as closed
-from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, Case, trace_path
+from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import timelines_figure
-from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter
-from cs336_systems.report.tables import in_order, pivot
+from cs336_systems.report.tables import chosen, in_order, pivot
 from cs336_systems.sizes import size
 
 GIB = 2**30
@@ -28,15 +28,11 @@ YEARS = {"xl": "2025's xl", "2.7B": "2026's xl"}
 _PLACE = ["machine", "size", "context_length", "dtype"]
 
 
-def _narrow(dtype: str) -> bool:
-    return dtype == "bf16"
-
-
 def peak_bytes(
     name: str, context: int, kind: str, dtype: str, ranks: int = 2, batch: int = 2
 ) -> dict[str, int]:
     """Component → bytes at the peak of a step, by the closed form for the chapter's attention."""
-    kinds = ("bf16", "flash") if _narrow(dtype) else ("fp32", "reference")
+    kinds = ("bf16", "flash") if dtype == "bf16" else ("fp32", "reference")
     return closed.step_peak_bytes(size(name), batch, context, kind, ranks, *kinds)
 
 
@@ -54,8 +50,8 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     def least(wrappers: Sequence[str], column: str) -> np.ndarray:
         """Of these wrappers, in the run of each row."""
         found = out[out["wrapper"].isin(wrappers) & (out["repeat"] == 0)].astype({column: float})
-        found = found.groupby([*_PLACE, "run"])[column].min()
-        return found.reindex(pd.MultiIndex.from_frame(out[[*_PLACE, "run"]])).to_numpy(float)
+        found = found.groupby([*_PLACE, "run"], as_index=False)[column].min()
+        return looked_up(found, column, out, [*_PLACE, "run"])
 
     peaks = [
         sum(peak_bytes(r.size, r.context_length, kind_of(r.wrapper), r.dtype, r.world_size, r.batch).values())
@@ -110,8 +106,8 @@ def expected(reduces: pd.DataFrame, tflops: float, contexts: Sequence[int]) -> p
 
 def bytes_per_ms(reduces: pd.DataFrame) -> float:
     """What a GPU sends of the largest all-reduce of two, in bytes for a millisecond; NaN without rows."""
-    two = reduces[(reduces["world_size"] == 2) & (reduces["backend"] == "nccl") & (reduces["status"] == "ok")]
-    two = two[(two["how"] == "all_reduce") & (two["repeat"] == 0)].sort_values("num_bytes")
+    two = chosen(reduces, world_size=2, backend="nccl", how="all_reduce", repeat=0, status="ok")
+    two = two.sort_values("num_bytes")
     if two.empty:
         return math.nan
     return float(two["num_bytes"].iloc[-1]) / float(two["ms_p50"].iloc[-1])  # 2 · (N - 1)/N = 1
@@ -146,11 +142,4 @@ def everything(steps: pd.DataFrame) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ figures
 def trace_figure(chapter: Chapter, context: int) -> Figure:
     """One step of each traced wrapper at a context, of the first machine that has the traces."""
-    found: dict[str, list[overlap.Overlap]] = {}
-    for row in chapter.measured(kind="trace", context_length=context).to_dict("records"):
-        path = trace_path(
-            Case(**{f: row[f] for f in Case.__dataclass_fields__}), row["machine"], chapter.root
-        )
-        if path.is_file():
-            found.setdefault(NAMES[row["wrapper"]], overlap.from_json(path))
-    return timelines_figure(found)
+    return timelines_figure(chapter, trace_path, NAMES, context_length=context)

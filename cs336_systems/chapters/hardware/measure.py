@@ -99,10 +99,6 @@ def estimate_s(group: Sequence[Case]) -> float:
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one kind and size, in turns; one dict of metrics for each, in order."""
     device, kind = default_device(), cases[0].kind
-    if kind not in _PREPARE:
-        raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(_PREPARE)}")
-    if kind == "matmul" and (unknown := {case.dtype for case in cases} - set(DTYPES)):
-        raise ValueError(f"unknown dtype {', '.join(map(repr, unknown))}; allowed: {', '.join(DTYPES)}")
 
     def prepare(candidate: Candidate) -> None:
         candidate.phases = {kind: _PREPARE[kind](candidate.case, device, candidate.metrics)}

@@ -10,26 +10,18 @@ timed.
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.leaderboard import shapes
 from cs336_systems.chapters.leaderboard.shapes import METRICS, PARTS
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
-from cs336_systems.measure.clocks.calls import Calls, captured
-from cs336_systems.measure.clocks.turns import Candidate, prepared, time_together
-from cs336_systems.measure.device import comparable, default_device, torch_dtype
-from cs336_systems.store.status import Skip, loses_context
+from cs336_systems.measure.device import default_device
 from cs336_systems.store.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 DEPENDS = (
     *depends.TRITON, *depends.CALL_CLOCK, "accounting/operations.py", "chapters/leaderboard/shapes.py",
@@ -153,61 +145,15 @@ def flops(case: Case) -> float:
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one pass and shape in turns."""
-    import torch._functorch.config
-
-    device, case, first = default_device(), cases[0], []
-    data = _data(case, device)
-    lengths = document_lengths(case.documents, case.num_tokens)
-    grouped = case.kv_heads < case.heads
-
-    def prepare(candidate: Candidate) -> None:
-        case = candidate.case
-        impl = peers.build(case.impl, case.is_causal, device, case.num_tokens, grouped, case.window, lengths)
-        candidate.metrics["backend"] = impl.backend
-        with _may_refuse(case.impl):
-            found = shapes._one_pass(impl, case, data)()
-            results = [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
-            call = shapes._one_pass(impl, case, data)
-            candidate.phases = {case.part: call if device == "cpu" else captured(call, 1)}
-        first.extend([] if first else results)
-        candidate.metrics["apart"] = max(peers.errors(results, first))
-
-    clock = Calls(
-        device, num_rounds=shapes.ROUNDS, warmup_ms=shapes.WARMUP_MS, rep_ms=shapes.REP_MS, watched=False
+    case, device = cases[0], default_device()
+    queries, keys = (case.heads, case.num_tokens), (case.kv_heads, case.num_tokens)
+    seed = case.num_tokens + case.head_dim + case.kv_heads
+    data = shapes.data_of(case, seed, (queries, keys, keys, queries), device)
+    grouped, lengths = case.kv_heads < case.heads, document_lengths(case.documents, case.num_tokens)
+    build = lambda impl: peers.build(
+        impl, case.is_causal, device, case.num_tokens, grouped, case.window, lengths
     )
-    # the timed backward passes keep their graphs, which donated buffers do not allow
-    with comparable(), torch._functorch.config.patch(donated_buffer=False):
-        candidates = prepared(cases, prepare, device)
-        for candidate in time_together(candidates, clock):
-            candidate.metrics |= candidate.samples.row(case.part, prefix="")
-            candidate.metrics["tflops"] = flops(case) / candidate.samples.p50(case.part) / 1e9
-    return [candidate.metrics for candidate in candidates]
-
-
-def _data(case: Case, device: str) -> list[torch.Tensor]:
-    """q, k, v and dO, (batch, heads, n, d) as views of (batch, n, heads, d)."""
-    import torch
-
-    generator = torch.Generator(device).manual_seed(case.num_tokens + case.head_dim + case.kv_heads)
-    draw = functools.partial(torch.randn, generator=generator, device=device, dtype=torch_dtype(case.dtype))
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    return [draw((case.batch, case.num_tokens, h, case.head_dim)).transpose(1, 2) for h in heads]
-
-
-@contextmanager
-def _may_refuse(impl: str) -> Iterator[None]:
-    """`Skip`, with its words, where another's implementation does not take a shape, or no CUDA graph does. Ours has to,
-    and what memory or the CUDA context was lost for is no refusal."""
-    import torch
-
-    try:
-        yield
-    except (AssertionError, RuntimeError, ValueError) as error:
-        words = str(error)
-        lost = loses_context(error) and "captur" not in words
-        if impl in peers.OURS or lost or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise Skip(f"{type(error).__name__}: {words.splitlines()[0] if words else ''}") from error
+    return shapes.in_turns(cases, data, build, flops(case), device)
 
 
 TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -10,8 +10,10 @@ a CUDA graph, in turns, each round in an order of its own (`turns.order`): a ker
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,8 @@ from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.calls import Calls, captured
 from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
-from cs336_systems.measure.device import default_device, torch_dtype
-from cs336_systems.store.status import Skip
+from cs336_systems.measure.device import comparable, default_device, torch_dtype
+from cs336_systems.store.status import Skip, loses_context
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -119,46 +121,59 @@ def estimate_s(group: Sequence[Case]) -> float:
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one pass and shape in turns."""
-    device, case, first = default_device(), cases[0], []
-    data = _data(case, device)
-
-    def prepare(candidate: Candidate) -> None:
-        case = candidate.case
-        impl = peers.build(case.impl, case.is_causal, device, case.num_keys)
-        candidate.metrics["backend"] = impl.backend
-        results = _tried(_one_pass(impl, case, data), case)
-        first.extend([] if first else results)
-        candidate.metrics["apart"] = max(peers.errors(results, first))
-        call = _one_pass(impl, case, data)
-        candidate.phases = {case.part: call if device == "cpu" else captured(call, 1)}
-
+    case, device = cases[0], default_device()
+    queries, keys = (case.heads, case.num_queries), (case.heads, case.num_keys)
+    data = data_of(
+        case, case.num_queries + case.num_keys + case.head_dim, (queries, keys, keys, queries), device
+    )
+    build = lambda impl: peers.build(impl, case.is_causal, device, case.num_keys)
     flops = attention_flops(
         case.batch * case.heads, case.num_queries, case.num_keys, case.head_dim, case.is_causal, case.part
     )
+    return in_turns(cases, data, build, flops, device)
+
+
+def in_turns(
+    cases: Sequence[Any], data: list[torch.Tensor], build: Callable[[str], peers.Attention], flops: float, device: str
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The metrics of one pass of implementations, which `build` makes by name, on q, k, v and dO of `data_of`."""
+    import torch._functorch.config
+
+    first: list[torch.Tensor] = []
+
+    def prepare(candidate: Candidate) -> None:
+        case = candidate.case
+        impl = build(case.impl)
+        candidate.metrics["backend"] = impl.backend
+        with _may_refuse(case.impl):
+            found = _one_pass(impl, case.part, data)()
+            results = [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+            call = _one_pass(impl, case.part, data)
+            candidate.phases = {case.part: call if device == "cpu" else captured(call, 1)}
+        first.extend([] if first else results)
+        candidate.metrics["apart"] = max(peers.errors(results, first))
+
     clock = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
-    candidates = prepared(cases, prepare, device)
-    for candidate in time_together(candidates, clock):
-        samples = candidate.samples
-        candidate.metrics |= samples.row(case.part, prefix="")
-        candidate.metrics["tflops"] = flops / samples.p50(case.part) / 1e9
+    # the timed backward passes keep their graphs, which donated buffers do not allow
+    with comparable(), torch._functorch.config.patch(donated_buffer=False):
+        candidates = prepared(cases, prepare, device)
+        for candidate in time_together(candidates, clock):
+            part, samples = candidate.case.part, candidate.samples
+            candidate.metrics |= samples.row(part, prefix="")
+            candidate.metrics["tflops"] = flops / samples.p50(part) / 1e9
     return [candidate.metrics for candidate in candidates]
 
 
-def _data(case: Case, device: str) -> list[torch.Tensor]:
-    """q, k, v and dO, (batch, heads, n, d) as views of (batch, n, heads, d)."""
+def data_of(case: Any, seed: int, shapes: Sequence[tuple[int, int]], device: str) -> list[torch.Tensor]:
+    """q, k, v and dO of these heads and lengths: (batch, heads, n, d) as views of (batch, n, heads, d)."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys + case.head_dim)
-    lengths = (case.num_queries, case.num_keys, case.num_keys, case.num_queries)
-    dtype = torch_dtype(case.dtype)
-    shapes = [(case.batch, n, case.heads, case.head_dim) for n in lengths]
-    return [
-        torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
-        for shape in shapes
-    ]
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator, device=device, dtype=torch_dtype(case.dtype))
+    return [draw((case.batch, n, heads, case.head_dim)).transpose(1, 2) for heads, n in shapes]
 
 
-def _one_pass(impl: peers.Attention, case: Case, data: list[torch.Tensor]) -> Callable[[], Any]:
+def _one_pass(impl: peers.Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
     """A call of one pass. What it differentiates is made in its first call, on the stream that a graph captures."""
     import torch
 
@@ -174,7 +189,7 @@ def _one_pass(impl: peers.Attention, case: Case, data: list[torch.Tensor]) -> Ca
     def call():
         if not made:
             leaves = [x.detach().requires_grad_() for x in inputs]
-            made.extend([leaves, apply(*leaves) if case.part == "backward" else None])
+            made.extend([leaves, apply(*leaves) if part == "backward" else None])
         leaves, output = made
         if output is None:
             return apply(*leaves)
@@ -183,21 +198,20 @@ def _one_pass(impl: peers.Attention, case: Case, data: list[torch.Tensor]) -> Ca
     return call
 
 
-def _tried(call: Callable[[], Any], case: Case) -> list[torch.Tensor]:
-    """The results of a pass; `Skip` where another's implementation does not take the shape."""
+@contextmanager
+def _may_refuse(impl: str) -> Iterator[None]:
+    """`Skip`, with its words, where another's implementation does not take a shape, or no CUDA graph does. Ours has to,
+    and what memory or the CUDA context was lost for is no refusal."""
     import torch
 
     try:
-        found = call()
-    except (AssertionError, RuntimeError) as error:
-        ours, lost = (
-            case.impl in peers.OURS,
-            isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)),
-        )
-        if ours or lost:
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        words = str(error)
+        lost = loses_context(error) and "captur" not in words
+        if impl in peers.OURS or lost or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise Skip(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    return [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+        raise Skip(f"{type(error).__name__}: {words.splitlines()[0] if words else ''}") from error
 
 
 TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,12 +14,12 @@ from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.leaderboard import models, shapes
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import LEAST_NOISE, published
-from cs336_systems.report.tables import fmt, in_order
-from cs336_systems.store.table import Table
+from cs336_systems.report.tables import chosen, fmt, in_order
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
@@ -34,21 +34,16 @@ COUNTED = {64: ("flash_triton", "plain_triton", "sdpa_cudnn"), 128: ("flash_trit
 _COLORS = {"own": "#a6cee3", "production": "#4292c6", "hopper": "#08306b"}
 
 
-def work_flops(part: str) -> float:
-    """FLOPs of the leaderboard's work: forward, backward, or end_to_end."""
-    return accounting.attention_flops(HEADS, TOKENS, TOKENS, HEAD_DIM, True, part)
-
-
 def harness(rows: pd.DataFrame) -> pd.DataFrame:
     """The harness's rows by implementation, fastest first, with the published means between them: mean with the
     official parameters, median of short turns, that over ours, SM clock and power."""
     short = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked") & (rows["repeat"] == 0)]
-    official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index(["machine", "impl"])["ms_mean"]
     ours = short[short["impl"] == "flash_triton"].set_index("machine")["ms_p50"]
+    official = looked_up(rows[rows["rep_ms"] == OFFICIAL_MS], "ms_mean", short, ["machine", "impl"])
     frame = pd.DataFrame({
         "machine": short["machine"],
         "implementation": short["impl"].map(label),
-        "official mean, ms": official.reindex(pd.MultiIndex.from_frame(short[["machine", "impl"]])).to_numpy(),
+        "official mean, ms": official,
         "median, ms": short["ms_p50"],
         "× ours": short["ms_p50"] / short["machine"].map(ours),
         "SM clock, MHz": short["sm_mhz"],
@@ -87,13 +82,14 @@ def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
     out = []
     for part in ("forward", "backward"):
         least = limits(part)
+        flops = accounting.attention_flops(HEADS, TOKENS, TOKENS, HEAD_DIM, True, part)
         moved = accounting.attention_bytes(HEADS, TOKENS, TOKENS, HEAD_DIM, BF16_BYTES, part)
         ours = of_the_work(kernels, part)
         ours = ours.loc[ours["impl"] == "flash_triton", "ms_p50"]
         out.append({UNITS[unit]: least[unit] for unit in UNITS} | {
             "GEMMs, exponentials, instructions in turn": in_turn(part),
             "memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9),
-            "GEMMs, at the best rate measured": work_flops(part) / (roof.tflops.get("bf16", math.nan) * 1e9),
+            "GEMMs, at the best rate measured": flops / (roof.tflops.get("bf16", math.nan) * 1e9),
             "ours, measured": ours.iloc[0] if len(ours) else math.nan,
         })  # fmt: skip
     frame = pd.DataFrame(out, index=["forward, ms", "backward, ms"]).T
@@ -102,10 +98,8 @@ def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
 
 def of_the_work(kernels: pd.DataFrame, part: str) -> pd.DataFrame:
     """The rows of one pass at the leaderboard's shape, with a whole matrix for dO."""
-    return kernels[
-        (kernels["part"] == part) & (kernels["head_dim"] == HEAD_DIM) & (kernels["dtype"] == "bf16")
-        & kernels["is_causal"] & (kernels["grad_o"] == "matrix") & (kernels["repeat"] == 0)
-    ]  # fmt: skip
+    work = {"head_dim": HEAD_DIM, "dtype": "bf16", "is_causal": True}
+    return chosen(kernels, part=part, grad_o="matrix", repeat=0, **work)
 
 
 def harness_ms(roof: Roofs) -> float:
@@ -241,39 +235,39 @@ def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 # ------------------------------------------------------------------------------------------------ shapes
-PEERS = tuple(impl for impl in shapes.PEERS if impl != "flash_triton")
 LEAST_MS = 0.02  # below it a kernel's time is mostly its launch
 OTHER_RESULTS = 0.1  # ‖x − y‖ / ‖y‖ that is more than rounding
 
 
 def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each machine, shape and pass: `kind`, `shape` in words, our time and each peer's in ms, `best`, the
-    fastest peer, and `over_best`, our time over its."""
-    wide = _beside(rows, shapes.TABLE, shapes.PEERS)
-    peers = wide[list(PEERS)].astype(float)
-    known = peers.notna().any(axis=1)
-    return wide.assign(
-        kind=[shapes.kind_of(row) for row in wide.itertuples()],
-        shape=[_shape(row) for row in wide.itertuples()],
-        best=peers[known].idxmin(axis=1).reindex(wide.index),
-        over_best=wide["flash_triton"] / peers.min(axis=1),
-        counts=peers.min(axis=1) >= LEAST_MS,
+    """A row for each machine, shape and pass that ours has a time for: `kind`, `shape` in words, our `tflops`, each
+    implementation's time in ms, `best`, the fastest peer, and `over_best`, our time over its. A time is the mean of
+    both where it was measured twice; one whose results are wrong has none."""
+    return _against(rows, shapes, shapes.PEERS, _shape)
+
+
+def _against(rows: pd.DataFrame, of: Any, impls: Sequence[str], words: Callable[[Any], str]) -> pd.DataFrame:
+    """`against_peers` for the table of the module `of`, whose implementations these are, ours first."""
+    index = ["machine", *of.TABLE.group]
+    rows = rows[~(rows["apart"].astype(float) > OTHER_RESULTS)]
+    numbers = rows.astype({"ms_p50": float, "tflops": float})
+    means = numbers.groupby([*index, "impl"], sort=False)[["ms_p50", "tflops"]].mean()
+    ours = means[means.index.get_level_values("impl") == "flash_triton"].droplevel("impl")
+    times = means["ms_p50"].unstack("impl").reindex(columns=list(impls))
+    found = ours[["tflops"]].join(times)[ours["ms_p50"].notna()].reset_index()
+    peers = found[list(impls[1:])]
+    return found.assign(
+        kind=[of.kind_of(row) for row in found.itertuples()],
+        shape=[words(row) for row in found.itertuples()],
+        best=peers[peers.notna().any(axis=1)].idxmin(axis=1).reindex(found.index),
+        over_best=found["flash_triton"] / peers.min(axis=1),
     )
 
 
-def _beside(rows: pd.DataFrame, table: Table, impls: Sequence[str]) -> pd.DataFrame:
-    """A row for each machine, shape and pass that ours has a time for, with our `tflops` and each implementation's time
-    in ms: the mean of both times where it was measured twice. One whose results are wrong there has none."""
-    index = ["machine", *table.group]
-    rows = rows[~(rows["apart"].astype(float) > OTHER_RESULTS)]
-    numbers = rows.astype({"ms_p50": float, "tflops": float})
-    of_each = numbers.groupby([*index, "impl"], sort=False, dropna=False)
-    means = of_each[["ms_p50", "tflops"]].mean().reset_index()
-    wide = means.loc[means["impl"] == "flash_triton", [*index, "tflops"]]
-    for impl in impls:
-        times = means.loc[means["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
-        wide = wide.merge(times, on=index, how="left")
-    return wide[wide["flash_triton"].notna()]
+def _counted(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of `against_peers` whose best peer takes LEAST_MS or longer, by kind."""
+    found = against_peers(rows)
+    return in_order(found[found[[*shapes.PEERS[1:]]].min(axis=1) >= LEAST_MS], ["kind"], shapes.KINDS)
 
 
 def _shape(row: Any) -> str:
@@ -285,8 +279,7 @@ def _shape(row: Any) -> str:
 def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Our time over the best peer's by pass and kind of shape, and of all: geometric mean, worst shape, how many; of
     shapes whose best peer takes LEAST_MS or longer."""
-    found = against_peers(rows)
-    found = found[found["counts"]]
+    found = _counted(rows)
     out = []
     for part in shapes.PARTS:
         for kind in (*shapes.KINDS, "all"):
@@ -306,15 +299,13 @@ def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
             f"{letter}, ms": one["flash_triton"], f"best peer, {letter}": one["best"].map(label, na_action="ignore"),
             f"× best, {letter}": one["over_best"],
         }))  # fmt: skip
-    frame = pd.concat(sides, axis=1).reset_index()
-    return frame.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
+    return in_order(pd.concat(sides, axis=1).reset_index(), ["kind"], shapes.KINDS)
 
 
 def shapes_figure(rows: pd.DataFrame) -> Figure:
     """Our time over the best peer's, a line for each shape, a dot for each pass; gray: within the least
     noise. Of shapes whose best peer takes LEAST_MS or longer."""
-    found = against_peers(rows)
-    found = found[found["counts"]]
+    found = _counted(rows)
     drawn, axes = figures.panels(
         height=0.6 if found.empty else 0.8 + 0.155 * max(4, found["shape"].nunique())
     )
@@ -322,7 +313,6 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
     if found.empty:
         figures.nothing(ax)
         return drawn
-    found = found.sort_values("kind", key=lambda kinds: kinds.map(shapes.KINDS.index), kind="stable")
     names = list(dict.fromkeys(found["shape"]))
     ax.axvspan(1 / (1 + LEAST_NOISE), 1 + LEAST_NOISE, color="#eeeeee", zorder=1)
     ax.axvline(1, color=figures.ROOF, lw=1, zorder=2)
@@ -341,17 +331,7 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
 # ------------------------------------------------------------------------------------------------ what models ask for
 def against_models(rows: pd.DataFrame) -> pd.DataFrame:
     """As `against_peers`, of the shapes of `models`."""
-    wide = _beside(rows, models.TABLE, models.IMPLS)
-    return wide.assign(
-        kind=[models.kind_of(row) for row in wide.itertuples()],
-        shape=[_asked(row) for row in wide.itertuples()],
-        over_best=wide["flash_triton"] / wide[list(models.IMPLS[1:])].astype(float).min(axis=1),
-    )
-
-
-def over_best(found: pd.DataFrame, **case: Any) -> pd.Series:
-    """That column, of the rows of `against_models` with these values."""
-    return found[(found[list(case)] == pd.Series(case)).all(axis=1)]["over_best"]
+    return _against(rows, models, models.IMPLS, _asked)
 
 
 def models_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -12,29 +12,25 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.chapters.memory import measure as memory
 from cs336_systems.chapters.memory.figure import GIB, MIB, cropped, draw, hover, largest_allocations
+from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import in_order, pivot
 from cs336_systems.report.values import Number
 from cs336_systems.sizes import SIZES, ModelConfig, size
+from cs336_systems.store.rows import case_fields
 
 REFERENCE = SIZES["2.7B"]  # the hyperparameters that the handout asks about
 BATCH = 4
 PASSES = {"forward": "forward, no graph", "forward_graph": "forward, graph kept", "train_step": "full step"}
-_FIELDS = ("size", "context_length", "mode", "dtype", "optimizer", "batch", "repeat")
 
 
 # ---------------------------------------------------------------------------------------------- closed forms
 def predicted_bytes(row: Mapping[str, Any]) -> int:
     """A case's peak by the closed form."""
     device = "cpu" if row["machine"].startswith("cpu-") else "cuda"  # autocast has other rules on a CPU
-    return max(sum(items.values()) for items in memory.predicted(case_of(row), device).values())
-
-
-def case_of(row: Mapping[str, Any]) -> memory.Case:
-    """The case of a row, its numbers as Python's own."""
-    return memory.Case(**{f: row[f] if isinstance(row[f], str) else int(row[f]) for f in _FIELDS})
+    return max(sum(items.values()) for items in memory.predicted(case_of(memory.TABLE, row), device).values())
 
 
 def saved_mib(context_length: int, dtype: str) -> float:
@@ -92,7 +88,9 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
     """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
     first = chapter.measured(machine=chapter.machines[:1])
-    both = first.merge(chapter.on(machine).measured(), on=list(_FIELDS), suffixes=("", "_there"))
+    both = first.merge(
+        chapter.on(machine).measured(), on=list(case_fields(memory.TABLE)), suffixes=("", "_there")
+    )
     return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
 
 
@@ -132,7 +130,7 @@ def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline |
     rows = largest_model(chapter.rows(**case))
     rows = rows[rows["status"].isin(["ok", "oom"]) & rows["requested_bytes"].notna()]
     for row in rows.to_dict("records"):
-        path = memory.timeline_path(case_of(row), row["machine"], chapter.root)
+        path = memory.timeline_path(case_of(memory.TABLE, row), row["machine"], chapter.root)
         if not path.is_file():
             continue
         found = Timeline.from_json(path)
@@ -156,7 +154,7 @@ def first_step_gib(chapter: Chapter, context: int) -> Number:
 def _drawn(chapter: Chapter, status: str = "ok") -> list[int]:
     """The contexts of steps whose timelines are kept; one at least. status: `ok`, or `oom` of those that do not fit."""
     rows = largest_model(chapter.rows(mode="train_step", status=status)).to_dict("records")
-    return sorted({row["context_length"] for row in rows if memory.drawn(case_of(row))}) or [0]
+    return sorted({row["context_length"] for row in rows if memory.drawn(case_of(memory.TABLE, row))}) or [0]
 
 
 def explore(chapter: Chapter, label: str) -> None:

@@ -62,10 +62,8 @@ def state_bytes(stack: Stack) -> dict[str, int]:
     return {name: size * stack.num_parameters for name, size in STATES.items()}
 
 
-def saved_bytes_per_token(
-    stack: Stack, nonlinearity: str = "relu", bytes_per_element: int = 2
-) -> dict[str, int]:
-    """Tensor → bytes per token, over all blocks, that the forward pass saves for the backward pass.
+def saved_bytes_per_token(stack: Stack, nonlinearity: str = "relu") -> dict[str, int]:
+    """Tensor → bytes per token in bf16, over all blocks, that the forward pass saves for the backward pass.
 
     A linear layer y = W x needs dW = dy xᵀ and dx = Wᵀ dy: it saves its input x (and refers to W, which exists
     anyway). So a block saves the input of its first layer, D wide, and that of its second, F wide. Between them:
@@ -75,8 +73,7 @@ def saved_bytes_per_token(
     ValueError for an unknown nonlinearity.
     """
     check_choice("nonlinearity", nonlinearity, tuple(WIDE))
-    check_sizes(bytes_per_element=bytes_per_element)
-    d, f = (stack.num_blocks * bytes_per_element * width for width in (stack.d_model, stack.d_ff))
+    d, f = (2 * stack.num_blocks * width for width in (stack.d_model, stack.d_ff))
     saved = {"input of the first layer": d, "input of the second layer": f}
     return saved | ({"input of the nonlinearity": f} if WIDE[nonlinearity] == 2 else {})
 
@@ -102,7 +99,8 @@ def fewest_devices(
     or a capacity that is not positive.
     """
     check_sizes(capacity=capacity)
-    _check_tokens(tokens)
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens}; it must not be negative")
     _check_share(sharded)
     activations = tokens * sum(saved_bytes_per_token(stack, nonlinearity).values())
     share = Fraction(sharded)
@@ -129,14 +127,11 @@ def most_tokens(
 # ----------------------------------------------------------------------------------- compute and communication
 @dataclass(frozen=True)
 class Chip:
-    """flops: FLOP/s in bf16 (C). axis_bytes_per_s: W. memory_bytes_per_s: of its own memory. network_bytes_per_s: out
-    of the mesh, its share of the data center's network.
-    """
+    """flops: FLOP/s in bf16 (C). axis_bytes_per_s: W. memory_bytes_per_s: of its own memory."""
 
     flops: float
     axis_bytes_per_s: float
     memory_bytes_per_s: float
-    network_bytes_per_s: float
 
     def __post_init__(self) -> None:
         check_sizes(**vars(self))
@@ -152,9 +147,9 @@ class Chip:
         return self.flops / self.memory_bytes_per_s
 
 
-# C and W as the handout gives them, after Austin et al. (a link carries 9e10 bytes/s each way). The others from Google
-# Cloud's documentation, "TPU v5p": 2765 GB/s of memory bandwidth, 50 Gbit/s of the data center's network for a chip.
-TPU_V5P = Chip(4.6e14, axis_bytes_per_s=2 * 9e10, memory_bytes_per_s=2.765e12, network_bytes_per_s=50e9 / 8)
+# C and W as the handout gives them, after Austin et al. (a link carries 9e10 bytes/s each way). The bandwidth of
+# memory from Google Cloud's documentation, "TPU v5p": 2765 GB/s.
+TPU_V5P = Chip(4.6e14, axis_bytes_per_s=2 * 9e10, memory_bytes_per_s=2.765e12)
 
 
 @dataclass(frozen=True)
@@ -309,11 +304,6 @@ def stage_send_share(stack: Stack, chip: Chip, layout: Layout, bytes_per_s: floa
     sent = layout.activation_bytes * stack.d_model / (layout.fsdp * layout.tensor)
     compute = block_times(stack, chip, layout, 1).compute * stack.num_blocks / layout.stages
     return sent / bytes_per_s / compute
-
-
-def _check_tokens(tokens: float) -> None:
-    if tokens < 0:
-        raise ValueError(f"tokens={tokens}; it must not be negative")
 
 
 def _check_share(sharded: float) -> None:

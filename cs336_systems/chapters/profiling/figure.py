@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -84,13 +83,13 @@ def _draw_device(ax: Axes, step: Step, length: float) -> set[str]:
     ax.axhline(bottom, color="#d5d5d5", lw=0.5, zorder=1)
     tops = np.cumsum(heights, axis=0)
     drawn = set()
-    for (name, (color, _)), lower, upper in zip(GROUPS.items(), tops - heights, tops, strict=True):
-        outlines = _outlines(edges, bottom - (bottom - top) * lower, bottom - (bottom - top) * upper)
-        if outlines:
+    for (name, (color, _)), *levels in zip(GROUPS.items(), tops - heights, tops, strict=True):
+        lower, upper = (np.round(bottom - (bottom - top) * np.append(x, x[-1]), 4) for x in levels)
+        there = lower - upper > 1e-3
+        if there.any():
             drawn.add(name)
-            ax.add_collection(
-                PolyCollection(outlines, facecolors=color, linewidths=0, zorder=2), autolim=False
-            )
+            filled = there | np.roll(there, 1)  # with each column's right edge
+            ax.fill_between(edges, lower, upper, filled, step="post", facecolor=color, lw=0, zorder=2)
     return drawn
 
 
@@ -115,20 +114,3 @@ def _time_before(edges: np.ndarray, moments: np.ndarray) -> np.ndarray:
     count = np.searchsorted(moments, edges)
     sums = np.concatenate([[0.0], np.cumsum(moments)])
     return count * edges - sums[count]
-
-
-def _outlines(edges: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> list[np.ndarray]:
-    """The outlines of the columns that are not empty; neighbors that are alike, or touch, are one."""
-    lower, upper = np.round(lower, 4), np.round(upper, 4)
-    there = lower - upper > 1e-3
-    out: list[np.ndarray] = []
-    changes = np.flatnonzero(np.diff(np.concatenate([[0], there.astype(int), [0]])))
-    for first, last in changes.reshape(-1, 2):
-        turn = (
-            np.flatnonzero((np.diff(lower[first:last]) != 0) | (np.diff(upper[first:last]) != 0)) + 1 + first
-        )
-        begins = np.concatenate([[first], turn]).astype(int)
-        x = np.repeat(edges[np.concatenate([begins, [last]])], 2)[1:-1]
-        there_and_back = np.concatenate([np.repeat(upper[begins], 2), np.repeat(lower[begins], 2)[::-1]])
-        out.append(np.column_stack([np.concatenate([x, x[::-1]]), there_and_back]))
-    return out

@@ -33,9 +33,6 @@ from cs336_systems.store.table import Table
 
 CONTEXTS = (128, 256, 512, 1024)
 PRIMARY = 512
-DTYPES = ("fp32", "tf32", "bf16")
-TOOLS = ("auto", "torch")
-CHOICES = {"size": tuple(SIZES), "dtype": DTYPES, "tool": TOOLS}
 RANGES = {
     "inference": "inference/forward",  # without a graph for backward
     "forward": "step/forward",
@@ -260,6 +257,4 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     }
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OURS = ("flash_triton", "plain_triton")
 WORK = tuple(steps.WORK.values())  # the leaderboard's heads, tokens, head dimension
 # steps of the ladder that make both passes, whatever kernels the package itself chooses for a GPU
-_PAIRS = {"plain_triton": ("f_production", "b_production")}
+PORTABLE = ("f_production", "b_production")
 
 
 # ------------------------------------------------------------------------------------------------ cases
@@ -185,17 +185,17 @@ def _flex(asked: Asked) -> Attention:
     return Attention(_on_four_axes(call), "inductor")
 
 
-def _pair(impl: str, asked: Asked) -> Attention:
+def _portable(asked: Asked) -> Attention:
     from cs336_systems.ladder import function, launch
 
-    for name in _PAIRS[impl]:
+    for name in PORTABLE:
         if reason := launch.missing(steps.STEPS[name]):
             raise Skip(f"needs {reason}")
 
-    def pair(q, k, v):
-        return function.LadderAttention.apply(q, k, v, asked.is_causal, *_PAIRS[impl])
+    def portable(q, k, v):
+        return function.LadderAttention.apply(q, k, v, asked.is_causal, *PORTABLE)
 
-    return Attention(pair, "+".join(_PAIRS[impl]))
+    return Attention(portable, "+".join(PORTABLE))
 
 
 def _flash_attn(package: Any, asked: Asked) -> Callable[..., Any]:
@@ -274,7 +274,7 @@ def _varlen(asked: Asked) -> Attention:
 
 MAKERS: dict[str, Callable[[Asked], Attention]] = {
     **{name: functools.partial(_own, name) for name in IMPLEMENTATIONS},
-    "plain_triton": functools.partial(_pair, "plain_triton"),
+    "plain_triton": _portable,
     "reference_compiled": _reference_compiled,
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.measure.trace.overlap import Overlap
-from cs336_systems.report import figures
+from cs336_systems.chapters.shared.rows import case_of
+from cs336_systems.measure.trace import overlap
+from cs336_systems.report import Chapter, figures
 
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
 
 
-def timelines_figure(found: Mapping[str, Sequence[Overlap]]) -> Figure:
-    """A panel for each title, with one step of every rank: its kernels by phases, and NCCL's."""
+def timelines_figure(
+    chapter: Chapter, path_of: Callable[[Any, str, Path], Path], names: Mapping[str, str], **where: Any
+) -> Figure:
+    """A panel for each wrapper, called by its name, whose traced rows are chosen and whose file is there (`path_of`:
+    case, machine, results folder), of the first machine that has it: of one step, on every rank, the kernels by phases,
+    and NCCL's."""
+    found: dict[str, list[overlap.Overlap]] = {}
+    for row in chapter.measured(kind="trace", **where).to_dict("records"):
+        path = path_of(case_of(chapter.experiment, row), row["machine"], chapter.root)
+        if path.is_file():
+            found.setdefault(names[row["wrapper"]], overlap.from_json(path))
     figure, axes = figures.panels(rows=max(1, len(found)), height=1.25, sharex=True)
     if not found:
         figures.nothing(axes[0, 0])

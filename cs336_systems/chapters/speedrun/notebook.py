@@ -13,7 +13,6 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any
 
 # of the package's dependencies those that training and its pages need; triton comes with torch where there is a GPU
 NEEDED = ("torch", "numpy", "pandas", "matplotlib", "tabulate", "typer", "tqdm", "tokenizers", "safetensors")
@@ -33,10 +32,10 @@ def missing(root: Path) -> list[str]:
     return lacking
 
 
-def install(root: Path, say: Any = print) -> None:
+def install(root: Path) -> None:
     """Installs by pip what is missing, and lets this process and its children import the checkout's package."""
     if lacking := missing(root):
-        say(f"installing {', '.join(lacking)}")
+        print(f"installing {', '.join(lacking)}")
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *lacking], check=True)
     sys.path[:0] = [str(root)] * (str(root) not in sys.path)
     paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -12,7 +12,6 @@ parts work.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -104,16 +103,13 @@ def what_fits(
     gib: float, sizes: Sequence[str], contexts: Sequence[int], dtype: str = "fp16"
 ) -> list[dict[str, Any]]:
     """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they (or
-    one, where none fits), and twice as many, need."""
+    one, where none fits) need."""
     lines = []
     for size in sizes:
         for context in contexts:
             most = largest_batch(size, context, gib, dtype)
-            need, twice = (gib_of(size, context, max(1, n), dtype) for n in (most, 2 * most))
-            lines.append({
-                "size": size, "context_length": context, "sequences": most, "gib": need,
-                "twice_gib": twice if most else math.nan,
-            })  # fmt: skip
+            need = gib_of(size, context, max(1, most), dtype)
+            lines.append({"size": size, "context_length": context, "sequences": most, "gib": need})
     return lines
 
 

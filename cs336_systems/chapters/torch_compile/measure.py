@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from cs336_systems.chapters.shared import depends, steps
-from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast
+from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s
 from cs336_systems.measure.device import default_device
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store import machine
 from cs336_systems.store.table import Table
 
 DEPENDS = depends.STEPS
-CHOICES = steps.CHOICES
 SIZES_CONTEXT, SPEED_CONTEXT = 512, 1024
 OTHER_CONTEXTS, OTHER_SIZES = (128, 256, 1024), ("small", "medium", "large")
 SPEED_BATCHES = {"small": (4, 64), "medium": (4, 16)}
@@ -95,7 +94,4 @@ def _start_compiler() -> None:
     torch.compile(lambda x: torch.softmax(x @ x, -1).exp().sum())(x).backward()
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s,
-    forecast=forecast,
-)  # fmt: skip
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)

@@ -14,12 +14,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
+from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.chapters.training import ladder as ladder_experiment
 from cs336_systems.chapters.training import trials
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.report.values import Number, Row
-from cs336_systems.store.rows import case_fields
 
 RUNGS = {
     "fp32": "plain, fp32", "tf32": "TF32", "bf16": "bf16", "compiled": "torch.compile", "flash": "FlashAttention",
@@ -30,12 +30,6 @@ WINDOW = 5  # steps over which losses are averaged
 
 
 # ------------------------------------------------------------------------------------------------ the ladder
-def _rung(row: Any) -> ladder_experiment.Case:
-    return ladder_experiment.Case(
-        **{field: getattr(row, field) for field in case_fields(ladder_experiment.TABLE)}
-    )
-
-
 def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
     """The roofs of machines; one that has not measured its own has those of another one with the same GPU."""
     found = {name: roofs(name, root) for name in machines}
@@ -46,7 +40,7 @@ def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
 def predicted_tokens_per_s(row: Any, roof: Roofs) -> float:
     """By the least time of the kernels at the machine's roofs (else the data sheet's), communication hidden; CUDA
     graphs and the sharded optimizer change nothing in it. NaN where no roof is known."""
-    case = _rung(row)
+    case = case_of(ladder_experiment.TABLE, row)
     ranks = row.world_size if case.wrapper != "none" else 1
     sheet = roof.sheet or accounting.Peaks(math.nan)
     tflops = roof.tflops.get(case.dtype, sheet.tflops.get(case.dtype, math.nan))
@@ -69,7 +63,9 @@ def climbed(rows: pd.DataFrame, roof: dict[str, Roofs]) -> pd.DataFrame:
     same = rows["run"] == rows.groupby(["machine", "world_size"])["run"].shift()
     return rows.assign(
         predicted=[predicted_tokens_per_s(row, roof.get(row.machine, Roofs())) for row in rows.itertuples()],
-        predicted_gib=[trials.predicted_gib(_rung(row)) for row in rows.itertuples()],
+        predicted_gib=[
+            trials.predicted_gib(case_of(ladder_experiment.TABLE, row)) for row in rows.itertuples()
+        ],
         gain=(rows["tokens_per_s"].astype(float) / before.astype(float)).where(same),
     )
 

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training import measure as experiment
 from cs336_systems.chapters.training.folder import write
 from cs336_systems.chapters.training.trials import ATTENTIONS, EPOCH_MB
@@ -27,9 +28,7 @@ def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.in_order(rows, ["world_size", "attention", "wrapper", "sharded"], ATTENTIONS, WRAPPERS)
     alone = rows[(rows["wrapper"] == experiment.ALONE) & (rows["repeat"] == 0)]
     keys = ["run", *(f for f in case_fields(experiment.TABLE) if f not in ("wrapper", "sharded", "repeat"))]
-    base = alone.set_index(keys)["tokens_per_s"]
-    base = base[~base.index.duplicated()]
-    one = base.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []
+    one = looked_up(alone.drop_duplicates(keys), "tokens_per_s", rows, keys)
     efficiency = rows["tokens_per_s"].astype(float) / (one * rows["world_size"])
     return rows.assign(efficiency=efficiency.where(rows["wrapper"] != experiment.ALONE))
 
@@ -46,10 +45,10 @@ def matrix(rows: pd.DataFrame) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def throughput(rows: pd.DataFrame, sharded: bool = False) -> pd.DataFrame:
-    """1,000 tokens/s: ranks and wrapper down, attention across; without or with the sharded optimizer. Of cells that
-    were measured, with or without success."""
-    there = (rows["repeat"] == 0) & (rows["sharded"] == sharded) & (rows["status"] != NOT_MEASURED)
+def throughput(rows: pd.DataFrame) -> pd.DataFrame:
+    """1,000 tokens/s without the sharded optimizer: ranks and wrapper down, attention across. Of cells that were
+    measured, with or without success."""
+    there = (rows["repeat"] == 0) & ~rows["sharded"] & (rows["status"] != NOT_MEASURED)
     rows = scaled(rows[there])
     rows = rows.assign(thousands=rows["tokens_per_s"].astype(float) / 1e3, ranks=rows["world_size"])
     rows = rows.assign(wrapper=rows["wrapper"].map(WRAPPERS), attention=rows["attention"].map(figures.label))

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training.folder import write
 from cs336_systems.chapters.training.sweep import ATTENTIONS
 from cs336_systems.report import figures, tables
@@ -22,10 +23,9 @@ def ordered(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.in_order(rows, ["cap_gib", "num_queries", "num_keys", "attention", "repeat"], ATTENTIONS)
     shapes = [f"{q}:{k}" for q, k in zip(rows["num_queries"], rows["num_keys"], strict=True)]
     keys = ["run", "num_queries", "num_keys"]
-    plain = rows[(rows["attention"] == PLAIN) & (rows["repeat"] == 0)].groupby(keys)["forward_ms_p50"].first()
-    base = plain.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy(float) if len(rows) else []
-    gain = base / rows["forward_ms_p50"].astype(float)
-    return rows.assign(tier=shapes, plain=gain)
+    plain = rows[(rows["attention"] == PLAIN) & (rows["repeat"] == 0)].drop_duplicates(keys)
+    base = looked_up(plain, "forward_ms_p50", rows, keys)
+    return rows.assign(tier=shapes, plain=base / rows["forward_ms_p50"].astype(float))
 
 
 def table(rows: pd.DataFrame, part: str = "forward") -> pd.DataFrame:

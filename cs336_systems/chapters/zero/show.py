@@ -3,7 +3,7 @@ what each rank sends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import ADAMW_BYTES, STEP_MOMENTS
 from cs336_systems.chapters.hardware.roofs import Roofs
+from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.chapters.zero import measure as experiment
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
-from cs336_systems.store.rows import case_fields
 
 GIB = 2**30
 ROUNDS = 4  # of ShardedOptimizer
@@ -58,10 +58,6 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["context_length"] == rows["context_length"].max()].reset_index(drop=True)
 
 
-def _case(row: Any) -> experiment.Case:
-    return experiment.Case(**{field: getattr(row, field) for field in case_fields(experiment.TABLE)})
-
-
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     """No repetitions; in the order of context, GPUs, moment and variant."""
     by = ["context_length", "world_size", "machine", "moment", "variant"]
@@ -89,8 +85,8 @@ def memory(rows: pd.DataFrame) -> pd.DataFrame:
     rows = _sorted(rows[rows["moment"] != experiment.TIMED])
     empty = [c for c in ("buckets_bytes", "activations_bytes") if not (rows[c] > 0).any()]
     out = _table(rows, {c: head for c, head in PARTS.items() if c not in empty}, 1 / GIB)
-    forms = [sum(experiment.predicted(_case(r), _device(r)).values()) / GIB for r in rows.itertuples()]
-    out.insert(list(out.columns).index("peak, GiB"), "closed form, GiB", forms)
+    forms = _closed_gib(rows, experiment.predicted)
+    out.insert(out.columns.get_loc("peak, GiB"), "closed form, GiB", forms)
     return out
 
 
@@ -101,12 +97,13 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     most = rows.groupby(keys, sort=False)["peak_bytes"].transform(lambda x: x.max(skipna=False))
     rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"].assign(moment="later_before")
     out = _table(rows, {"peak_bytes": "peak, GiB"}, 1 / GIB)
-    forms = [sum(experiment.predicted_peak(_case(r), _device(r)).values()) / GIB for r in rows.itertuples()]
-    return out.assign(**{"closed form, GiB": forms})
+    return out.assign(**{"closed form, GiB": _closed_gib(rows, experiment.predicted_peak)})
 
 
-def _device(row: Any) -> str:
-    return "cpu" if row.source == "tensors" else "cuda"
+def _closed_gib(rows: pd.DataFrame, form: Callable[..., dict[str, int]]) -> list[float]:
+    devices = rows["source"].map({"tensors": "cpu"}).fillna("cuda")
+    cases = (case_of(experiment.TABLE, row) for row in rows.itertuples())
+    return [sum(form(*each).values()) / GIB for each in zip(cases, devices, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ times
@@ -116,7 +113,7 @@ def times(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
     metrics = {f"{phase}_ms_p50": f"{phase}, ms" for phase in (*experiment.PHASES, "step")}
     out = _table(rows, metrics)
     expected = [expected_ms(r.variant, r.world_size, roof, r.size) for r in rows.itertuples()]
-    out.insert(list(out.columns).index("optimizer, ms"), "expected, ms", expected)
+    out.insert(out.columns.get_loc("optimizer, ms"), "expected, ms", expected)
     return out
 
 
