@@ -110,7 +110,7 @@ def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
     ranks = ranks_of(asked)
-    shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # the optimizer's state with the weights, block by block
+    shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # its state with the weights
     choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1 and not shards}
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
     # one graph is launched fastest, though no gradient is averaged before its end; GPUs without bf16 were not tried

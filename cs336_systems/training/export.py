@@ -41,7 +41,8 @@ def export(place: Path, folder: Path) -> list[Path]:
     """
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu")
     end = tokenizer.id_to_token(end_of_text)
-    starting = Tokenizer.from_str(tokenizer.to_str())  # prompts begin as documents do: after the end of another
+    # a prompt begins as documents do, after the end of another
+    starting = Tokenizer.from_str(tokenizer.to_str())
     starting.post_processor = TemplateProcessing(single=[end, "$A"], special_tokens=[(end, end_of_text)])
     weights = llama_weights(model.state_dict(), model.config.d_head)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

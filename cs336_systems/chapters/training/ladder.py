@@ -2,10 +2,10 @@
 
 A rung keeps what the ones before it have. All make the same steps on the same tokens, so their losses should lie on one
 another: speed that cost accuracy would show. Plain attention materializes its scores; "flash" is what "auto" means on
-the device. Compiled are model and loss together, in one graph. On two GPUs each takes half of a step's sequences (strong
-scaling), and the rung below is measured on one of them, in the same run. There, first each block is a graph, so that
-gradients are averaged while the blocks below are still computing; then there is one graph again, which hands over all
-gradients at its end.
+the device. Compiled are model and loss together, in one graph. On two GPUs each takes half of a step's sequences
+(strong scaling), and the rung below is measured on one of them, in the same run. There, first each block is a graph, so
+that gradients are averaged while the blocks below are still computing; then there is one graph again, which hands over
+all gradients at its end.
 """
 
 from __future__ import annotations
