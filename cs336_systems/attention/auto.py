@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from cs336_systems.attention.registry import IMPLEMENTATIONS
 from cs336_systems.attention.usable import usable
 
@@ -33,7 +34,7 @@ def chosen(q: torch.Tensor, asked: tuple[str, ...] = ()) -> str:
 
 def _serves(name: str, q: torch.Tensor) -> bool:
     if name == "flash_triton":
-        return 16 <= q.shape[-1] <= 256
+        return q.dtype in DTYPES and MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM
     from cs336_systems.attention import flash_cuda
 
     return flash_cuda.serves(q)
