@@ -88,13 +88,19 @@ def check_seen(
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q on {q.device}; they must be on one device")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or q.shape[2] != k.shape[2]:
         raise ValueError(f"{shapes}; with cu_seqlens both must be (1, heads, total, d)")
-    if not torch.compiler.is_compiling() and cu_seqlens.is_cpu and type(cu_seqlens) is torch.Tensor:
+    if is_readable(cu_seqlens):
         _check_ends(cu_seqlens, q.shape[2])
 
 
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether the host can look at x's numbers without waiting: on the CPU, not while compiling, and neither of a fake
+    nor of one that stands for many under vmap."""
+    if torch.compiler.is_compiling():  # first: the compiler cannot trace the others
+        return False
+    return type(x) is torch.Tensor and x.is_cpu and torch._C._has_storage(x)
+
+
 def _check_ends(cu_seqlens: torch.Tensor, total: int) -> None:
-    if not torch._C._has_storage(cu_seqlens):  # it stands for many under vmap
-        return
     first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
     if first != 0 or last != total:
         raise ValueError(f"cu_seqlens begins with {first} and ends with {last}; expected 0 and total={total}")
