@@ -1,5 +1,7 @@
 """Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
 
+import types
+
 import pytest
 import torch
 from attention_checks import check, check_batched_gradients, compiler, fresh, run
@@ -56,10 +58,28 @@ def test_dk_and_dv_by_a_launch_each(of_keys, monkeypatch):
 
 
 @triton_on_cpu
-def test_bf16_in_the_interpreter_is_refused():
-    q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
-    with pytest.raises(ValueError, match=r"torch.bfloat16 on device 'cpu'.*torch.float32 and torch.float16"):
-        attention(q, k, v, True, "flash_triton")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bf16_in_the_interpreter_is_refused(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cs336_systems.attention.flash_triton import _launch_backward, _launch_forward
+
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 40, 32, dtype=torch.bfloat16, device=device)
+    refused = rf"torch.bfloat16 on device '{device}' with TRITON_INTERPRET=1.*torch.float32 and torch.float16"
+    for call in (lambda: _launch_forward(x, x, x, True), lambda: _launch_backward(x, x, x, x, x, x, True)):
+        with pytest.raises(ValueError, match=refused):
+            call()
+
+
+@triton_on_cpu
+def test_interpreted_kernels_have_no_machine_code_to_mistrust(monkeypatch):
+    """Not for a Hopper GPU's tensors, either."""
+    from cs336_systems.attention.triton import launch
+
+    monkeypatch.setattr(launch, "capability_of", lambda index: 90)
+    on_a_gpu = types.SimpleNamespace(ndim=3, device=types.SimpleNamespace(type="cuda", index=0))
+    assert not launch._mistrusted("forward", {"q": on_a_gpu}, {}, launch.Tiles(16, 16, 4, 1))
 
 
 GROUPED = [name for name, found in IMPLEMENTATIONS.items() if "enable_gqa" in found.features]

@@ -81,15 +81,15 @@ def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *s
 
 
 def _launch_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
-    if not q.is_cuda:
-        _require_interpreter(q.dtype)
+    if INTERPRETED or not q.is_cuda:
+        _require_interpreter(q)
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     return again.forward(_first_forward, q, k, v, is_causal, None, seen)
 
 
 def _launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
-    if not q.is_cuda:
-        _require_interpreter(q.dtype)
+    if INTERPRETED or not q.is_cuda:
+        _require_interpreter(q)
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     return again.backward(_first_backward, q, k, v, o, logsumexp, grad_o, is_causal, None, seen)
 
@@ -105,16 +105,17 @@ def _plain(*tensors: torch.Tensor) -> bool:
     return all([type(x) is torch.Tensor and _has_storage(x) and not x.is_neg() for x in tensors])
 
 
-def _require_interpreter(dtype: torch.dtype) -> None:
+def _require_interpreter(q: torch.Tensor) -> None:
+    """ValueError where the interpreter is needed and off, or on (for a GPU's tensors, too) and would be wrong."""
     if not INTERPRETED:
         raise ValueError(
             "flash_triton got tensors on device 'cpu'; it runs on CUDA devices "
             "(or, slowly, on the CPU with TRITON_INTERPRET=1 set before the import)"
         )
-    if dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16:
         raise ValueError(
-            "flash_triton got torch.bfloat16 on device 'cpu', and Triton's interpreter multiplies that wrongly; "
-            "it takes torch.float32 and torch.float16 there"
+            f"flash_triton got torch.bfloat16 on device '{q.device.type}' with TRITON_INTERPRET=1, and Triton's "
+            "interpreter multiplies that wrongly; it takes torch.float32 and torch.float16"
         )
 
 
