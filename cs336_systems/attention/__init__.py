@@ -58,9 +58,8 @@ def attention(
     for what `impl` does not serve, naming those that do; RuntimeError with the reason for an implementation that this
     machine cannot run.
     """
-    from cs336_systems.attention.auto import chosen
+    from cs336_systems.attention.auto import chosen, usable
     from cs336_systems.attention.inputs import check_seen
-    from cs336_systems.attention.usable import usable
 
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {is_causal!r}; allowed: True, False")

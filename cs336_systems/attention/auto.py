@@ -1,14 +1,21 @@
-"""Which implementation of attention "auto" means. torch.compile takes its answers without tracing the questions."""
+"""Which implementation of attention "auto" means, and which can run here. torch.compile takes these answers without
+tracing the questions."""
 
 from __future__ import annotations
 
 import torch
 
+from cs336_systems.attention import registry
 from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from cs336_systems.attention.registry import IMPLEMENTATIONS
-from cs336_systems.attention.usable import usable
 
 _before_ampere: dict[int, bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def usable(name: str) -> bool:
+    """Whether an implementation of attention can run on this machine; asked once."""
+    return registry.usable(name)
 
 
 @torch.compiler.assume_constant_result
