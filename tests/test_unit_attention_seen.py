@@ -301,6 +301,14 @@ def test_ends_that_make_no_sense_are_named_on_a_cpu(impl, ends, message):
         attention(q, q, q, True, impl, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
 
 
+def test_ends_of_many_under_vmap():
+    """Which the host cannot look at."""
+    q, ends = torch.randn(2, 1, 1, 8, 16, device=DEVICE), torch.stack([packed((3, 8), 1), packed((5, 8), 1)])
+    call = lambda q, ends: attention(q, q, q, True, "reference", cu_seqlens=ends)
+    each = torch.stack([call(*pair) for pair in zip(q, ends, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(call)(q, ends), each)
+
+
 def test_tensors_of_one_axis_are_named():
     q = torch.zeros(16, device=DEVICE)
     with pytest.raises(ValueError, match=r"q has shape \(16,\), k \(16,\); expected \(\.\.\., n, d\)"):
