@@ -301,12 +301,15 @@ def test_ends_that_make_no_sense_are_named_on_a_cpu(impl, ends, message):
         attention(q, q, q, True, impl, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
 
 
-def test_ends_of_many_under_vmap():
-    """Which the host cannot look at."""
+def test_ends_that_the_host_cannot_look_at():
+    """Of many under vmap, and in a trace."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     q, ends = torch.randn(2, 1, 1, 8, 16, device=DEVICE), torch.stack([packed((3, 8), 1), packed((5, 8), 1)])
     call = lambda q, ends: attention(q, q, q, True, "reference", cu_seqlens=ends)
     each = torch.stack([call(*pair) for pair in zip(q, ends, strict=True)])
     torch.testing.assert_close(torch.func.vmap(call)(q, ends), each)
+    torch.testing.assert_close(make_fx(call)(q[0], ends[0])(q[1], ends[1]), each[1])
 
 
 def test_tensors_of_one_axis_are_named():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+_has_storage, _dispatch_modes = torch._C._has_storage, torch._C._len_torch_dispatch_stack
 
 
 def check_inputs(
@@ -92,12 +94,18 @@ def check_seen(
         _check_ends(cu_seqlens, q.shape[2])
 
 
-def is_readable(x: torch.Tensor) -> bool:
-    """Whether the host can look at x's numbers without waiting: on the CPU, not while compiling, and neither of a fake
-    nor of one that stands for many under vmap."""
-    if torch.compiler.is_compiling():  # first: the compiler cannot trace the others
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing intercepts a call on these tensors: no tracing, no FLOP counter or other dispatch mode, no
+    subclass, no sign in a flag (`torch.Tensor.is_neg`), none that stands for many under vmap and has no memory itself.
+    """
+    if is_compiling() or _dispatch_modes():  # compiling first: the compiler cannot trace the other
         return False
-    return type(x) is torch.Tensor and x.is_cpu and torch._C._has_storage(x)
+    return all([type(x) is torch.Tensor and _has_storage(x) and not x.is_neg() for x in tensors])
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether the host can look at x's numbers without waiting, and without a trace that would keep them."""
+    return is_plain(x) and x.is_cpu
 
 
 def _check_ends(cu_seqlens: torch.Tensor, total: int) -> None:
@@ -144,7 +152,7 @@ def first_order_only(name: str) -> None:
 
     RuntimeError where autograd is recording the backward pass (`create_graph=True`).
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(
             f"{name} has no second-order gradients (create_graph=True); use impl='reference' for them"
         )
