@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from cs336_systems.attention import IMPLEMENTATIONS, attention
-from cs336_systems.attention.inputs import autocast_inputs
+from cs336_systems.attention.inputs import autocast_inputs, is_readable
 from cs336_systems.attention.registry import check_machine
 from cs336_systems.sizes import ModelConfig
 
@@ -225,8 +225,8 @@ class TransformerLM(nn.Module):
         """ids: (B, S), each in 0 … V − 1, S ≤ context_length → logits (B, S, V).
 
         cu_seqlens: where documents begin among the B·S tokens, counted through, and last B·S, as `attention` has it;
-        then no token sees another document's. Each sequence has to begin one. Positions go on through a sequence:
-        rotary ones matter by their differences alone.
+        then no token sees another document's. Each sequence has to begin one (checked on a CPU). Positions go on
+        through a sequence: rotary ones matter by their differences alone.
         """
         if ids.ndim != 2:
             raise ValueError(f"token ids have shape {tuple(ids.shape)}; expected (batch, sequence)")
@@ -235,6 +235,13 @@ class TransformerLM(nn.Module):
             raise ValueError(
                 f"the sequence has {sequence} tokens; context_length={self.config.context_length} is the most"
             )
+        if cu_seqlens is not None and is_readable(cu_seqlens):
+            begins = torch.arange(0, ids.numel(), max(sequence, 1), dtype=cu_seqlens.dtype, device="cpu")
+            lacking = begins[~torch.isin(begins, cu_seqlens)]
+            if len(lacking):
+                raise ValueError(
+                    f"cu_seqlens has no {lacking[0]}, where a sequence begins; each begins a document"
+                )
         cos, sin = self.positional_encoder(sequence)
         x = self.token_embeddings(ids)
         for layer in self.layers:

@@ -1,5 +1,7 @@
 """Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
 
+import types
+
 import pytest
 import torch
 from attention_checks import check, check_batched_gradients, compiler, fresh, run
@@ -56,10 +58,28 @@ def test_dk_and_dv_by_a_launch_each(of_keys, monkeypatch):
 
 
 @triton_on_cpu
-def test_bf16_in_the_interpreter_is_refused():
-    q, k, v = (fresh(2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
-    with pytest.raises(ValueError, match=r"torch.bfloat16 on device 'cpu'.*torch.float32 and torch.float16"):
-        attention(q, k, v, True, "flash_triton")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bf16_in_the_interpreter_is_refused(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cs336_systems.attention.flash_triton import _launch_backward, _launch_forward
+
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 40, 32, dtype=torch.bfloat16, device=device)
+    refused = rf"torch.bfloat16 on device '{device}' with TRITON_INTERPRET=1.*torch.float32 and torch.float16"
+    for call in (lambda: _launch_forward(x, x, x, True), lambda: _launch_backward(x, x, x, x, x, x, True)):
+        with pytest.raises(ValueError, match=refused):
+            call()
+
+
+@triton_on_cpu
+def test_interpreted_kernels_have_no_machine_code_to_mistrust(monkeypatch):
+    """Not for a Hopper GPU's tensors, either."""
+    from cs336_systems.attention.triton import launch
+
+    monkeypatch.setattr(launch, "capability_of", lambda index: 90)
+    on_a_gpu = types.SimpleNamespace(ndim=3, device=types.SimpleNamespace(type="cuda", index=0))
+    assert not launch._mistrusted("forward", {"q": on_a_gpu}, {}, launch.Tiles(16, 16, 4, 1))
 
 
 GROUPED = [name for name, found in IMPLEMENTATIONS.items() if "enable_gqa" in found.features]
@@ -165,6 +185,19 @@ def test_split_keys(heads, shape, splits):
     torch.testing.assert_close(o.double(), scores.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
     assert o.stride() == q.stride()
+
+
+@triton_on_cpu
+@pytest.mark.filterwarnings("ignore:Please use the new API")
+def test_fp32_matmuls_follow_torch_s_older_and_newer_settings():
+    from cs336_systems.attention.triton.again import precision_of
+
+    for older, expected in (("high", "tf32"), ("medium", "tf32"), ("highest", "fp32")):
+        torch.set_float32_matmul_precision(older)
+        assert precision_of(torch.float32) == expected
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # then torch does not say which older one it is
+    assert [precision_of(x) for x in (torch.float32, torch.bfloat16)] == ["tf32", "half"]
+    check("flash_triton", *(fresh(1, 20, 16) for _ in range(3)), True, floor=2**-8)
 
 
 @pytest.mark.parametrize("impl", OURS)
@@ -333,6 +366,7 @@ def test_auto_works_anywhere():
         (80, ("flash_triton",), "float32", 64, "reference"),
         (80, ("flash_triton", "flash_cuda"), "float16", 64, "reference"),
         (80, (), "float16", 300, "reference"),
+        (80, (), "float64", 64, "reference"),
         (75, (), "float16", 64, "flash_cuda"),
         (75, (), "float32", 64, "flash_triton"),
         (75, (), "float16", 200, "flash_triton"),
@@ -352,7 +386,7 @@ def test_what_auto_means_on_a_gpu(capability, missing, dtype, d, expected, compi
         q = torch.empty(1, 8, d, dtype=getattr(torch, dtype), device="cuda:0")
         if not compiled:
             assert auto.chosen(q) == expected
-            able = "flash_triton" if "flash_triton" not in missing and d <= 256 else "reference"
+            able = "reference" if expected == "reference" or "flash_triton" in missing else "flash_triton"
             assert auto.chosen(q, ("enable_gqa",)) == auto.chosen(q, ("window", "cu_seqlens")) == able
             return
         places = {name: float(place) for place, name in enumerate(registry.IMPLEMENTATIONS)}

@@ -125,8 +125,12 @@ def test_tiles_that_no_query_sees_are_not_loaded(packs, dtype):
 @pytest.mark.parametrize("values", [(7, 40), (0, 0), (-900, 70), (70, 900), (50, 20), (900, -900), (0, 60)])
 def test_ends_that_make_no_sense_reach_no_other_memory(values):
     """What comes of them is undefined; tokens outside of the tensors are never read (the GPU would say so)."""
+    from cs336_systems.attention.flash_triton import flash_attention
+
     q, k, v = inputs(1, 1, 70, 70, 16)
-    run("flash_triton", q, k, v, torch.ones_like(q), True, cu_seqlens=packed((*values, 70))[1:])
+    # not by `attention`, which looks at them on a CPU
+    o = flash_attention(q, k, v, True, False, None, packed((*values, 70))[1:])
+    torch.autograd.grad(o, (q, k, v), torch.ones_like(q))
 
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -279,6 +283,39 @@ def test_what_does_not_fit_is_named(impl, seen, message):
         seen["cu_seqlens"] = given if given.is_floating_point() else given.int()
     with pytest.raises(ValueError, match=message):
         attention(q, k, k, is_causal, impl, **seen)
+
+
+@pytest.mark.parametrize("impl", SERVING)
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([0, 7], "begins with 0 and ends with 7; expected 0 and total=8"),
+        ([0, 9], "begins with 0 and ends with 9; expected 0 and total=8"),
+        ([1, 8], "begins with 1"),
+        ([0, 5, 3, 8], "falls from 5 to 3; it must never fall"),
+    ],
+)
+def test_ends_that_make_no_sense_are_named_on_a_cpu(impl, ends, message):
+    q = torch.zeros(1, 1, 8, 16)
+    with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+        attention(q, q, q, True, impl, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+
+
+def test_ends_that_the_host_cannot_look_at():
+    """Of many under vmap, and in a trace."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, ends = torch.randn(2, 1, 1, 8, 16, device=DEVICE), torch.stack([packed((3, 8), 1), packed((5, 8), 1)])
+    call = lambda q, ends: attention(q, q, q, True, "reference", cu_seqlens=ends)
+    each = torch.stack([call(*pair) for pair in zip(q, ends, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(call)(q, ends), each)
+    torch.testing.assert_close(make_fx(call)(q[0], ends[0])(q[1], ends[1]), each[1])
+
+
+def test_tensors_of_one_axis_are_named():
+    q = torch.zeros(16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"q has shape \(16,\), k \(16,\); expected \(\.\.\., n, d\)"):
+        attention(q, q, q, True, window=3)
 
 
 def test_ends_that_are_elsewhere_or_no_tensor_are_named():

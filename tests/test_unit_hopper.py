@@ -331,7 +331,7 @@ def test_what_a_pass_is_remembered_by(part, monkeypatch):
     for change in changes * 2:
         call(**change)
     assert (firsts.first, firsts.again) == (len(changes), len(changes))
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    torch.set_float32_matmul_precision("high")
     call(**changes[-1])
     call()
     assert firsts.first == len(changes) + 1

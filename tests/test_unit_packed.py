@@ -133,6 +133,13 @@ def test_a_batch_has_the_loss_of_its_documents_on_their_own(impl, num_kv_heads, 
     assert (model(ids) - model(ids, cu_seqlens)).abs().max() > 0.05  # in a stream they see more
 
 
+def test_a_document_across_two_sequences_is_named():
+    """Its positions would begin anew in the second one."""
+    model = TransformerLM(VOCAB, CONTEXT, d_model=32, num_layers=1, num_heads=2, d_ff=48)
+    with pytest.raises(ValueError, match="cu_seqlens has no 8, where a sequence begins"):
+        model(torch.zeros(3, 8, dtype=torch.long), torch.tensor([0, 5, 16, 24], dtype=torch.int32))
+
+
 def test_one_graph_serves_all_batches():
     torch._dynamo.reset()
     model = TransformerLM(VOCAB, CONTEXT, d_model=32, num_layers=2, num_heads=2, d_ff=48, attention="sdpa")

@@ -100,7 +100,7 @@ def test_cuda_counts_without_comments(table):
 CHOOSES = {"attention/registry.py", "chapters/shared/attention_peers.py"}
 # Measurements reach them, and no number depends on them.
 BESIDE = {
-    "attention/auto.py", "attention/usable.py", "chapters/shared/depends.py",
+    "attention/auto.py", "chapters/shared/depends.py",
     # what is known of a kernel without running it
     "attention/checks/aot.py",
     # where a training run has its text from, and what it writes; which of its sizes are tried

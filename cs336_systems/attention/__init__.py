@@ -23,8 +23,9 @@ def attention(
 
     q: (..., n_queries, d); k, v: (..., n_keys, d) → (..., n_queries, d). With `is_causal`, query i sees keys j ≤ i,
     both counted from 0 (top left), as in torch's own attention. All implementations take fp32 (but `flash_cuda`), fp16
-    and bf16 and follow autocast; fp32 matmuls follow `torch.get_float32_matmul_precision()`. Strided and expanded
-    inputs are not copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper
+    and bf16 and follow autocast; fp32 matmuls follow torch's setting for those on a GPU
+    (`torch.set_float32_matmul_precision`, or `torch.backends.cuda.matmul.fp32_precision`). Strided and expanded inputs
+    are not copied. Gradients of `flash_triton` are deterministic, but for dQ of its 16-bit kernels for Hopper
     (see `available.hopper_reason`), whose last bits differ from run to run, as those of `flash_cuda` do; with torch's
     flag for determinism, both sum in a fixed order.
 
@@ -37,9 +38,10 @@ def attention(
     d), the tokens of several documents one after another, and a query sees keys of its own document: document m is
     tokens cu_seqlens[m] … cu_seqlens[m + 1] − 1, cu_seqlens (documents + 1,), int32, on the tensors' device. Documents
     may be empty, so that a fixed number of entries can be filled up with `total`. cu_seqlens has to begin with 0, never
-    fall, and end with total; what comes of other values is undefined, as the host does not wait for the device to see
-    them. `flash_triton` never loads tiles of keys that none of a tile's queries sees; packed sequences and windows in
-    fp32 or with d > 128 are for its portable kernels, on Hopper too. `reference` and `sdpa` store a mask of all pairs.
+    fall, and end with total. On a CPU this is checked; on a GPU, for which the host would have to wait, and under
+    torch.compile what comes of other values is undefined. `flash_triton` never loads tiles of keys that none of a
+    tile's queries sees; packed sequences and windows in fp32 or with d > 128 are for its portable kernels, on Hopper
+    too. `reference` and `sdpa` store a mask of all pairs.
 
     Who serves what (`registry.features`):
 
@@ -56,9 +58,8 @@ def attention(
     for what `impl` does not serve, naming those that do; RuntimeError with the reason for an implementation that this
     machine cannot run.
     """
-    from cs336_systems.attention.auto import chosen
+    from cs336_systems.attention.auto import chosen, usable
     from cs336_systems.attention.inputs import check_seen
-    from cs336_systems.attention.usable import usable
 
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {is_causal!r}; allowed: True, False")

@@ -1,13 +1,21 @@
-"""Which implementation of attention "auto" means. torch.compile takes its answers without tracing the questions."""
+"""Which implementation of attention "auto" means, and which can run here. torch.compile takes these answers without
+tracing the questions."""
 
 from __future__ import annotations
 
 import torch
 
+from cs336_systems.attention import registry
+from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from cs336_systems.attention.registry import IMPLEMENTATIONS
-from cs336_systems.attention.usable import usable
 
 _before_ampere: dict[int, bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def usable(name: str) -> bool:
+    """Whether an implementation of attention can run on this machine; asked once."""
+    return registry.usable(name)
 
 
 @torch.compiler.assume_constant_result
@@ -33,7 +41,7 @@ def chosen(q: torch.Tensor, asked: tuple[str, ...] = ()) -> str:
 
 def _serves(name: str, q: torch.Tensor) -> bool:
     if name == "flash_triton":
-        return 16 <= q.shape[-1] <= 256
+        return q.dtype in DTYPES and MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM
     from cs336_systems.attention import flash_cuda
 
     return flash_cuda.serves(q)

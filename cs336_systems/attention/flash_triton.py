@@ -13,12 +13,18 @@ import torch
 from torch.compiler import is_compiling
 
 from cs336_systems.attention.available import hopper_reason
-from cs336_systems.attention.inputs import autocast_inputs, check_inputs, first_order_only, to_four_axes
+from cs336_systems.attention.inputs import (
+    autocast_inputs,
+    check_inputs,
+    first_order_only,
+    is_plain,
+    to_four_axes,
+)
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton import launch as portable
 from cs336_systems.attention.triton.launch import INTERPRETED
 
-_has_storage, _dispatch_modes = torch._C._has_storage, torch._C._len_torch_dispatch_stack
+_has_storage = torch._C._has_storage
 
 # Registered as torch operators, so that torch.compile keeps them whole in its graph and FLOP counters see them.
 # The low-level registration costs less per call than torch.library.custom_op.
@@ -81,40 +87,30 @@ def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *s
 
 
 def _launch_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
-    if not q.is_cuda:
-        _require_interpreter(q.dtype)
+    if INTERPRETED or not q.is_cuda:
+        _require_interpreter(q)
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     return again.forward(_first_forward, q, k, v, is_causal, None, seen)
 
 
 def _launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_seqlens=None):
-    if not q.is_cuda:
-        _require_interpreter(q.dtype)
+    if INTERPRETED or not q.is_cuda:
+        _require_interpreter(q)
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
     return again.backward(_first_backward, q, k, v, o, logsumexp, grad_o, is_causal, None, seen)
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether nothing intercepts a call on these tensors: no tracing, no FLOP counter or other dispatch mode, no
-    subclass, no sign in a flag (`torch.Tensor.is_neg`), none that stands for many under vmap and has no memory itself.
-
-    Then, on a GPU, the launchers are called directly: the round trip through the dispatcher takes longer than they do.
-    """
-    if is_compiling() or _dispatch_modes():  # compiling first: the compiler cannot trace the other
-        return False
-    return all([type(x) is torch.Tensor and _has_storage(x) and not x.is_neg() for x in tensors])
-
-
-def _require_interpreter(dtype: torch.dtype) -> None:
+def _require_interpreter(q: torch.Tensor) -> None:
+    """ValueError where the interpreter is needed and off, or on (for a GPU's tensors, too) and would be wrong."""
     if not INTERPRETED:
         raise ValueError(
             "flash_triton got tensors on device 'cpu'; it runs on CUDA devices "
             "(or, slowly, on the CPU with TRITON_INTERPRET=1 set before the import)"
         )
-    if dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16:
         raise ValueError(
-            "flash_triton got torch.bfloat16 on device 'cpu', and Triton's interpreter multiplies that wrongly; "
-            "it takes torch.float32 and torch.float16 there"
+            f"flash_triton got torch.bfloat16 on device '{q.device.type}' with TRITON_INTERPRET=1, and Triton's "
+            "interpreter multiplies that wrongly; it takes torch.float32 and torch.float16"
         )
 
 
@@ -171,7 +167,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V, enable_gqa=enable_gqa)
         documents = () if cu_seqlens is None else (cu_seqlens,)
-        direct = Q.is_cuda and _plain(Q, K, V, *documents)
+        # on a GPU the round trip through the dispatcher takes longer than the launchers do
+        direct = Q.is_cuda and is_plain(Q, K, V, *documents)
         forward = _launch_forward if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens)
@@ -186,7 +183,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx, grad_o):
         first_order_only("FlashAttentionTriton")
         q, k, v, o, logsumexp, *documents = ctx.saved_tensors
-        direct = q.is_cuda and _plain(q, k, v, grad_o, *documents)
+        direct = q.is_cuda and is_plain(q, k, v, grad_o, *documents)
         backward = _launch_backward if direct else torch.ops.cs336.flash_backward
         how, none = (ctx.is_causal, ctx.window, *documents), (None, None, None, None)
         if q.ndim == 4:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+_has_storage, _dispatch_modes = torch._C._has_storage, torch._C._len_torch_dispatch_stack
 
 
 def check_inputs(
@@ -65,15 +67,17 @@ def check_seen(
     q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
 ) -> None:
     """Raises ValueError unless a window and the ends of documents, None where there are none, fit q and k as
-    `attention` says. What cu_seqlens holds is not looked at: its device would have to be waited for."""
+    `attention` says. What cu_seqlens holds is looked at on the CPU only: a GPU would have to be waited for."""
     for name, value in (("window", window), ("cu_seqlens", cu_seqlens)):
         if value is not None and not is_causal:
             raise ValueError(f"{name} is given, and is_causal=False; {name} needs is_causal=True")
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}"
+    if q.ndim < 2 or k.ndim < 2:
+        raise ValueError(f"{shapes}; expected (..., n, d), at least two axes")
     if window is not None:
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise ValueError(f"window is {window!r}; allowed: whole numbers from 1 on")
-        if q.ndim >= 2 <= k.ndim and q.shape[-2] >= k.shape[-2] + window:
+        if q.shape[-2] >= k.shape[-2] + window:
             raise ValueError(f"{shapes}; with window={window} the last queries see no key")
     if cu_seqlens is None:
         return
@@ -86,6 +90,32 @@ def check_seen(
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q on {q.device}; they must be on one device")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or q.shape[2] != k.shape[2]:
         raise ValueError(f"{shapes}; with cu_seqlens both must be (1, heads, total, d)")
+    if is_readable(cu_seqlens):
+        _check_ends(cu_seqlens, q.shape[2])
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing intercepts a call on these tensors: no tracing, no FLOP counter or other dispatch mode, no
+    subclass, no sign in a flag (`torch.Tensor.is_neg`), none that stands for many under vmap and has no memory itself.
+    """
+    if is_compiling() or _dispatch_modes():  # compiling first: the compiler cannot trace the other
+        return False
+    return all([type(x) is torch.Tensor and _has_storage(x) and not x.is_neg() for x in tensors])
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether the host can look at x's numbers without waiting, and without a trace that would keep them."""
+    return is_plain(x) and x.is_cpu
+
+
+def _check_ends(cu_seqlens: torch.Tensor, total: int) -> None:
+    first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
+    if first != 0 or last != total:
+        raise ValueError(f"cu_seqlens begins with {first} and ends with {last}; expected 0 and total={total}")
+    falls = cu_seqlens.diff() < 0
+    if falls.any():
+        i = int(falls.nonzero()[0])
+        raise ValueError(f"cu_seqlens falls from {cu_seqlens[i]} to {cu_seqlens[i + 1]}; it must never fall")
 
 
 def repeated_heads(
@@ -122,7 +152,7 @@ def first_order_only(name: str) -> None:
 
     RuntimeError where autograd is recording the backward pass (`create_graph=True`).
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(
             f"{name} has no second-order gradients (create_graph=True); use impl='reference' for them"
         )

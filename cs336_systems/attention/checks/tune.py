@@ -19,7 +19,6 @@ from cs336_systems.attention.triton.launch import first_launch, launch_forward
 from cs336_systems.attention.triton.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
-_REGISTERS = 65536  # of one multiprocessor
 
 
 def candidates(dtype: str) -> list[Tiles]:

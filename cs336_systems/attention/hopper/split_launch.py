@@ -116,7 +116,7 @@ def serves(
     of six in bf16, both passes together take less time, or hardly more."""
     if window is not None or packed:
         return False
-    if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+    if again.precision_of(q.dtype) != "fp32":
         return False
     batch, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]

@@ -140,8 +140,12 @@ def _elsewhere(x: torch.Tensor) -> bool:
     return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
 
 
-def _precision(dtype: torch.dtype) -> str | None:
-    return torch.get_float32_matmul_precision() if dtype == torch.float32 else None
+def precision_of(dtype: torch.dtype) -> str:
+    """The precision of the matmuls, one of `tiles.PRECISIONS`: of fp32 tiles, that of torch's own on a GPU. It is asked
+    for as torch's newer settings have it, which the older ones set too; the older question fails where they do not."""
+    if dtype != torch.float32:
+        return "half"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
 
 
 def _of(seen: Seen) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
@@ -171,7 +175,7 @@ def forward(
     of_seen, cu_at = _of(seen) if seen else ((), ())
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     key = (
-        first, is_causal, config, of_seen, dtype, _precision(dtype), device, shape, k.shape, q.stride(), k.stride(),
+        first, is_causal, config, of_seen, dtype, precision_of(dtype), device, shape, k.shape, q.stride(), k.stride(),
         v.stride(), (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
     )  # fmt: skip
     batch, heads, num_queries, _ = shape  # a slice of a Size takes longer, here and as an argument
@@ -203,7 +207,7 @@ def backward(
     l_at, do_at = logsumexp.data_ptr(), do.data_ptr()
     of_seen, cu_at = _of(seen) if seen else ((), ())
     key = (
-        first, is_causal, config, of_seen, dtype, _precision(dtype), torch.are_deterministic_algorithms_enabled(),
+        first, is_causal, config, of_seen, dtype, precision_of(dtype), torch.are_deterministic_algorithms_enabled(),
         device, q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         (q_at | k_at | v_at | o_at | l_at | do_at) % 16
         and (q_at % 16, k_at % 16, v_at % 16, o_at % 16, l_at % 16, do_at % 16),

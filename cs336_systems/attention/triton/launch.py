@@ -11,7 +11,7 @@ import triton
 
 from cs336_systems.attention.machine_code import faulty
 from cs336_systems.attention.triton import again
-from cs336_systems.attention.triton.again import Launch, Pass, Shape
+from cs336_systems.attention.triton.again import Launch, Pass, Shape, precision_of
 from cs336_systems.attention.triton.backward import backward_keys_kernel, backward_queries_kernel
 from cs336_systems.attention.triton.kernels import bounds_kernel, combine_kernel, forward_kernel
 from cs336_systems.attention.triton.tiles import (
@@ -43,14 +43,6 @@ COMBINED_ROWS = 8  # queries of a program that combines
 BOUNDED = 256  # tokens of a program that looks for their documents
 
 FAR = 2**22  # a stride from which on offsets within a tile, of at most 256 rows and columns, may pass 2^31
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """The precision of the matmuls, as the keys of the tile table name it: of fp32 tiles, that of torch's own
-    matmuls."""
-    if dtype != torch.float32:
-        return "half"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def strides(name: str, x: torch.Tensor) -> dict[str, int]:
@@ -101,7 +93,7 @@ def _arguments(
     if "do" in tensors:
         do = tensors["do"]
         arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
-    arguments["PRECISION"] = INPUT_PRECISION[_precision(q.dtype)]
+    arguments["PRECISION"] = INPUT_PRECISION[precision_of(q.dtype)]
     if kernel == "forward":
         arguments["SPLITS"] = splits
     assert tuple(arguments) == tuple(KERNELS[kernel].arg_names), (
@@ -120,7 +112,8 @@ def _mistrusted(
 ) -> bool:
     """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns are not
     contiguous, which needs a register for the address of each element, and where its code shows the fault."""
-    if tensors["q"].device.type != "cuda" or capability_of(tensors["q"].device.index) != 90:
+    device = tensors["q"].device
+    if INTERPRETED or device.type != "cuda" or capability_of(device.index) != 90:
         return False
     if any(x is not None and x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
         return True
@@ -136,10 +129,10 @@ def first_launch(
     not to be trusted."""
     q, k = tensors["q"], tensors["k"]
     given = tiles is not None
-    tiles = tiles or table or tiles_for(kernel, q, k, _precision(q.dtype))
+    tiles = tiles or table or tiles_for(kernel, q, k, precision_of(q.dtype))
     arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
     if not given and _mistrusted(kernel, tensors, arguments, tiles):
-        tiles = tiles_without_wgmma(q.shape[3], _precision(q.dtype))
+        tiles = tiles_without_wgmma(q.shape[3], precision_of(q.dtype))
         arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
     length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
     grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], splits, 1)
@@ -259,7 +252,7 @@ def first_backward(
     first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq) | bounds
     launches += first_launch("backward_queries", first, is_causal, query_tiles, window)
     second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv) | bounds
-    apart = None if key_tiles else apart_for(q, k, _precision(q.dtype))
+    apart = None if key_tiles else apart_for(q, k, precision_of(q.dtype))
     for tiles, other in zip(apart, ("dv", "dk"), strict=True) if apart else ((None, None),):
         without = {other: None} if other else {}
         launches += first_launch("backward_keys", second | without, is_causal, key_tiles, window, table=tiles)

@@ -11,8 +11,8 @@ from cs336_systems.chapters.shared import depends
 from cs336_systems.store.table import Table
 
 DEPENDS = (
-    *depends.ATTENTION, "attention/__init__.py",
-    "attention/auto.py", "attention/checks/aot.py", "attention/checks/tune.py", "attention/usable.py",
+    *depends.ATTENTION, "attention/__init__.py", "attention/auto.py", "attention/checks/aot.py",
+    "attention/checks/tune.py",
 )  # fmt: skip
 GROUP = ("file",)
 METRICS = ("passed", "failed", "skipped", "seconds")
