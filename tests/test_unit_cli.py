@@ -76,6 +76,16 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
+def test_folders_that_variables_name_are_those_of_the_caller(tmp_path, monkeypatch):
+    """Notebooks run in the checkout, wherever `cs336 run` was called."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CS336_RESULTS", "mine")
+    before = dict(os.environ)
+    with notebooks.own_kernel():
+        assert os.environ["CS336_RESULTS"] == str(tmp_path / "mine")
+    assert dict(os.environ) == before
+
+
 # ------------------------------------------------------------------------------------ doctor
 def test_doctor_says_why():
     done = call("doctor")
@@ -158,12 +168,16 @@ def test_cases_beyond_the_grid():
     flash = chapters.load("flash_bench")
     given = {"seq_len": "300, 512,300", "head_dim": 64, "dtype": "fp32", "impl": ["sdpa", "reference"]}
     cases = chapters.cases_beyond(flash, "smoke", **given)
+    # where the grid has cases its own, the A/A pair with them
+    own = [(512, "sdpa", 1, 0), (512, "reference", 1, 0), (512, "reference", 1, 1)]
     assert [(c.seq_len, c.impl, c.heads, c.repeat) for c in cases] == [
-        (n, impl, 1, 0) for n in (300, 512) for impl in ("sdpa", "reference")
-    ]
-    on_grid = chapters.cases_beyond(flash, "smoke", **given | {"seq_len": "512"})
-    # nothing is new: the grid's own cases, its A/A pair with them
-    assert {(c.impl, c.repeat) for c in on_grid} == {("sdpa", 0), ("reference", 0), ("reference", 1)}
+        *((300, impl, 1, 0) for impl in ("sdpa", "reference")), *own
+    ]  # fmt: skip
+    # each of these values is in the grid, these two together are not
+    some = chapters.cases_beyond(
+        flash, "full", seq_len="128,1024", heads=16, dtype="bf16", impl="flash_triton"
+    )
+    assert {(c.seq_len, c.repeat) for c in some} == {(128, 0), (1024, 0), (1024, 1)}
     every_field = chapters.cases_beyond(flash, "smoke", **given, heads="1", repeat="1")
     assert len(every_field) == 4 and {c.repeat for c in every_field} == {1}
     hardware, some = chapters.load("hardware"), {"kind": "launch"}  # has no cases beyond its grid

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 KERNEL = "python3"
+FOLDERS = ("CS336_RESULTS", "CS336_SNAPSHOTS", "CS336_TRACES")  # variables that name one
 
 
 def parameters_of(notebook: Path) -> dict[str, dict[str, Any]]:
@@ -68,8 +69,9 @@ def checked(notebook: Path, given: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def own_kernel() -> Iterator[None]:
-    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home."""
-    before = os.environ.get("JUPYTER_PATH")
+    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home, and the folders that
+    variables name those that they are here: it runs in the checkout."""
+    before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "kernels" / KERNEL
         spec.mkdir(parents=True)
@@ -78,14 +80,16 @@ def own_kernel() -> Iterator[None]:
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )
-        os.environ["JUPYTER_PATH"] = folder + (os.pathsep + before if before else "")
+        path = before.get("JUPYTER_PATH")
+        os.environ["JUPYTER_PATH"] = folder + (os.pathsep + path if path else "")
+        for name in FOLDERS:
+            if before.get(name):
+                os.environ[name] = str(Path(before[name]).expanduser().absolute())
         try:
             yield
         finally:
-            if before is None:
-                del os.environ["JUPYTER_PATH"]
-            else:
-                os.environ["JUPYTER_PATH"] = before
+            del os.environ["JUPYTER_PATH"]
+            os.environ.update(before)
 
 
 def run(
