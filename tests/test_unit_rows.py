@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from cs336_systems.cli import bench
 from cs336_systems.store import files, measuring, provenance, rows
 from cs336_systems.store.process import ChildError
 from cs336_systems.store.status import Skip
@@ -351,11 +352,19 @@ def test_refresh(fake, root, monkeypatch):
     measure(fake, root)
     assert measure(fake, root, refresh="stale")[0] == 0
     assert measure(fake, root, refresh="all")[0] == 3
+    begun = rows.read(fake, "cpu-test", root)["code"].unique()
     monkeypatch.setattr(provenance, "digest", lambda table: "newcode0")
-    assert measure(fake, root)[0] == 0
+    count, log = measure(fake, root)
+    assert count == 0 and "3 of 3 groups have rows of earlier code" in log[0]
+    # what this process measures, it measures with what it has imported before
+    assert measure(fake, root, refresh="stale")[0] == measure(fake, root, refresh="stale")[0] == 3
+    assert rows.read(fake, "cpu-test", root)["code"].unique() == begun
+    monkeypatch.setattr(provenance, "_begun", {})  # a new one
     assert measure(fake, root, refresh="stale")[0] == 3
+    assert measure(fake, root, refresh="stale")[0] == 0
     of_environment(monkeypatch, "env00002")
-    assert measure(fake, root)[0] == 0
+    count, log = measure(fake, root)
+    assert count == 0 and "3 of 3 groups have rows of earlier code or of another environment" in log[0]
     assert measure(fake, root, refresh="stale")[0] == 3
     with pytest.raises(ValueError, match="unknown refresh 'some'; allowed: missing, stale, all"):
         measure(fake, root, refresh="some")
@@ -367,6 +376,12 @@ OOM = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
 ]
+
+
+def test_bench_shows_a_case_of_more_digits_than_the_file_keeps(fake, root, monkeypatch):
+    monkeypatch.setattr(bench.machine, "machine_name", lambda: "cpu-test")
+    frame, failure = bench.measure(fake, [fake.Case(1, "a", True, 1 / 3)], "missing", root, {})
+    assert frame["status"].tolist() == ["ok"] and failure is None
 
 
 @pytest.mark.parametrize("error", OOM)
