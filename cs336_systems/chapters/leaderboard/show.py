@@ -41,16 +41,16 @@ def work_flops(part: str) -> float:
 
 def harness(rows: pd.DataFrame) -> pd.DataFrame:
     """The harness's rows by implementation, fastest first, with the published means between them: mean with the
-    official parameters, median of short turns, that over ours, SM clock and power."""
+    official parameters, median of short turns, that over ours in the same run, SM clock and power."""
     short = rows[(rows["rep_ms"] < OFFICIAL_MS) & (rows["leaves"] == "stacked") & (rows["repeat"] == 0)]
     official = rows[rows["rep_ms"] == OFFICIAL_MS].set_index(["machine", "impl"])["ms_mean"]
-    ours = short[short["impl"] == "flash_triton"].set_index("machine")["ms_p50"]
+    ours = short[short["impl"] == "flash_triton"].set_index(["machine", "run"])["ms_p50"]
     frame = pd.DataFrame({
         "machine": short["machine"],
         "implementation": short["impl"].map(label),
         "official mean, ms": official.reindex(pd.MultiIndex.from_frame(short[["machine", "impl"]])).to_numpy(),
         "median, ms": short["ms_p50"],
-        "× ours": short["ms_p50"] / short["machine"].map(ours),
+        "× ours": short["ms_p50"] / ours.reindex(pd.MultiIndex.from_frame(short[["machine", "run"]])).to_numpy(),
         "SM clock, MHz": short["sm_mhz"],
         "power, W": short["power_w"],
     })  # fmt: skip
@@ -263,17 +263,19 @@ def against_peers(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _beside(rows: pd.DataFrame, table: Table, impls: Sequence[str]) -> pd.DataFrame:
     """A row for each machine, shape and pass that ours has a time for, with our `tflops` and each implementation's time
-    in ms: the mean of both times where it was measured twice. One whose results are wrong there has none."""
-    index = ["machine", *table.group]
+    in ms in the same run: the mean of both times where it was measured twice. One whose results are wrong there has
+    none."""
+    index = ["machine", *table.group, "run"]
     rows = rows[~(rows["apart"].astype(float) > OTHER_RESULTS)]
     numbers = rows.astype({"ms_p50": float, "tflops": float})
     of_each = numbers.groupby([*index, "impl"], sort=False, dropna=False)
     means = of_each[["ms_p50", "tflops"]].mean().reset_index()
-    wide = means.loc[means["impl"] == "flash_triton", [*index, "tflops"]]
+    ours = means[(means["impl"] == "flash_triton") & means["ms_p50"].notna()]
+    wide = ours[[*index, "tflops"]].drop_duplicates(index[:-1])
     for impl in impls:
         times = means.loc[means["impl"] == impl, [*index, "ms_p50"]].rename(columns={"ms_p50": impl})
         wide = wide.merge(times, on=index, how="left")
-    return wide[wide["flash_triton"].notna()]
+    return wide
 
 
 def _shape(row: Any) -> str:
