@@ -595,19 +595,18 @@ def test_merge_takes_all_or_nothing(fake, tmp_path, write, file, damage, named):
     assert contents() == before
 
 
-def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path, write):
+def test_merge_takes_what_lies_beside_with_its_row(fake, root, tmp_path, write):
+    """Also where rows of other cases are newer there: a timeline is that of its row."""
     other = tmp_path / "other"
-    for folder, name in ((root, "a"), (other, "a"), (other, "b")):
-        beside = folder / "gpu-x1" / "fake_chapter"
-        beside.mkdir(parents=True, exist_ok=True)
-        (beside / f"{name}.json").write_text(f'{{"from": "{folder.name}"}}')
-    mine, theirs = '{"from": "results"}', '{"from": "other"}'
-    write({"time_utc": "2026-02-01T00:00:00Z"}, m="gpu-x1")
-    for time, kept in (("2026-01-01T00:00:00Z", mine), ("2026-03-01T00:00:00Z", theirs)):
-        write({"size": 2, "time_utc": time}, m="gpu-x1", to=other)
-        rows.merge([fake], other, root)
-        found = [(root / "gpu-x1" / "fake_chapter" / f"{name}.json").read_text() for name in "ab"]
-        assert found == [kept, theirs]
+    for folder in (root, other):
+        (folder / "m" / "fake_chapter").mkdir(parents=True)
+        for size in (1, 2, 3)[folder == root :]:
+            (folder / "m" / "fake_chapter" / f"a_{size}.json").write_text(f'{{"from": "{folder.name}"}}')
+    for size, time, to in ((3, LATE, root), (3, EARLY, other), (2, EARLY, root), (2, LATE, other)):
+        write({"size": size, "time_utc": time}, to=to)
+    rows.merge([fake], other, root)
+    there = {p.stem: json.loads(p.read_text())["from"] for p in (root / "m" / "fake_chapter").iterdir()}
+    assert there == {"a_1": "other", "a_2": "other", "a_3": "results"}
 
 
 def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path, write, read):
