@@ -224,7 +224,7 @@ def test_results_merge(root, tmp_path, monkeypatch):
     row |= {"time_utc": "2026-01-01T00:00:00Z", "code": "c", "us_per_launch": 3.0}
     rows.write(hardware, "h100-x1", [row], tmp_path / "other")
     done = call("results", "merge", str(tmp_path / "other"))
-    assert done.stdout == "h100-x1: 1 rows of hardware\n"
+    assert done.stdout == "h100-x1: 1 of 1 rows of hardware\n"
     assert list(rows.read(hardware, "h100-x1", root)["us_per_launch"]) == [3.0]
 
 

@@ -525,7 +525,7 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     write(new, old, {"size": 2}, m="gpu-x1", to=other)
     rows.write_environment("gpu-x1", root, {"a": {"cores": 1}})
     rows.write_environment("gpu-x1", other, {"b": {"cores": 2}})
-    assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 3)]
+    assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 2, 3)]
     assert read("ms_p50", "gpu-x1") == [2.0, 1.0, 1.0]
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
@@ -612,7 +612,7 @@ def test_merge_takes_what_lies_beside_with_its_row(fake, root, tmp_path, write):
 def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path, write, read):
     path = write({}, to=tmp_path / "other")
     pd.read_csv(path).drop(columns="ms_p50").to_csv(path, index=False)
-    assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1)]
+    assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1, 1)]
     assert pd.isna(read("ms_p50")).all()
 
 

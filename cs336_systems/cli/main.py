@@ -247,8 +247,8 @@ def merge(
 
     with _wrong_input():
         merged = rows.merge([chapters.load(name) for name in chapters.tables() + chapters.RECORDS], folder)
-    for machine, table, count in merged:
-        typer.echo(f"{machine}: {count} rows of {table}")
+    for machine, table, taken, there in merged:
+        typer.echo(f"{machine}: {taken} of {there} rows of {table}")
 
 
 @results.command("carry")

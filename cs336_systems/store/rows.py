@@ -266,8 +266,11 @@ def _spelled_out(known: Mapping[str, dict[str, Any]]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- merging
-def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) -> list[tuple[str, str, int]]:
-    """Takes in the rows of another results folder; returns (machine, table, number of rows) of each CSV.
+def merge(
+    experiments: Iterable[Table], source: Path, root: Path | None = None
+) -> list[tuple[str, str, int, int]]:
+    """Takes in the rows of another results folder; returns (machine, table, rows taken in, rows that it has) of each
+    CSV.
 
     The newer row of a case wins, but one that could not be run does not take a measured one's place. What lies beside a
     CSV in a folder of its name (timelines, as JSON, named after their case) comes along with a row that is taken in,
@@ -293,7 +296,7 @@ def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) 
     spelled_out = {path.parent.name: environments(path.parent.name, source) for path in found}
     for machine, known in spelled_out.items():
         refuse_control(str(source / machine / "machine.json"), known)
-    texts = {}
+    texts, merged = {}, []
     with ExitStack() as stack:
         for machine, more in sorted(spelled_out.items()):
             stack.enter_context(changing(root / machine))
@@ -305,12 +308,13 @@ def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) 
             newer = {key: row for key, row in rows.items() if key not in here or _wins(row, here[key])}
             texts[target] = _csv(experiment, here | newer)
             taken = [key for key, row in newer.items() if row != here.get(key)]
+            merged.append((path.parent.name, path.stem, len(taken), len(rows)))
             for name, text in beside.get(path, {}).items():
                 copy = target.with_suffix("") / name
                 if not copy.is_file() or any(_is_named_after(key, copy.stem) for key in taken):
                     texts[copy] = text
         replace(texts)
-    return [(path.parent.name, path.stem, len(rows)) for path, rows in found.items()]
+    return merged
 
 
 def _load_with_times(experiment: Table, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
