@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 import step_rows
 
@@ -244,6 +245,12 @@ def test_fits_and_growth_of_rows_that_lie_on_their_line(made_up):
     growth = page.growth(made_up).set_index(["backend", "processes"])
     assert growth.loc[("Gloo", 6), "1 GB, ×"] == pytest.approx(5 / 3, rel=1e-2)
     assert growth.loc[("NCCL", 4), "4 KB, ×"] == pytest.approx(3, rel=1e-2)  # over another machine's two
+    nccl = made_up["backend"] == "nccl"
+    two = made_up[nccl & (made_up["world_size"] == 2)]
+    both = pd.concat([made_up, two.assign(machine="h200-x4", ms_p50=2 * two["ms_p50"])])
+    assert page.growth(both)["4 KB, ×"].iloc[-1] == pytest.approx(3 / 2, rel=1e-2)  # over its own
+    other = made_up.replace({"machine": {"h200-x2": "h100-x2"}})
+    assert page.growth(other)["4 KB, ×"].isna().tolist() == [False, False, True]  # over another GPU's
     assert list(growth["steps, ×"]) == [3, 5, 3] and list(growth["bytes, ×"])[::2] == [1.5, 1.5]
 
 

@@ -359,3 +359,7 @@ def test_ours_stands_beside_plain_attention():
     ), 16384)  # fmt: skip
     assert found["dtype"].tolist() == ["fp32", "bf16"] and found.loc[0, "F, ×"] == 3.0
     assert found.loc[0, "plain B, ms"] == 8.0 and found[["B, ×"]].isna().all(axis=None)
+    two_runs = page.without_scores(rows(
+        {"forward_ms_p50": 6.0}, {"impl": "flash_triton", "forward_ms_p50": 2.0, "run": "s"}
+    ), 16384)  # fmt: skip
+    assert two_runs["ours F, ms"].tolist() == [2.0] and two_runs["F, ×"].isna().all()

@@ -33,10 +33,12 @@ def published(monkeypatch, project_root):
 
 
 def test_harness_is_sorted_and_holds_others_against_ours(published):
-    found = page.harness(rows(
+    given = rows(
         leaderboard.TABLE, harness("fa4", 3.0), harness("flash_triton", 2.0), harness("flash_triton", 9.0, repeat=1),
         harness("flash_triton", 2.5, rep_ms=leaderboard.OFFICIAL_MS), harness("sdpa_cudnn", math.nan, status="oom"),
-    ))  # fmt: skip
+    )  # fmt: skip
+    found = page.harness(given)
+    assert page.harness(given.assign(run=given["impl"]))["× ours"].isna().tolist()[:2] == [False, True]
     assert list(found["implementation"][:2]) == ["ours", "FlashAttention-4"]
     assert list(found["× ours"][:2]) == [1.0, 1.5] and found["official mean, ms"][0] == 2.5
     best = found[found["implementation"].str.startswith("[best verified")].iloc[0]
@@ -134,6 +136,7 @@ def test_shapes_are_held_against_their_best_peer():
     assert table["best peer, F"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
     assert table.loc["8 × 12 × 1,024, d 64", "× best, F"] == 2.0
     assert math.isnan(table.loc["8 × 12 × 1,024, d 64", "× best, B"])
+    assert page.against_peers(found.assign(run=found["impl"]))["over_best"].isna().all()
     drawn = {line.get_label(): list(line.get_xdata()) for line in page.shapes_figure(found).axes[0].lines}
     assert drawn["forward"] == [2.0, 0.5]
     nothing = page.shapes_figure(found.iloc[:0]).axes[0]

@@ -274,6 +274,8 @@ def test_speedups():
     small, xl = found.to_dict("records")
     assert (small["forward, ×"], small["backward, ×"], small["step, ×"]) == (0.5, 3.0, 1.5)
     assert small["forward bf16, ms"] == 20.0 and xl["size"] == "xl"
+    [two_runs, _] = page.speed(given.assign(run=given["dtype"])).to_dict("records")
+    assert math.isnan(two_runs["forward, ×"]) and math.isnan(two_runs["step, ×"])
     assert math.isnan(xl["step, ×"]) and tables.printed(found)["forward fp32, ms"][1] == "OOM"
 
 

@@ -98,6 +98,8 @@ def test_eager_and_compiled_attention_stand_side_by_side():
     # where nothing but matrices of scores counts
     assert list(found["predicted, ×"]) == pytest.approx([6 / 4, 12 / 7], rel=0.01)
     assert page.attention_speedups(rows, {})["predicted, ×"].isna().all()
+    two_runs = rows.assign(run=rows["impl"])
+    assert page.attention_speedups(two_runs, {})["measured, ×"].isna().all()
 
 
 def test_only_what_lies_within_its_runs_noise_stands_in_parentheses():

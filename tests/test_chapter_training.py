@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import training_rows
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
+from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.speedrun import plan as speedrun
 from cs336_systems.chapters.training import fits as training_fits
 from cs336_systems.chapters.training import ladder as training_ladder
@@ -193,6 +194,14 @@ def made_up(results_root, project_root, monkeypatch):
     known = page.roofs_of
     monkeypatch.setattr(page, "roofs_of", lambda *where: dict.fromkeys(known(*where), training_rows.H200))
     return results_root
+
+
+def test_roofs_are_lent_to_the_same_gpu_only(monkeypatch):
+    alike = Roofs(sheet=accounting.peaks("NVIDIA H200"))
+    full = dataclasses.replace(alike, tflops={"bf16": 700.0})
+    known = {"cpu-2": Roofs({"fp32": 1.0}), "unlisted-x2": Roofs(), "h200-x1": full, "h200-x2": alike}
+    monkeypatch.setattr(page, "roofs", lambda name, root: known[name])
+    assert page.roofs_of(list(known), None) == known | {"h200-x2": full}
 
 
 def rows_of(table, **where):

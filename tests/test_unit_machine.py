@@ -12,8 +12,9 @@ from cs336_systems.store import machine
 
 def test_gpu_slug():
     for name, slug in {
-        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100", "NVIDIA H200": "h200",
-        "NVIDIA A100-SXM4-40GB": "a100", "NVIDIA A100 80GB PCIe": "a100", "Tesla V100-SXM2-16GB": "v100",
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H200": "h200",
+        "NVIDIA H200 NVL": "h200-nvl", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie", "Tesla V100-SXM2-16GB": "v100-16gb",
         "Tesla T4": "t4", "NVIDIA GeForce RTX 4090": "rtx-4090", "GPU": "gpu",
         "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx-4090-laptop", "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada",
     }.items():  # fmt: skip

@@ -202,6 +202,8 @@ def test_rows_are_read_through_the_chain(table, checkout):
     assert provenance.carry([table], "HEAD", {"size": "2"}, "same again", checkout) == [("fake", 1)]
     assert fresh(table, checkout) == [(2, "b")]
     assert (checkout / "m" / "fake.csv").read_bytes() == before
+    line = provenance.Line("fake", "impl=a b,c size=1,2", "", "", "", "")
+    assert [line.selects({"impl": x, "size": "2"}) for x in ("a b", "c", "a")] == [True, True, False]
     with pytest.raises(ValueError, match="no such row was measured with the code of HEAD"):
         provenance.carry([table], "HEAD", {"impl": "a"}, "no", checkout)
 

@@ -224,6 +224,12 @@ def test_roofs_of_a_machine(results_root):
     assert found.tflops == {"bf16": 0.5, "fp32": 0.5}
     assert (found.tb_per_s, found.sheet) == (0.02, None)
     assert roofs("") == Roofs()
+    known = {
+        "abcd": {"gpu": "NVIDIA H100 PCIe"},
+        "ffff": {"gpu": "NVIDIA H200"},
+    }  # in the file by their digests
+    store.write_environment("cpu-9", results_root, known)
+    assert roofs("cpu-9").sheet.tb_per_s == 2.0  # that of its rows
 
 
 def test_figures_say_what_is_not_there_and_sizes_in_short():

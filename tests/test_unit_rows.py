@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from cs336_systems.cli import bench
 from cs336_systems.store import files, measuring, provenance, rows
 from cs336_systems.store.process import ChildError
 from cs336_systems.store.status import Skip
@@ -351,11 +352,19 @@ def test_refresh(fake, root, monkeypatch):
     measure(fake, root)
     assert measure(fake, root, refresh="stale")[0] == 0
     assert measure(fake, root, refresh="all")[0] == 3
+    begun = rows.read(fake, "cpu-test", root)["code"].unique()
     monkeypatch.setattr(provenance, "digest", lambda table: "newcode0")
-    assert measure(fake, root)[0] == 0
+    count, log = measure(fake, root)
+    assert count == 0 and "3 of 3 groups have rows of earlier code" in log[0]
+    # what this process measures, it measures with what it has imported before
+    assert measure(fake, root, refresh="stale")[0] == measure(fake, root, refresh="stale")[0] == 3
+    assert rows.read(fake, "cpu-test", root)["code"].unique() == begun
+    monkeypatch.setattr(provenance, "_begun", {})  # a new one
     assert measure(fake, root, refresh="stale")[0] == 3
+    assert measure(fake, root, refresh="stale")[0] == 0
     of_environment(monkeypatch, "env00002")
-    assert measure(fake, root)[0] == 0
+    count, log = measure(fake, root)
+    assert count == 0 and "3 of 3 groups have rows of earlier code or of another environment" in log[0]
     assert measure(fake, root, refresh="stale")[0] == 3
     with pytest.raises(ValueError, match="unknown refresh 'some'; allowed: missing, stale, all"):
         measure(fake, root, refresh="some")
@@ -367,6 +376,12 @@ OOM = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
 ]
+
+
+def test_bench_shows_a_case_of_more_digits_than_the_file_keeps(fake, root, monkeypatch):
+    monkeypatch.setattr(bench.machine, "machine_name", lambda: "cpu-test")
+    frame, failure = bench.measure(fake, [fake.Case(1, "a", True, 1 / 3)], "missing", root, {})
+    assert frame["status"].tolist() == ["ok"] and failure is None
 
 
 @pytest.mark.parametrize("error", OOM)
@@ -510,7 +525,7 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     write(new, old, {"size": 2}, m="gpu-x1", to=other)
     rows.write_environment("gpu-x1", root, {"a": {"cores": 1}})
     rows.write_environment("gpu-x1", other, {"b": {"cores": 2}})
-    assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 3)]
+    assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 2, 3)]
     assert read("ms_p50", "gpu-x1") == [2.0, 1.0, 1.0]
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
@@ -580,25 +595,24 @@ def test_merge_takes_all_or_nothing(fake, tmp_path, write, file, damage, named):
     assert contents() == before
 
 
-def test_merge_takes_what_lies_beside_a_csv_unless_rows_here_are_newer(fake, root, tmp_path, write):
+def test_merge_takes_what_lies_beside_with_its_row(fake, root, tmp_path, write):
+    """Also where rows of other cases are newer there: a timeline is that of its row."""
     other = tmp_path / "other"
-    for folder, name in ((root, "a"), (other, "a"), (other, "b")):
-        beside = folder / "gpu-x1" / "fake_chapter"
-        beside.mkdir(parents=True, exist_ok=True)
-        (beside / f"{name}.json").write_text(f'{{"from": "{folder.name}"}}')
-    mine, theirs = '{"from": "results"}', '{"from": "other"}'
-    write({"time_utc": "2026-02-01T00:00:00Z"}, m="gpu-x1")
-    for time, kept in (("2026-01-01T00:00:00Z", mine), ("2026-03-01T00:00:00Z", theirs)):
-        write({"size": 2, "time_utc": time}, m="gpu-x1", to=other)
-        rows.merge([fake], other, root)
-        found = [(root / "gpu-x1" / "fake_chapter" / f"{name}.json").read_text() for name in "ab"]
-        assert found == [kept, theirs]
+    for folder in (root, other):
+        (folder / "m" / "fake_chapter").mkdir(parents=True)
+        for size in (1, 2, 3)[folder == root :]:
+            (folder / "m" / "fake_chapter" / f"a_{size}.json").write_text(f'{{"from": "{folder.name}"}}')
+    for size, time, to in ((3, LATE, root), (3, EARLY, other), (2, EARLY, root), (2, LATE, other)):
+        write({"size": size, "time_utc": time}, to=to)
+    rows.merge([fake], other, root)
+    there = {p.stem: json.loads(p.read_text())["from"] for p in (root / "m" / "fake_chapter").iterdir()}
+    assert there == {"a_1": "other", "a_2": "other", "a_3": "results"}
 
 
 def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path, write, read):
     path = write({}, to=tmp_path / "other")
     pd.read_csv(path).drop(columns="ms_p50").to_csv(path, index=False)
-    assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1)]
+    assert rows.merge([fake], tmp_path / "other", root) == [("m", "fake_chapter", 1, 1)]
     assert pd.isna(read("ms_p50")).all()
 
 

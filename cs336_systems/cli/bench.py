@@ -72,7 +72,7 @@ def measure(
             failure = error
         frame = rows.read(experiment, machine.machine_name(), root or Path(scratch))
     fields = rows.case_fields(experiment)
-    wanted = {tuple(getattr(case, field) for field in fields) for case in cases}
+    wanted = {rows.case_key(experiment, case) for case in cases}  # as the file keeps them
     return frame[[key in wanted for key in zip(*(frame[f] for f in fields), strict=True)]], failure
 
 

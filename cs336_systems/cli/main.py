@@ -31,6 +31,7 @@ import typer.core
 
 from cs336_systems.cli import bench_folders, terminal
 from cs336_systems.cli import train as training
+from cs336_systems.cli.bench_folders import Json, Refresh, Values
 
 app = typer.Typer(
     cls=terminal.Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -246,8 +247,8 @@ def merge(
 
     with _wrong_input():
         merged = rows.merge([chapters.load(name) for name in chapters.tables() + chapters.RECORDS], folder)
-    for machine, table, count in merged:
-        typer.echo(f"{machine}: {count} rows of {table}")
+    for machine, table, taken, there in merged:
+        typer.echo(f"{machine}: {taken} of {there} rows of {table}")
 
 
 @results.command("carry")
@@ -277,12 +278,9 @@ for command in training.COMMANDS:
 
 
 # -------------------------------------------------------------------------------- benchmarks
-Values = Annotated[str, typer.Option(help="One value, several (separated by blanks or commas), or all.")]
 Attention = Annotated[str | None, typer.Option(help="As the others; auto for another --model.")]
 Preset = Annotated[str, typer.Option(help="auto, full (the handout's grid) or smoke.")]
-Refresh = Annotated[str, typer.Option(help="What to measure: missing, stale or all.")]
 Save = Annotated[bool, typer.Option(help="Keep the rows under results/.")]
-Json = Annotated[str | None, typer.Option("--json", help="Write the rows as JSON to this file; - is stdout.")]
 
 
 def _bench(*asked: Any, **options: Any) -> None:

@@ -8,68 +8,38 @@ measures go to `results/`, so a run that was cut off goes on where it stopped.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 KERNEL = "python3"
+FOLDERS = ("CS336_RESULTS", "CS336_SNAPSHOTS", "CS336_TRACES")  # variables that name one
 
 
-def parameters_of(notebook: Path) -> dict[str, dict[str, Any]]:
-    """Name → `default`, `help`, `inferred_type_name` of a notebook's parameters, as papermill reads them."""
-    import papermill
-
-    return papermill.inspect_notebook(notebook)
-
-
-def convert(name: str, text: str, parameter: Mapping[str, Any]) -> Any:
-    """The value that a command line's text means for a parameter, by the type of its annotation or default.
-
-    ValueError if the text is not of that type.
-    """
-    kind = parameter["inferred_type_name"]
-    if kind in (None, "None"):
-        try:
-            kind = type(ast.literal_eval(parameter["default"])).__name__
-        except (ValueError, SyntaxError):  # a default that is computed
-            kind = "str"
-    if kind == "bool":
-        values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in values:
-            raise ValueError(f"{name}={text}: expected one of {', '.join(values)}")
-        return values[text.lower()]
-    if kind in ("int", "float"):
-        try:
-            return {"int": int, "float": float}[kind](text)
-        except ValueError as error:
-            raise ValueError(f"{name}={text}: expected {'an' if kind == 'int' else 'a'} {kind}") from error
-    return text
-
-
-def checked(notebook: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """The given parameters in the notebook's types; ValueError names those it lacks, and those it has.
+def check(notebook: Path, given: Iterable[str]) -> None:
+    """ValueError for names that are none of a notebook's parameters, with those that are. (What values they may have,
+    all of them texts, the chapter says.)
 
     papermill itself only logs a name that the notebook does not know, and runs with the default.
     """
-    known = parameters_of(notebook)
-    unknown = [name for name in given if name not in known]
-    if unknown:
+    import papermill
+
+    known = papermill.inspect_notebook(notebook)
+    if unknown := [name for name in given if name not in known]:
         raise ValueError(
             f"{notebook.stem} has no parameter {', '.join(unknown)}; its parameters are {', '.join(known)}"
         )
-    return {name: convert(name, text, known[name]) for name, text in given.items()}
 
 
 @contextmanager
 def own_kernel() -> Iterator[None]:
-    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home."""
-    before = os.environ.get("JUPYTER_PATH")
+    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home, and the folders that
+    variables name those that they are here: it runs in the checkout."""
+    before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "kernels" / KERNEL
         spec.mkdir(parents=True)
@@ -78,14 +48,16 @@ def own_kernel() -> Iterator[None]:
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )
-        os.environ["JUPYTER_PATH"] = folder + (os.pathsep + before if before else "")
+        path = before.get("JUPYTER_PATH")
+        os.environ["JUPYTER_PATH"] = folder + (os.pathsep + path if path else "")
+        for name in FOLDERS:
+            if before.get(name):
+                os.environ[name] = str(Path(before[name]).expanduser().absolute())
         try:
             yield
         finally:
-            if before is None:
-                del os.environ["JUPYTER_PATH"]
-            else:
-                os.environ["JUPYTER_PATH"] = before
+            del os.environ["JUPYTER_PATH"]
+            os.environ.update(before)
 
 
 def run(
@@ -105,17 +77,17 @@ def run(
     for notebook in notebooks:
         if not notebook.is_file():
             raise FileNotFoundError(f"no notebook {notebook}")
-    plans = [(notebook, checked(notebook, given)) for notebook in notebooks]
+        check(notebook, given)
     output = root / "_build" / "notebooks"
     output.mkdir(parents=True, exist_ok=True)
     failed = []
     with own_kernel():
-        for notebook, parameters in plans:
+        for notebook in notebooks:
             target = output / notebook.name
             log(f"{notebook.stem}: running, into {target}")
             try:
                 papermill.execute_notebook(
-                    notebook, target, parameters=parameters, kernel_name=KERNEL, cwd=root,
+                    notebook, target, parameters=dict(given), kernel_name=KERNEL, cwd=root,
                     progress_bar=sys.stderr.isatty(), stdout_file=sys.stdout, stderr_file=sys.stderr,
                     shutdown_kernel="immediate",  # or an interrupted kernel tells of its sockets
                 )  # fmt: skip

@@ -178,6 +178,8 @@ class Chapter:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
         failed = []
         for table in self.tables if self.measuring else []:
+            provenance.digest_as_begun(table.experiment)  # before the first of them takes its time
+        for table in self.tables if self.measuring else []:
             cases = selection.of_team(table.experiment, table.cases(self.machines[0]), team_size())
             try:
                 measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)

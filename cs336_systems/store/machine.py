@@ -19,19 +19,20 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Words of a device's marketing name that say nothing about which chip it is.
+# Words of a device's marketing name that say nothing about what it can do. Those of slower variants of a chip (PCIe,
+# NVL) and of memories of other than the usual size stay: their rows are not one another's.
 _NOISE = {"nvidia", "tesla", "geforce", "quadro", "graphics", "gpu", "generation"}
-_NOISE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "pcie", "nvl"}
+_NOISE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "80gb"}
 
 # So much of a GPU the driver and a process itself may take beside what torch's allocator tells (1.3 GiB on an H200).
 _DRIVER_GIB = 3.0
 
 
 def gpu_slug(device_name: str) -> str:
-    """A short name for a GPU: "NVIDIA H100 80GB HBM3" → "h100", "NVIDIA GeForce RTX 4090" → "rtx-4090"."""
+    """A short name for a GPU: "NVIDIA H100 80GB HBM3" → "h100", "NVIDIA H100 PCIe" → "h100-pcie", "NVIDIA GeForce RTX
+    4090" → "rtx-4090"."""
     words = re.sub(r"[^a-z0-9 ]+", " ", device_name.lower()).split()
-    keep = [w for w in words if w not in _NOISE and not re.fullmatch(r"\d+gb", w)]
-    return "-".join(keep) or "gpu"
+    return "-".join(word for word in words if word not in _NOISE) or "gpu"
 
 
 def has_module(name: str) -> bool:

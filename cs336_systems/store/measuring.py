@@ -97,17 +97,23 @@ def measure(
     if refresh not in REFRESH:
         raise ValueError(f"unknown refresh {refresh!r}; allowed: {', '.join(REFRESH)}")
     machine, table = machine_name(), experiment.name
+    provenance.digest_as_begun(experiment)
     current = provenance.current(experiment, root)
     for case in cases:
         case_key(experiment, case)  # raises for what no file can keep
     all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
 
-    def find_due() -> list[list[Any]]:
+    def find_due(refresh: str = refresh) -> list[list[Any]]:
         known = load(experiment, path)
         due = [group for group in all_groups if _due(experiment, group, known, refresh, current)]
         # what failed before comes last, so that it cannot keep the others from being measured
         return sorted(due, key=lambda group: _failed_before(experiment, group, known))
 
+    if refresh == "missing" and (old := len(find_due("stale")) - len(find_due())):
+        log(
+            f"{table} on {machine}: {old} of {len(all_groups)} groups have rows of earlier code or of another "
+            "environment; refresh=stale measures them again"
+        )
     if find_due():
         if not has_module("torch"):  # or each case would be an error of its own
             raise ModuleNotFoundError(f"measuring {table} needs torch, which is not installed", name="torch")
@@ -133,7 +139,12 @@ def _fill(
     progress: Callable[[list[list[Any]]], Iterable[list[Any]]],
 ) -> None:
     table = experiment.name
-    code = provenance.digest(experiment)  # of the files as they are now
+    code = provenance.digest_as_begun(experiment)
+    if code != provenance.digest(experiment):
+        log(
+            f"{table}: its code has changed since this process began, which measures what it was; "
+            "restart it (a notebook: its kernel) to measure the code as it is"
+        )
     write_environment(machine, root)
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):

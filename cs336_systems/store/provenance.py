@@ -56,6 +56,15 @@ def digest(table: Table) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
 
 
+def digest_as_begun(table: Table) -> str:
+    """`digest` as this process found it first. A module that has been imported stays what it was, whatever becomes of
+    its file: what a notebook's kernel measures is not measured with files that were edited meanwhile."""
+    return _begun.setdefault(table.source, digest(table))
+
+
+_begun: dict[Path, str] = {}  # a table's module → digest
+
+
 @functools.cache
 def _of_file(file: Path, modified: int, size: int) -> bytes:
     text = file.read_text(encoding="utf-8")
@@ -94,7 +103,7 @@ def without_comments(source: str) -> str:
 class Line(NamedTuple):
     """A line of `carried.csv`: of a table the rows of a digest that count as measured with another one.
 
-    rows: "field=value,value" of their case, separated by spaces; all where it is empty.
+    rows: "field=value,value" of their case, separated by spaces (values may hold some); all where it is empty.
     """
 
     table: str
@@ -106,7 +115,7 @@ class Line(NamedTuple):
 
     def selects(self, case: Mapping[str, str]) -> bool:
         """Whether a case, field → text, is among its rows."""
-        wanted = (part.partition("=") for part in self.rows.split())
+        wanted = (part.partition("=") for part in re.split(r"\s+(?=\w+=)", self.rows) if part)
         return all(case[field] in values.split(",") for field, _, values in wanted)
 
 

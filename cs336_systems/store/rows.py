@@ -266,12 +266,15 @@ def _spelled_out(known: Mapping[str, dict[str, Any]]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- merging
-def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) -> list[tuple[str, str, int]]:
-    """Takes in the rows of another results folder; returns (machine, table, number of rows) of each CSV.
+def merge(
+    experiments: Iterable[Table], source: Path, root: Path | None = None
+) -> list[tuple[str, str, int, int]]:
+    """Takes in the rows of another results folder; returns (machine, table, rows taken in, rows that it has) of each
+    CSV.
 
     The newer row of a case wins, but one that could not be run does not take a measured one's place. What lies beside a
-    CSV in a folder of its name (timelines, as JSON) comes along, unless the rows that are here already are newer.
-    Numbers that an earlier version did not measure stay empty.
+    CSV in a folder of its name (timelines, as JSON, named after their case) comes along with a row that is taken in,
+    and where there is none here. Numbers that an earlier version did not measure stay empty.
 
     All is read before anything is written: ValueError, and nothing is taken in, where a file is no table of this
     version or is damaged, here or there.
@@ -293,7 +296,7 @@ def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) 
     spelled_out = {path.parent.name: environments(path.parent.name, source) for path in found}
     for machine, known in spelled_out.items():
         refuse_control(str(source / machine / "machine.json"), known)
-    texts = {}
+    texts, merged = {}, []
     with ExitStack() as stack:
         for machine, more in sorted(spelled_out.items()):
             stack.enter_context(changing(root / machine))
@@ -304,13 +307,14 @@ def merge(experiments: Iterable[Table], source: Path, root: Path | None = None) 
             here = _load_with_times(experiment, target)
             newer = {key: row for key, row in rows.items() if key not in here or _wins(row, here[key])}
             texts[target] = _csv(experiment, here | newer)
-            newest, newest_here = (max((r["time_utc"] for r in x.values()), default="") for x in (rows, here))
+            taken = [key for key, row in newer.items() if row != here.get(key)]
+            merged.append((path.parent.name, path.stem, len(taken), len(rows)))
             for name, text in beside.get(path, {}).items():
                 copy = target.with_suffix("") / name
-                if newest >= newest_here or not copy.is_file():
+                if not copy.is_file() or any(_is_named_after(key, copy.stem) for key in taken):
                     texts[copy] = text
         replace(texts)
-    return [(path.parent.name, path.stem, len(rows)) for path, rows in found.items()]
+    return merged
 
 
 def _load_with_times(experiment: Table, path: Path) -> dict[tuple[Any, ...], dict[str, str]]:
@@ -335,6 +339,14 @@ def _is_time(text: str) -> bool:
     with suppress(ValueError):
         return f"{datetime.strptime(text, TIME):{TIME}}" == text
     return False
+
+
+def _is_named_after(key: tuple[Any, ...], stem: str) -> bool:
+    """Whether a name is made of values of a case, with `_` between them."""
+    rest = f"_{stem}_"
+    for value in map(_text, key):
+        rest = rest.replace(f"_{value}_", "_", 1)
+    return rest == "_"
 
 
 def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:

@@ -103,18 +103,23 @@ def _chosen(field: str, word: str, allowed: Any) -> Any:
 def cases_beyond(tables: Sequence[Table], experiment: Table, preset: str, **given: Any) -> list[Any]:
     """As `cases`, and beyond the grid what the experiment's `CHOICES` allow.
 
-    That is the product of the values of all fields, where one is not in the grid, or where every field has been given
-    values. A field that has not takes the grid's values there, and `repeat` is 0.
+    Every combination of given values has cases: those of the grid where it has some; else a field that has been given
+    no value takes the grid's, and `repeat` is 0.
     """
     if not experiment.choices:
         return cases(tables, experiment, preset, **given)
-    lists = {field: values(experiment, preset, field) for field in rows.case_fields(experiment)}
     chosen = named(experiment, **given)
-    in_grid = all(set(chosen[field]) <= set(lists[field]) for field in chosen)
-    if in_grid and len(chosen) < len(lists):
-        return cases(tables, experiment, preset, **given | chosen)
-    lists |= {"repeat": [0]} | chosen
-    return [experiment.Case(*combination) for combination in itertools.product(*lists.values())]
+    grid: dict[tuple[Any, ...], list[Any]] = {}
+    for case in experiment.grid(preset):
+        grid.setdefault(tuple(getattr(case, field) for field in chosen), []).append(case)
+    lists = {field: values(experiment, preset, field) for field in rows.case_fields(experiment)}
+    found = []
+    for combination in itertools.product(*chosen.values()):
+        beyond = lists | {"repeat": [0]} | {f: [value] for f, value in zip(chosen, combination, strict=True)}
+        found += grid.get(combination) or itertools.starmap(
+            experiment.Case, itertools.product(*beyond.values())
+        )
+    return found
 
 
 def of_team(

@@ -58,18 +58,23 @@ def handout(rows: pd.DataFrame, metric: str, unit: str) -> pd.DataFrame:
 
 def growth(rows: pd.DataFrame) -> pd.DataFrame:
     """Time over that of two processes, at the smallest and at the largest size, beside the growth of a ring's steps and
-    of the bytes through each link."""
+    of the bytes through each link. A machine without a time of two has that of another one with the same GPUs."""
     rows = plain(rows)
     rows = rows[rows["ms_p50"].notna()]
     small, large = rows["num_bytes"].min(), rows["num_bytes"].max()
-    keys = ["backend", "processes", "num_bytes"]
-    ms = rows.drop_duplicates(keys).set_index(keys)["ms_p50"].astype(float).to_dict()
+    keys = ["machine", "backend", "processes", "num_bytes"]
+    ms = rows.set_index(keys)["ms_p50"].astype(float)
+    gpu = lambda machine: machine.rpartition("-x")[0]
+
+    def time(machine: str, *case: object) -> float:
+        names = [machine, *(name for name in rows["machine"].unique() if gpu(name) == gpu(machine))]
+        return next((ms[name, *case] for name in names if (name, *case) in ms.index), math.nan)
+
     out = []
     for (machine, backend, n), _ in rows.groupby(["machine", "backend", "processes"], sort=False):
         if n > 2:
             by = [
-                ms.get((backend, n, size), math.nan) / ms.get((backend, 2, size), math.nan)
-                for size in (small, large)
+                time(machine, backend, n, size) / time(machine, backend, 2, size) for size in (small, large)
             ]
             out.append({
                 "machine": machine, "backend": backend, "processes": n,

@@ -158,14 +158,16 @@ def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
 
 
 def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
-    """Median ms of plain attention and of ours at one length, forward (F) and backward (B), and the speedup."""
+    """Median ms of plain attention and of ours at one length, forward (F) and backward (B), and the speedup, of one
+    run."""
     chosen = rows[(rows["seq_len"] == seq_len) & (rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
     keys = ["machine", "dtype", "head_dim"]
     plain, ours = (chosen[chosen["impl"] == impl].set_index(keys) for impl in (PLAIN, OURS))
-    out = {}
+    out, together = {}, plain["run"] == ours["run"].reindex(plain.index)
     for part, letter in zip(PARTS, "FB", strict=True):
         first, second = (ms[f"{part}_ms_p50"].astype(float).reindex(plain.index) for ms in (plain, ours))
-        out |= {f"plain {letter}, ms": first, f"ours {letter}, ms": second, f"{letter}, ×": first / second}
+        out |= {f"plain {letter}, ms": first, f"ours {letter}, ms": second}
+        out[f"{letter}, ×"] = (first / second).where(together)
     frame = pd.DataFrame(out).reset_index().rename(columns={"head_dim": "d"})
     return tables.in_order(frame, ["dtype"], BYTES)
 

@@ -33,9 +33,10 @@ def roofs(machine: str, root: Path | None = None) -> Roofs:
     if not machine:
         return Roofs()
     known = store.environments(machine, root)
-    newest = list(known.values())[-1] if known else {}
     frame = store.read(chapters.load("hardware"), machine, root)
     frame = frame[frame["status"] == "ok"]
+    measured = [known[env] for env in frame.sort_values("time_utc")["env"] if env in known]
+    newest = (measured or list(known.values()) or [{}])[-1]
     matmuls = frame[frame["kind"] == "matmul"].dropna(subset="tflops")
     copies = pd.to_numeric(frame[frame["kind"] == "copy"]["tb_per_s"], errors="coerce").dropna()
     return Roofs(

@@ -147,17 +147,21 @@ def norm(rows: pd.DataFrame) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------ whole models
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Forward and backward in fp32 and bf16, ms, and how many times faster bf16 is, also in a training step."""
+    """Forward and backward in fp32 and bf16, ms, and how many times faster bf16 is, also in a training step; where both
+    are of one run."""
     rows, keys = rows[(rows["repeat"] == 0) & rows["dtype"].isin(("fp32", "bf16"))], ["machine", "size"]
     both = rows[rows["mode"] == "forward_backward"]
     times = [both.assign(head=f"{p} " + both["dtype"] + ", ms", ms=both[f"{p}_ms_p50"]) for p in PASSES]
     found = tables.pivot(pd.concat(times, ignore_index=True), keys, "head", "ms")
+    index = pd.MultiIndex.from_frame(found[keys])
+    together = lambda rows: (rows.groupby(keys)["run"].nunique() == 1).reindex(index).to_numpy()
     for name in PASSES:
         fp32, bf16 = (found.get(f"{name} {dtype}, ms", math.nan) for dtype in ("fp32", "bf16"))
-        found[f"{name}, ×"] = fp32 / bf16
-    whole = rows[rows["mode"] == "train_step"].pivot(index=keys, columns="dtype", values="step_ms_p50")
-    whole = whole.reindex(index=pd.MultiIndex.from_frame(found[keys]), columns=["fp32", "bf16"]).astype(float)
-    found["step, ×"] = (whole["fp32"] / whole["bf16"]).to_numpy()
+        found[f"{name}, ×"] = np.where(together(both), fp32 / bf16, math.nan)
+    step = rows[rows["mode"] == "train_step"]
+    whole = step.pivot(index=keys, columns="dtype", values="step_ms_p50")
+    whole = whole.reindex(index=index, columns=["fp32", "bf16"]).astype(float)
+    found["step, ×"] = (whole["fp32"] / whole["bf16"]).where(together(step)).to_numpy()
     return found
 
 

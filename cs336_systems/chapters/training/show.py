@@ -31,9 +31,10 @@ WINDOW = 5  # steps over which losses are averaged
 
 # ------------------------------------------------------------------------------------------------ the ladder
 def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
-    """The roofs of machines; one that has not measured its own has those of another one with the same GPU."""
+    """The roofs of machines; one that has not measured its own has those of another one with the same GPU, if that is
+    known by its data sheet."""
     found = {name: roofs(name, root) for name in machines}
-    known = [roof for roof in found.values() if roof.tflops]
+    known = [roof for roof in found.values() if roof.tflops and roof.sheet]
     return {n: r if r.tflops else next((k for k in known if k.sheet == r.sheet), r) for n, r in found.items()}
 
 

@@ -3,7 +3,7 @@ what each rank sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,12 +107,14 @@ def _closed_gib(rows: pd.DataFrame, form: Callable[..., dict[str, int]]) -> list
 
 
 # ------------------------------------------------------------------------------------------------ times
-def times(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
-    """Medians of a step and its phases; before them the optimizer's phase at the data sheet's bandwidths."""
+def times(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
+    """Medians of a step and its phases; before them the optimizer's phase at the bandwidths of its machine's data
+    sheet."""
     rows = _sorted(rows[rows["moment"] == experiment.TIMED])
     metrics = {f"{phase}_ms_p50": f"{phase}, ms" for phase in (*experiment.PHASES, "step")}
     out = _table(rows, metrics)
-    expected = [expected_ms(r.variant, r.world_size, roof, r.size) for r in rows.itertuples()]
+    roof = lambda row: found.get(row.machine, Roofs())
+    expected = [expected_ms(r.variant, r.world_size, roof(r), r.size) for r in rows.itertuples()]
     out.insert(out.columns.get_loc("optimizer, ms"), "expected, ms", expected)
     return out
 
