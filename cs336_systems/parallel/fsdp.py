@@ -38,7 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.buckets import assign
@@ -181,22 +180,10 @@ class FullyShardedDataParallel(DuringBackward):
             for layer, bias in unit.biases:
                 layer._parameters["bias"] = bias
             self._schedule.leave(unit, again, differentiable)
-        if differentiable:
-            self._watch(unit, (inputs, kwargs), outputs, again)
+        for tensor in tree_leaves(outputs) if differentiable else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._reached, unit))
         return outputs
-
-    def _watch(self, unit: Unit, inputs: Any, outputs: Any, again: bool) -> None:
-        """Hooks that run when backward reaches a unit, and when it has left one with frozen weights (which those of its
-        first call tell, where a checkpoint has kept what they hang on)."""
-        reached = functools.partial(self._reached, unit)
-        for tensor in _differentiable(outputs):
-            tensor.register_hook(reached)
-        counted = again and unit in self._schedule.first_call
-        frozen = [flat for flat in unit.flats if not (flat.trained or counted)]
-        if frozen and (tensors := _differentiable(inputs)):
-            for flat in frozen:
-                flat.pending += 1
-            register_multi_grad_hook(tensors, lambda _: self._left(frozen))
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
@@ -211,12 +198,6 @@ class FullyShardedDataParallel(DuringBackward):
     def _reached(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
         self._schedule.reach(unit)
-
-    def _left(self, frozen: list[FlatWeights]) -> None:
-        for flat in frozen:
-            flat.pending -= 1
-            if not flat.pending:
-                self._schedule.done(flat)
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         """Called when backward has the whole gradient of what is replicated, or of a gathered weight, for this rank's
@@ -356,7 +337,3 @@ def _cast(layer: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     dtype = layer._parameters["weight"].dtype
     narrow = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
     return tuple(map(narrow, inputs)), {name: narrow(value) for name, value in kwargs.items()}
-
-
-def _differentiable(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

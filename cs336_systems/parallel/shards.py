@@ -148,7 +148,6 @@ class FlatWeights:
         forwards = [type(module).forward for weight in weights for module in weight.readers]
         self.read_in_backward = any(forward is not nn.Embedding.forward for forward in forwards)
         self.users = 0  # calls of modules under way that read them
-        self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
         self.missing = set(weights)  # those whose gradients the running backward pass has not reached
         self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until it is reduced
         self.written: set[Weight] = set()  # the weights whose gradients are, or were, in there in this step
