@@ -30,7 +30,6 @@ Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +44,7 @@ from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
 from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Weight, Wires
-from cs336_systems.parallel.units import LAYERS, Fresh, Intercepted, Unit, derive, to_be_sharded
+from cs336_systems.parallel.units import Fresh, Intercepted, Unit, derive, to_be_sharded
 
 
 class FullyShardedDataParallel(DuringBackward):
@@ -110,7 +109,7 @@ class FullyShardedDataParallel(DuringBackward):
             module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             units=[parts[unit] for unit in units], reshard_after_forward=bool(reshard_after_forward),
         )  # fmt: skip
-        self.compute_dtype, self._whole = compute_dtype, False
+        self._whole = False
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
         self.weights = to_be_sharded(module, self._trained, units)
         wires = Wires(self.process_group, self.weights[0].parameter.device)
@@ -137,18 +136,8 @@ class FullyShardedDataParallel(DuringBackward):
         self._flat_of = {w.number: (flat, w) for flat in self._trained_flats for w in flat.weights}
         replicated = [p for i, p in enumerate(self._trained) if i not in self._flat_of]
         self._buckets = assign(replicated, float("inf"))
-        # by number: what such a hook holds is never collected with the tensor that it hangs on
-        this = weakref.ref(self)
         for number, (_, weight) in self._flat_of.items():
-            weight.full.register_post_accumulate_grad_hook(
-                lambda full, number=number: (
-                    this() and full.grad is not None and this()._gradient_is_ready(number, full)
-                )
-            )
-        if compute_dtype is not None:
-            for layer in dict.fromkeys(home for weight in self.weights for home, _ in weight.homes):
-                if type(layer).__name__ in LAYERS:
-                    layer.register_forward_pre_hook(_cast, with_kwargs=True)
+            weight.full.register_post_accumulate_grad_hook(self._gradient_hook(number))
         for unit in called:
             unit.module.__dict__["_called"] = functools.partial(self._call, unit)
             derive(unit.module, Intercepted)
@@ -172,13 +161,9 @@ class FullyShardedDataParallel(DuringBackward):
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
         self._schedule.enter(unit, again)
-        for layer, bias in unit.biases if self.compute_dtype is not None else ():
-            layer._parameters["bias"] = bias.to(self.compute_dtype)
         try:
             outputs = call(*inputs, **kwargs)
         finally:
-            for layer, bias in unit.biases:
-                layer._parameters["bias"] = bias
             self._schedule.leave(unit, again, differentiable)
         for tensor in tree_leaves(outputs) if differentiable else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -223,9 +208,8 @@ class FullyShardedDataParallel(DuringBackward):
         return [i for i in super()._absent() if i not in seen]
 
     def _end_step(self, given_up: bool = False) -> None:
-        if given_up:
-            for flat in self._trained_flats:
-                flat.drop_gradient()
+        for flat in self._trained_flats if given_up else ():
+            flat.written.clear()  # zeros are reduced
         super()._end_step(given_up)
 
     def _average_gradients(self) -> None:
@@ -309,7 +293,7 @@ class FullyShardedDataParallel(DuringBackward):
             self._whole = False
             for weight, whole in shown:
                 with torch.no_grad():
-                    weight.parameter.copy_(whole.view(-1)[weight.start : weight.stop])
+                    weight.parameter.copy_(weight.share_of(whole))
                 weight.show(weight.parameter)
 
 
@@ -330,10 +314,3 @@ class ShardedGradScaler(torch.amp.GradScaler):
         mine = found.setdefault(inv_scale.device, found_inf)  # of a rank without a gradient
         dist.all_reduce(mine, dist.ReduceOp.MAX, self._process_group)
         return found
-
-
-def _cast(layer: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's floating-point inputs in what its weight has, gathered or whole."""
-    dtype = layer._parameters["weight"].dtype
-    narrow = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-    return tuple(map(narrow, inputs)), {name: narrow(value) for name, value in kwargs.items()}

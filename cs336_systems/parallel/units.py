@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from cs336_systems.parallel.shards import FlatWeights, Weight
-
-LAYERS = ("Linear", "Embedding")
-"""The classes whose 2-D weights are sharded, by name: so that anybody's are."""
+from cs336_systems.parallel.shards import LAYERS, FlatWeights, Weight
 
 
 @dataclass(eq=False)
@@ -24,13 +21,6 @@ class Unit:
     name: str
     module: nn.Module
     flats: list[FlatWeights]
-
-    @functools.cached_property
-    def biases(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Of its layers, with these: what has to be cast to what they compute in."""
-        homes = {home for flat in self.flats for weight in flat.weights for home, _ in weight.homes}
-        biases = [(home, home._parameters.get("bias")) for home in homes if type(home).__name__ in LAYERS]
-        return [(home, bias) for home, bias in biases if bias is not None]
 
 
 def _sharded_weight(part: nn.Module) -> nn.Parameter | None:
