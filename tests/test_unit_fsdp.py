@@ -357,18 +357,19 @@ def losses_of_weights_used_again(seed):
 @contextlib.contextmanager
 def recorded_collectives():
     """(kind, elements) of each collective of sharded weights, as it is launched."""
-    log, gather, reduce = [], shards.all_gather, shards.reduce_scatter_mean
+    log, gather, reduce = [], shards.FlatWeights.gather, shards.reduce_scatter_mean
 
-    def all_gather(output, shard, group):
-        log.append(("gather", output.numel()))
-        return gather(output, shard, group)
+    def noted_gather(self):
+        if not self.gathered_bytes:
+            log.append(("gather", self.numel))
+        gather(self)
 
     def reduce_scatter_mean(output, flat, group):
         log.append(("reduce", flat.numel()))
         return reduce(output, flat, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "all_gather", all_gather)
+        patch.setattr(shards.FlatWeights, "gather", noted_gather)
         patch.setattr(shards, "reduce_scatter_mean", reduce_scatter_mean)
         yield log
 

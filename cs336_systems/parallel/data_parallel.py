@@ -10,7 +10,7 @@ import itertools
 import reprlib
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -107,7 +107,7 @@ class DataParallel(nn.Module, abc.ABC):
         tensors = itertools.chain(module.named_parameters(), module.named_buffers())
         layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         self._check_same_on_all_ranks("the module's parameters and buffers", layout)
-        self._copy_from_rank_0()
+        self._copy_from_rank_0(itertools.chain(module.parameters(), module.buffers()))
         # by number: the version of each parameter whose gradient has arrived since gradients were averaged last; -1 if
         # an optimizer has updated it since
         self._arrived: dict[int, int] = {}
@@ -264,8 +264,8 @@ class DataParallel(nn.Module, abc.ABC):
             )
 
     @torch.no_grad()
-    def _copy_from_rank_0(self) -> None:
-        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+    def _copy_from_rank_0(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             contiguous = tensor.contiguous()
             # as bytes, since no backend knows all dtypes that a buffer may have
             dist.broadcast(bytes_of(contiguous), group=self.process_group, group_src=0)

@@ -11,18 +11,15 @@
 
 Of the weights of layers, of their gradients and of the optimizer's state a rank holds 1/N. A step goes like this:
 
-1. When a unit (a layer, or a block of them) is called, its weights have been gathered from all ranks, in the dtype that
-   they are computed with, while the unit before was computed (`schedule.py`). They are freed when the call has ended.
-2. Before the backward pass goes through the unit, they are gathered again. When the gradients of all its weights are
-   there, the weights are freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard
-   (`shards.py`), while backward goes on.
+1. While a unit (a layer, or a block of them) is computed, the weights of the next one are gathered from all ranks, in
+   the dtype that they are computed with (`schedule.py`). They are freed when its call has ended.
+2. Before the backward pass goes through the unit, they are gathered again. When all their gradients are there, they are
+   freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard (`shards.py`).
 3. `finish_gradient_synchronization()` waits for the last of them, and averages the gradients of what is replicated.
 4. The optimizer updates the shards, which are all that `parameters()` has of those weights.
 
-**Collectives match**, as in `ddp.py`: they come in one order on all ranks, which follows from the forward pass. What a
-rank's backward pass leaves out is gathered all the same, and its gradients go as zeros. So ranks must call the same
-units in one order; what their losses depend on may differ. Ranks that call different ones wait for one another until
-the group's timeout, which names the unit, or are told when the step is finished.
+Ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different ones wait
+for one another until the group's timeout, which names the unit, or are told when the step is finished.
 
 Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
 """
@@ -30,6 +27,7 @@ Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,8 +88,7 @@ class FullyShardedDataParallel(DuringBackward):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if not getattr(dtype, "is_floating_point", dtype is None and name == "compute_dtype"):
                 raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype")
-        named_parts = module.named_modules() if isinstance(module, nn.Module) else ()
-        parts = {part: name for name, part in named_parts}
+        parts = {part: name for name, part in module.named_modules()} if isinstance(module, nn.Module) else {}
         units = list(units or ())
         for unit in units:
             if unit not in parts or getattr(unit.forward, "__func__", None) is nn.Module.forward:
@@ -121,11 +118,9 @@ class FullyShardedDataParallel(DuringBackward):
         self.flats = list(map(make, alike.values()))  # as they are gathered together
         if self.process_group.rank() == 0:
             fresh.fill_rest()
-        for weight in self.weights:
-            weight.show(None)
-        super()._copy_from_rank_0()  # what is replicated
-        for weight in self.weights:
-            weight.show(weight.parameter)
+        sharded = {weight.parameter for weight in self.weights}
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        super()._copy_from_rank_0(t for t in tensors if t not in sharded)
         called = [
             Unit(name, part, flats)
             for part, name in parts.items()
@@ -142,7 +137,7 @@ class FullyShardedDataParallel(DuringBackward):
             unit.module.__dict__["_called"] = functools.partial(self._call, unit)
             derive(unit.module, Intercepted)
 
-    def _copy_from_rank_0(self) -> None:
+    def _copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
         """Not before weights are sharded."""
 
     # ----------------------------------------------------------------------------------------- forward

@@ -37,12 +37,6 @@ _ALIGNMENT = 16  # bytes: what vectorized loads and tensor cores want a matrix, 
 
 
 # ----------------------------------------------------------------------------------------------- collectives
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts putting the shards (n,) of all ranks one after the other into output (N · n,)."""
-    # what torch's function ends in, called without its checks and logs
-    return group._allgather_base(output, shard, AllgatherOptions())
-
-
 def reduce_scatter_mean(output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts putting this rank's slice of the mean over ranks of flat (N · n,) into output (n,); flat may be lost."""
     options = dist.ReduceScatterOptions()
@@ -239,7 +233,8 @@ class FlatWeights:
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
             self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
-            self._work = all_gather(self._flat, self._sent, self.wires.gathers)
+            # what torch's function ends in, called without its checks and logs
+            self._work = self.wires.gathers._allgather_base(self._flat, self._sent, AllgatherOptions())
 
     def wait(self) -> None:
         """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
