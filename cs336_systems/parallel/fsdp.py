@@ -261,11 +261,9 @@ class FullyShardedDataParallel(DuringBackward):
         # in one dtype on all ranks, whatever shards each has
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in self._trained}, torch.float32)
         norm = nn.utils.get_total_norm(mine, norm_type).to(self._trained[0].device, dtype)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
-        else:
-            dist.all_reduce(norm := norm.pow(norm_type), dist.ReduceOp.SUM, self.process_group)
-            norm = norm.pow(1 / norm_type)
+        op, power = (dist.ReduceOp.SUM, norm_type) if norm_type < float("inf") else (dist.ReduceOp.MAX, 1.0)
+        dist.all_reduce(norm := norm.pow(power), op, self.process_group)
+        norm = norm.pow(1 / power)
         nn.utils.clip_grads_with_norm_(self._trained, max_norm, norm)
         return norm
 

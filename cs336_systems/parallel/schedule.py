@@ -34,7 +34,7 @@ class Schedule:
         self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] = []  # in this forward pass
-        self.calls: list[Unit] = []  # that a backward pass may come to, in order
+        self._calls: list[Unit] = []  # that a backward pass may come to, in order
         self.reductions: deque[FlatWeights] = deque()  # whose reductions are under way
         self.begin_backward(reduces=False)
 
@@ -66,8 +66,8 @@ class Schedule:
     def enter(self, unit: Unit, again: bool) -> None:
         """A module is called: its weights are there for what is queued from now on. again: by backward, since a
         checkpoint has not kept what it needs of this call."""
-        if again and unit in self.first_call:
-            self._gather_until(self.first_call[unit])
+        if again and unit in self._first_call:
+            self._gather_until(self._first_call[unit])
         elif again:
             self._done.difference_update(unit.flats)
         else:
@@ -91,11 +91,11 @@ class Schedule:
         for flat in unit.flats:
             flat.take_back()
         if again:
-            coming = unit in self.first_call  # backward is about to come to it
+            coming = unit in self._first_call  # backward is about to come to it
             self._free(f for f in unit.flats if f in self._done or not (coming or f in self._reached))
             return
         if differentiable:
-            self.calls.append(unit)
+            self._calls.append(unit)
         if self._reshard or not differentiable:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
@@ -107,12 +107,12 @@ class Schedule:
         """Plans a backward pass through all calls since the last; reduces: whether gradients are reduced on the way."""
         self._reduces = reduces
         self._gathers: list[list[FlatWeights]] = []  # for each of these calls, the last one first
-        self._ends: list[list[FlatWeights]] = [[] for _ in self.calls]  # whose last call each of them is
-        self.first_call: dict[Unit, int] = {}  # that backward comes to
+        self._ends: list[list[FlatWeights]] = [[] for _ in self._calls]  # whose last call each of them is
+        self._first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
-        for number, unit in enumerate(reversed(self.calls)):
+        for number, unit in enumerate(reversed(self._calls)):
             self._gathers.append([f for f in unit.flats if f.read_in_backward and f not in last_call])
-            self.first_call.setdefault(unit, number)
+            self._first_call.setdefault(unit, number)
             last_call |= dict.fromkeys(unit.flats, number)
         for flat, number in last_call.items():
             self._ends[number].append(flat)
@@ -146,7 +146,7 @@ class Schedule:
         """Backward has come to a call: its weights are there for what is queued from now on."""
         # an output whose gradient comes after those of the weights needs them no more
         flats = [flat for flat in unit.flats if flat.read_in_backward and flat not in self._done]
-        if (number := self.first_call.get(unit)) is not None:
+        if (number := self._first_call.get(unit)) is not None:
             self._close(number)
             self._gather_until(number + 1)
         else:  # not a planned call, so frozen weights are not known to be done otherwise
@@ -178,7 +178,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Backward has ended: what it has not come to is sent all the same, and everything is freed."""
         self._close(len(self._gathers))
-        self.calls = []
+        self._calls = []
         self.begin_backward(reduces=False)
         self._free(self._flats)
         for flat in self._flats:

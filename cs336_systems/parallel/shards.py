@@ -91,8 +91,8 @@ class Weight:
     name: in the model; parameter: the model's own, which keeps this rank's elements `start` to `stop` of the flattened
     weight, as a vector; number: which of the trained parameters it is, None if it is frozen. homes: the modules that
     have it, each with its name there; readers: those at whose calls it must be there. offset: where it begins in the
-    flat vector; piece: where in this rank's slice of that its elements are; address: where these lie in memory. full:
-    the gathered weight, in the dtype that it is computed with.
+    flat vector; piece: where in this rank's slice of that its elements are. full: the gathered weight, in the dtype
+    that it is computed with.
     """
 
     name: str
@@ -104,7 +104,6 @@ class Weight:
     offset: int = 0
     start: int = 0
     stop: int = 0
-    address: int = 0
     piece: slice = field(init=False)
     full: nn.Parameter = field(init=False)
 
@@ -189,7 +188,6 @@ class FlatWeights:
             whole.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
         for weight in weights:
             weight.parameter.data, weight.parameter.grad = self._shard[weight.piece], None
-            weight.address = weight.parameter.data_ptr()
         layers = {home for weight in weights for home, _ in weight.homes if type(home).__name__ in LAYERS}
         self._biases: dict[nn.Module, nn.Parameter] = {}  # that are cast in calls, as inputs are
         for layer in layers if compute_dtype is not None else ():
@@ -223,9 +221,10 @@ class FlatWeights:
         """
         if self.gathered_bytes:
             return
+        memory = self._shard.untyped_storage().data_ptr()
         for weight in self.weights:
             (module, name), mine = weight.homes[0], weight.parameter
-            if module._parameters.get(name) is not mine or mine.data_ptr() != weight.address:
+            if module._parameters.get(name) is not mine or mine.untyped_storage().data_ptr() != memory:
                 raise RuntimeError(
                     f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
                     "wrap then"
@@ -280,7 +279,7 @@ class FlatWeights:
             if alone and sole(gradient) is gradient:  # it is what would be written
                 self.gradient = gradient.view(-1)
                 return
-            self.gradient = torch.empty(self.numel, dtype=self.reduce_dtype, device=gradient.device)
+            self.gradient = self._shard.new_empty(self.numel, dtype=self.reduce_dtype)
         place = weight.within(self.gradient)
         place.add_(gradient) if added else place.copy_(gradient)
 
@@ -288,11 +287,10 @@ class FlatWeights:
     def reduce(self) -> None:
         """Starts reducing the flat gradient, zeros in place of those that this rank lacks."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.numel, dtype=self.reduce_dtype, device=self._shard.device)
-        else:
-            for weight in self.weights:
-                if weight not in self.written:
-                    weight.within(self.gradient).zero_()
+            self.gradient = self._shard.new_empty(self.numel, dtype=self.reduce_dtype)
+        for weight in self.weights:
+            if weight not in self.written:
+                weight.within(self.gradient).zero_()
         self.mean = self.gradient.new_empty(self._length)
         self.reduction = reduce_scatter_mean(self.mean, self.gradient, self.wires.reductions)
 

@@ -76,11 +76,11 @@ class Fresh:
         init: Callable[[nn.Module], object] | None,
     ) -> None:  # fmt: skip
         self._init = init or (lambda part: part.reset_parameters())
-        self._made: set[nn.Parameter] = set()
+        self._made = {p for part in parts for p in part.parameters(recurse=False) if p.is_meta}
         self._parts: dict[nn.Module, str] = {}  # to be initialized
         sharded = {_sharded_weight(part) for part in parts}
         for part, name in parts.items():
-            parameters = [p for p in part.parameters(recurse=False) if p.is_meta or p in self._made]
+            parameters = [p for p in part.parameters(recurse=False) if p in self._made]
             if not (parameters or any(t.is_meta for t in part.buffers(recurse=False))):
                 continue
             initialized = init is not None or hasattr(part, "reset_parameters")
@@ -97,7 +97,6 @@ class Fresh:
                     marks = dict(vars(p))  # which are swapped, too
                     torch.utils.swap_tensors(p, nn.Parameter(made.expand(p.shape), p.requires_grad))
                     vars(p).update(marks)
-                    self._made.add(p)
             part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
             if initialized:
                 self._parts[part] = name
