@@ -74,9 +74,8 @@ class FullyShardedDataParallel(DuringBackward):
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
     that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
-    without a weight to shard, or on the meta device
-    without `device`, or without a way to initialize; RuntimeError if parameters have been moved or converted after it
-    was wrapped, or if other ranks have not called the same units.
+    without a weight to shard, or on the meta device without `device` or a way to initialize; RuntimeError if parameters
+    have been moved or converted after it was wrapped, or if other ranks have not called the same units.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class FullyShardedDataParallel(DuringBackward):
 
     # ----------------------------------------------------------------------------------------- forward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
         if inside_backward():
             return super().forward(*inputs, **kwargs)
         self._schedule.begin_forward()

@@ -28,15 +28,11 @@ YEARS = {"xl": "2025's xl", "2.7B": "2026's xl"}
 _PLACE = ["machine", "size", "context_length", "dtype"]
 
 
-def _narrow(dtype: str) -> bool:
-    return dtype == "bf16"
-
-
 def peak_bytes(
     name: str, context: int, kind: str, dtype: str, ranks: int = 2, batch: int = 2
 ) -> dict[str, int]:
     """Component → bytes at the peak of a step, by the closed form for the chapter's attention."""
-    kinds = ("bf16", "flash") if _narrow(dtype) else ("fp32", "reference")
+    kinds = ("bf16", "flash") if dtype == "bf16" else ("fp32", "reference")
     return closed.step_peak_bytes(size(name), batch, context, kind, ranks, *kinds)
 
 
