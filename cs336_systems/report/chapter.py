@@ -265,7 +265,8 @@ class Chapter:
         which = ", ".join(f"{n} of `{name}`" for name, n in old.items() if n)
         earlier = f" **Measured with earlier code: {which}.**" if which else ""
         links = ", ".join(table._csv_link(machine) for table in tables)
-        return f"Measured on `{machine}` ({what}), {when}: {count} cases.{earlier} Rows: {links}."
+        cases = "case" if count == "1" else "cases"
+        return f"Measured on `{machine}` ({what}), {when}: {count} {cases}.{earlier} Rows: {links}."
 
     def _csv_link(self, machine: str) -> str:
         """The table's file, as a link from the book beside the results folder, where there is one."""
