@@ -290,6 +290,7 @@ def _forward_without_graph(t: _Tensors) -> dict[str, dict[str, int]]:
         copies = {"autocast_copies": _copies(t, layers - 1, "qkv")}
         # the block's input, the norm's output, q, k, v
         held = 2 * t.residual + converted + 3 * t.hidden + t.repeated
+        moments["masking, last block"] = {"temporaries": held + 2 * t.scores + t.mask, **copies}
         # masked scores, perhaps their fp32 copy, the result
         softmax = t.scores + t.widened_scores + t.softmax
         moments["softmax, last block"] = {"temporaries": held + softmax, **copies}
