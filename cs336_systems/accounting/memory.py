@@ -236,7 +236,7 @@ def memory_moments(
     a block, so the peak is in the last block (nothing released yet) or in the first (almost all gradients there), and
     both are listed, with those moments of a block that have the largest temporaries. At the handout's sizes, batch 4
     and contexts 128 to 1,024, the largest sum misses the tensors that are really alive by less than 0.1 %. It may miss
-    more where F is hardly larger than D, or where a sequence is shorter than D and there are one or two blocks only.
+    more where F is hardly larger than D, or where a sequence is shorter than D and there are few blocks.
     Errors: ValueError for a size that is not positive or an unknown choice.
     """
     check_choice("mode", mode, MEMORY_MODES)
