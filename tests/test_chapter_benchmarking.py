@@ -10,7 +10,7 @@ import pytest
 import step_rows
 from typer.testing import CliRunner
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
 from cs336_systems.chapters.benchmarking import measure as benchmarking
 from cs336_systems.chapters.benchmarking import show as page
 from cs336_systems.chapters.hardware.roofs import Roofs
@@ -223,9 +223,13 @@ def test_time_is_split_into_gemms_other_kernels_and_the_rest(made_up):
     large, row = found.loc["large"], steps_of(made_up, "large", "train_step").iloc[0]
     assert large["gemm_ms"] == 170 and large["other_ms"] == 30
     assert large["no_kernel_ms"] == pytest.approx(row["forward_ms_mean"] + row["backward_ms_mean"] - 200)
-    assert large["rate_pct"] == pytest.approx(100 * large["predicted_ms"] / 170)
+    # plain attention computes all pairs, those that the mask hides, too
+    flops = 3 * sum(accounting.forward_matmul_flops(SIZES["large"], 4, 512).values())
+    assert large["rate_pct"] == pytest.approx(100 * flops / 50e9 / 170)
+    assert large["rate_pct"] > 100 * large["predicted_ms"] / 170
     assert math.isnan(found.loc["xl", "gemm_ms"]) and found.loc["xl", "wall_ms"] > 0
     rates = page.rates(profile, roofs).set_index("range")["rate_pct"]
+    assert rates["forward"] == pytest.approx(100 * flops / 3 / 50e9 / 80)
     assert rates["backward"] / rates["forward"] == pytest.approx(2 * 80 / 90) and "optimizer" not in rates
 
 

@@ -168,6 +168,8 @@ def test_floors_are_the_accounting_over_the_roofs():
     assert one["floor, %"] == pytest.approx(100 * one["exponentials, µs"] / one["kernel time, µs"])
     unknown = page.floors(rows, Roofs())
     assert unknown["kernel time, µs"].notna().all() and unknown["floor, %"].isna().all()
+    no_clock = page.floors(pd.DataFrame([row("flash_triton", sm_mhz=math.nan)]), roof)
+    assert no_clock["GEMMs, µs"].notna().all() and no_clock["floor, %"].isna().all()
     assert list(page.floors(rows[:0], roof)) == list(found)
 
 

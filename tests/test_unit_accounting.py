@@ -1,6 +1,7 @@
 """Closed forms, against counts that are made another way."""
 
 import itertools
+import math
 
 import pytest
 
@@ -13,7 +14,14 @@ def test_attention_forward_is_two_products_and_backward_five():
     assert product == batch_heads * 2 * queries * keys * d
     assert accounting.attention_flops(batch_heads, queries, keys, d, False, "forward") == 2 * product
     assert accounting.attention_flops(batch_heads, queries, keys, d, False, "backward") == 5 * product
-    assert accounting.attention_flops(batch_heads, queries, keys, d, True, "end_to_end") == 7 * product / 2
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(13, 13), (7, 30), (30, 7), (1, 5), (5, 1)])
+def test_a_causal_mask_is_from_the_top_left(queries, keys):
+    """What is seen, the diagonal counted half: of a square that is half of it."""
+    seen = sum(min(i + 1, keys) for i in range(queries)) - min(queries, keys) / 2
+    assert accounting.attention_exps(3, queries, keys, True, "end_to_end") == 2 * 3 * seen
+    assert accounting.attention_flops(3, queries, keys, 16, True, "end_to_end") == 7 * 3 * 2 * 16 * seen
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -49,6 +57,8 @@ def test_exps_are_one_for_each_visible_pair_up_to_the_diagonal():
 def test_roofline_is_the_longer_of_the_two():
     assert accounting.roofline_ms(1e12, 0, tflops=1, tb_per_s=1) == pytest.approx(1000)
     assert accounting.roofline_ms(0, 1e12, tflops=1, tb_per_s=1) == pytest.approx(1000)
+    for unknown in ((math.nan, 1), (1, math.nan)):
+        assert math.isnan(accounting.roofline_ms(1e12, 1e12, *unknown))
     ridge, copied = 990 / 3.35, accounting.roofline_ms(0, 1e9, 990, 3.35)
     for share, ms in ((0.5, copied), (1, copied), (2, 2 * copied)):
         assert accounting.roofline_ms(share * ridge * 1e9, 1e9, 990, 3.35) == pytest.approx(ms)

@@ -21,7 +21,6 @@ def test_buckets_are_those_of_the_code(config, max_bytes):
     from cs336_systems.parallel.buckets import assign
 
     parameters = list(build(config, device="meta").parameters())
-    assert closed.gradient_sizes(config) == [p.numel() for p in parameters]
     expected = [sum(4 * p.numel() for p in b.parameters) for b in assign(reversed(parameters), max_bytes)]
     assert closed.bucket_bytes(config, max_bytes) == expected
     with pytest.raises(ValueError, match="max_bytes=-1"):

@@ -56,6 +56,10 @@ def test_visited_pairs_against_counting():
         seen = [(i, j) for i in range(0, n, m) for j in range(0, n, k) if j <= i + m - 1]
         assert accounting.visited_pairs(n, m, k) == len(seen) * m * k
         assert accounting.visited_pairs(n, m, k, skip=False) == n * n
+    # lengths that no tile divides: the last ones are whole
+    assert (
+        accounting.visited_pairs(100, 64, 64, skip=False) == 4 * 64**2 > accounting.visited_pairs(100, 64, 64)
+    )
     assert accounting.visited_pairs(16384, 128, 64) / 16384**2 == pytest.approx(0.5, abs=0.01)
 
 

@@ -137,10 +137,9 @@ def visited_pairs(length: int, block_m: int, block_n: int, skip: bool = True) ->
     """Pairs of query and key in the tiles (block_m, block_n) that a causal pass over one head visits: those with a key
     that some query of the tile sees, or all without `skip`. ValueError for sizes that are not positive."""
     check_sizes(length=length, block_m=block_m, block_n=block_n)
-    if not skip:
-        return length * length
-    tiles = -(-length // block_m)
-    return sum(-(-min((i + 1) * block_m, length) // block_n) * block_n * block_m for i in range(tiles))
+    tiles = range(-(-length // block_m))
+    ends = (min((i + 1) * block_m, length) if skip else length for i in tiles)
+    return sum(-(-end // block_n) * block_n * block_m for end in ends)
 
 
 def unit_ms(

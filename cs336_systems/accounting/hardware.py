@@ -5,6 +5,7 @@ TFLOP/s and TB/s are powers of ten.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -12,9 +13,11 @@ from cs336_systems.accounting.operations import check_sizes
 
 
 def roofline_ms(flops: float, num_bytes: float, tflops: float, tb_per_s: float) -> float:
-    """The least time in ms for this much work: compute at `tflops` or memory traffic at `tb_per_s`."""
+    """The least time in ms for this much work: compute at `tflops` or memory traffic at `tb_per_s`. NaN if one of these
+    is, since `max` may drop it."""
     check_sizes(tflops=tflops, tb_per_s=tb_per_s)
-    return max(flops / (tflops * 1e9), num_bytes / (tb_per_s * 1e9))
+    compute, memory = flops / (tflops * 1e9), num_bytes / (tb_per_s * 1e9)
+    return math.nan if math.isnan(compute + memory) else max(compute, memory)
 
 
 def exps_ms(exps: float, sms: int, sm_mhz: float, per_clock: int = 16) -> float:

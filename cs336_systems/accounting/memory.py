@@ -236,7 +236,7 @@ def memory_moments(
     a block, so the peak is in the last block (nothing released yet) or in the first (almost all gradients there), and
     both are listed, with those moments of a block that have the largest temporaries. At the handout's sizes, batch 4
     and contexts 128 to 1,024, the largest sum misses the tensors that are really alive by less than 0.1 %. It may miss
-    more where F is hardly larger than D, or where a sequence is shorter than D and there are one or two blocks only.
+    more where F is hardly larger than D, or where a sequence is shorter than D and there are few blocks.
     Errors: ValueError for a size that is not positive or an unknown choice.
     """
     check_choice("mode", mode, MEMORY_MODES)
@@ -290,6 +290,7 @@ def _forward_without_graph(t: _Tensors) -> dict[str, dict[str, int]]:
         copies = {"autocast_copies": _copies(t, layers - 1, "qkv")}
         # the block's input, the norm's output, q, k, v
         held = 2 * t.residual + converted + 3 * t.hidden + t.repeated
+        moments["masking, last block"] = {"temporaries": held + 2 * t.scores + t.mask, **copies}
         # masked scores, perhaps their fp32 copy, the result
         softmax = t.scores + t.widened_scores + t.softmax
         moments["softmax, last block"] = {"temporaries": held + softmax, **copies}

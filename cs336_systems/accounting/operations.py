@@ -24,19 +24,27 @@ def matmul_flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 
 
+def _pairs(num_queries: int, num_keys: int, is_causal: bool) -> float:
+    """Pairs of a query and a key that it sees. A causal mask, from the top left, counts half of a square, as is usual,
+    although the diagonal makes it a little more; queries beyond the last key see all keys, and none sees keys beyond
+    the last query."""
+    square = min(num_queries, num_keys) if is_causal else 0
+    return (num_queries - square) * num_keys + square**2 / 2
+
+
 def attention_flops(
     batch_heads: int, num_queries: int, num_keys: int, head_dim: int, is_causal: bool, part: str
 ) -> float:
     """FLOPs of attention's matmuls, over all batch elements and heads.
 
     The forward pass has two matmuls (QK^T and PV), 4·Nq·Nk·d; the backward pass five (QK^T again, dO V^T,
-    P^T dO, dS K, dS^T Q), 2.5 times as many. A causal mask counts half, as is usual, although the diagonal
-    makes it a little more. Source: the FlashAttention-2 paper (arXiv 2307.08691), section 4.1. ValueError for
-    an unknown `part` or a size that is not positive.
+    P^T dO, dS K, dS^T Q), 2.5 times as many. A causal mask leaves the pairs that `_pairs` counts, half of a square.
+    Source: the FlashAttention-2 paper (arXiv 2307.08691), section 4.1. ValueError for an unknown `part` or a size
+    that is not positive.
     """
     check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys, head_dim=head_dim)
     products = {"forward": 2, "backward": 5, "end_to_end": 7}[part]
-    return products * 2.0 * batch_heads * num_queries * num_keys * head_dim * (0.5 if is_causal else 1.0)
+    return products * 2.0 * batch_heads * _pairs(num_queries, num_keys, is_causal) * head_dim
 
 
 def attention_exps(batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, part: str) -> float:
@@ -47,7 +55,7 @@ def attention_exps(batch_heads: int, num_queries: int, num_keys: int, is_causal:
     """
     check_sizes(part, batch_heads=batch_heads, num_queries=num_queries, num_keys=num_keys)
     passes = {"forward": 1, "backward": 1, "end_to_end": 2}[part]
-    return passes * float(batch_heads) * num_queries * num_keys * (0.5 if is_causal else 1.0)
+    return passes * batch_heads * float(_pairs(num_queries, num_keys, is_causal))
 
 
 def attention_bytes(

@@ -27,9 +27,9 @@ _FP32 = 4
 
 # ------------------------------------------------------------------------------------------------------ shares
 def tensor_sizes(config: ModelConfig) -> list[int]:
-    """Elements of each parameter of `cs336_systems.model.TransformerLM`."""
+    """Elements of each parameter of `cs336_systems.model.TransformerLM`, in their order."""
     d, f = config.d_model, config.d_ff
-    block = 2 * [d * d] + 2 * [d * config.d_kv] + 3 * [d * f] + 2 * [d]
+    block = [d, d * d, *(2 * [d * config.d_kv]), d * d, d, *(3 * [d * f])]
     return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
 
 

@@ -77,7 +77,7 @@ def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
     rates = [roof.tflops.get(row.dtype, math.nan)]
     if row.impl == OURS and row.dtype == "fp32":  # three matmuls in TF32, or six in bf16, for one in fp32
         rates += [roof.tflops[t] / count for t, count in (("tf32", 3), ("bf16", 6)) if t in roof.tflops]
-    least = lambda k: max(k.flops / max(rates) / 1e9, k.num_bytes / ((roof.tb_per_s or math.nan) * 1e9))
+    least = lambda k: accounting.roofline_ms(k.flops, k.num_bytes, max(rates), roof.tb_per_s or math.nan)
     return pd.Series({kernel.name: least(kernel) for kernel in kernels}, dtype=float)
 
 

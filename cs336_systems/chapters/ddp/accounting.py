@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cs336_systems.accounting.operations import check_sizes
+from cs336_systems.accounting.zero import tensor_sizes
 from cs336_systems.sizes import ModelConfig
 
 FP32 = 4
@@ -16,13 +17,6 @@ MB = 2**20
 
 
 # ------------------------------------------------------------------------------------------------------ what is sent
-def gradient_sizes(config: ModelConfig) -> list[int]:
-    """Elements of each gradient of `cs336_systems.model.TransformerLM`, in the order of its parameters."""
-    d, f = config.d_model, config.d_ff
-    block = [d, d * d, *(2 * [d * config.d_kv]), d * d, d, *(3 * [d * f])]
-    return [config.vocab_size * d, *(config.num_layers * block), d, config.vocab_size * d]
-
-
 def bucket_bytes(config: ModelConfig, max_bytes: float) -> list[int]:
     """Bytes of fp32 gradients in each bucket, in the order in which they are filled: the last parameters first.
 
@@ -32,7 +26,7 @@ def bucket_bytes(config: ModelConfig, max_bytes: float) -> list[int]:
     if not max_bytes >= 0:
         raise ValueError(f"max_bytes={max_bytes}; it must not be negative")
     buckets: list[int] = []
-    for size in reversed(gradient_sizes(config)):
+    for size in reversed(tensor_sizes(config)):
         num_bytes = FP32 * size
         if buckets and buckets[-1] + num_bytes <= max_bytes:
             buckets[-1] += num_bytes

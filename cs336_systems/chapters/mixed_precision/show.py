@@ -204,8 +204,8 @@ def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     shape = ["batch", "context_length"]
     found = found.astype(dict.fromkeys(sums, float)).groupby([*keys, *shape], sort=False)[sums]
     found = found.sum(min_count=len(PASSES)).reset_index(shape)
-    flops = [
-        accounting.model_flops(SIZES[index[1]], batch, context, "forward_backward")
+    flops = [  # plain attention also computes what the mask hides
+        3 * sum(accounting.forward_matmul_flops(SIZES[index[1]], batch, context).values())
         for index, batch, context in zip(found.index, found["batch"], found["context_length"], strict=True)
     ]
     walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)]

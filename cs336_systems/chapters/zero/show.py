@@ -130,8 +130,8 @@ def _parameters(name: str) -> int:
 
 def sheet(roof: Roofs) -> tuple[float, float]:
     """Memory in TB/s and a link in GB/s in one direction; NaN where the GPU is not known."""
-    known = roof.sheet is not None and roof.sheet.nvlink_gb_per_s is not None
-    return (roof.sheet.tb_per_s, roof.sheet.nvlink_gb_per_s / 2) if known else (np.nan, np.nan)
+    link = roof.sheet and roof.sheet.nvlink_one_way_gb_per_s
+    return (roof.sheet.tb_per_s, link) if link else (np.nan, np.nan)
 
 
 def _phase_ms(variant: str, parameters: int, ranks: int, tb_per_s: float, link_gb_per_s: float) -> float:
