@@ -20,10 +20,8 @@ def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
     if frame.empty:
         return pd.DataFrame(columns=["machine", "passed", "failed", "skipped", "day", "earlier"])
     counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
-    is_current = current(experiment, root)
-    earlier = sum(
-        not is_current((file,), code) for file, code in zip(frame["file"], frame["code"], strict=True)
-    )
+    is_current, cases = current(experiment, root), frame[store.case_fields(experiment)].values
+    earlier = sum(not is_current(case, code) for case, code in zip(cases, frame["code"], strict=True))
     return pd.DataFrame(
         [{"machine": machine} | counts | {"day": escaped(max(frame["time_utc"])[:10]), "earlier": earlier}]
     )
