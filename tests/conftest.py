@@ -72,9 +72,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _OUTCOMES[file][report.outcome] += 1
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     worker = hasattr(session.config, "workerinput")  # one of pytest-xdist: its reports reach the main process
-    if worker or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
+    whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # no file was left in its middle
+    if worker or not whole or not session.config.getoption("--record-gpu-tests") or not _has_cuda():
         return
     import triton
 

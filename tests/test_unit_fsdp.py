@@ -357,18 +357,19 @@ def losses_of_weights_used_again(seed):
 @contextlib.contextmanager
 def recorded_collectives():
     """(kind, elements) of each collective of sharded weights, as it is launched."""
-    log, gather, reduce = [], shards.all_gather, shards.reduce_scatter_mean
+    log, gather, reduce = [], shards.FlatWeights.gather, shards.reduce_scatter_mean
 
-    def all_gather(output, shard, group):
-        log.append(("gather", output.numel()))
-        return gather(output, shard, group)
+    def noted_gather(self):
+        if not self.gathered_bytes:
+            log.append(("gather", self.numel))
+        gather(self)
 
     def reduce_scatter_mean(output, flat, group):
         log.append(("reduce", flat.numel()))
         return reduce(output, flat, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "all_gather", all_gather)
+        patch.setattr(shards.FlatWeights, "gather", noted_gather)
         patch.setattr(shards, "reduce_scatter_mean", reduce_scatter_mean)
         yield log
 
@@ -510,6 +511,27 @@ def gather_once_for_late_outputs(seed):
             assert count[0] == 2 * len(layers), (step, count)
         model.finish_gradient_synchronization()
     assert most[0] <= 4  # three that are computed again together, and the next one
+
+
+def free_frozen_weights(seed):
+    """Weights without gradients are freed when backward comes to the next unit, in checkpoints of both kinds, too."""
+    for per, reentrant in ((0, False), (1, False), (1, True)):
+        torch.manual_seed(seed)
+        module = Model(num_blocks=6, per=per, reentrant=reentrant)
+        for layer in module.layers:
+            layer.up.requires_grad_(False)
+            layer.down.requires_grad_(False)
+        model, together, gather = sharded(module, "block"), [], shards.FlatWeights.gather
+
+        def noted(self, model=model, together=together, gather=gather):
+            gather(self)
+            together.append(sum(flat.gathered_bytes > 0 for flat in model.flats))
+
+        with about(per, reentrant), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shards.FlatWeights, "gather", noted)
+            backward(model, share(data(1, 2, seed)[0]))
+            model.finish_gradient_synchronization()
+            assert max(together) == 2
 
 
 @contextlib.contextmanager
@@ -1214,15 +1236,17 @@ def a_weight_read_by_its_block(seed):
 
 
 CHECKS = {  # by the number of ranks
-    1: [train_every_model, recompute, gather_ahead, gather_once_for_late_outputs, hold_few_bytes],
+    1: [
+        train_every_model, recompute, gather_ahead, gather_once_for_late_outputs, free_frozen_weights, hold_few_bytes,
+    ],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
         losses_of_weights_used_again,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
-        gather_once_for_late_outputs, begin_on_meta, begin_by_modules, hold_few_bytes_from_the_beginning,
-        a_weight_read_by_its_block,
+        gather_once_for_late_outputs, free_frozen_weights, begin_on_meta, begin_by_modules,
+        hold_few_bytes_from_the_beginning, a_weight_read_by_its_block,
     ],
     3: [
         begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads,
@@ -1311,15 +1335,6 @@ def test_wrong_models_are_refused_by_name(alone):
             FullyShardedDataParallel(module, units=units)
 
 
-def test_who_initializes_must_be_known(alone):
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(3, 3), Norm(3))
-    with pytest.raises(
-        ValueError, match=r"Norm \('1'\) is .* expected .* reset_parameters\(\) .* param_init_fn="
-    ):
-        FullyShardedDataParallel(module, device="cpu")
-
-
 class Gain(nn.Module):
     """Its table is computed when it is converted, its parameter is not."""
 
@@ -1331,10 +1346,12 @@ class Gain(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def test_a_parameter_needs_who_initializes_it(alone):
+@pytest.mark.parametrize("make", [lambda: Norm(3), Gain])
+def test_who_initializes_must_be_known(make, alone):
     with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(3, 3), Gain())
-    with pytest.raises(ValueError, match=r"Gain \('1'\) is .* expected .* reset_parameters\(\)"):
+        module = nn.Sequential(nn.Linear(3, 3), make())
+    words = rf"{type(module[1]).__name__} \('1'\) is .* expected .* reset_parameters\(\) .* param_init_fn="
+    with pytest.raises(ValueError, match=words):
         FullyShardedDataParallel(module, device="cpu")
 
 

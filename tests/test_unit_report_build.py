@@ -297,7 +297,15 @@ def test_what_the_gpu_tests_said(results_root):
     }
     store.write(experiment, "x", [now | first, now | second], results_root)
     (found,) = gpu_tests.totals("x").to_dict("records")
-    expected = {"machine": "x", "passed": 84, "failed": 1, "skipped": 2, "day": "2025-03-04", "earlier": 1}
+    expected = {
+        "machine": "x",
+        "triton": "3.6.0",
+        "passed": 84,
+        "failed": 1,
+        "skipped": 2,
+        "day": "2025-03-04",
+        "earlier": 1,
+    }
     assert found == expected
 
 

@@ -10,7 +10,7 @@ import itertools
 import reprlib
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -107,18 +107,13 @@ class DataParallel(nn.Module, abc.ABC):
         tensors = itertools.chain(module.named_parameters(), module.named_buffers())
         layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         self._check_same_on_all_ranks("the module's parameters and buffers", layout)
-        self._copy_from_rank_0()
+        self._copy_from_rank_0(itertools.chain(module.parameters(), module.buffers()))
         # by number: the version of each parameter whose gradient has arrived since gradients were averaged last; -1 if
         # an optimizer has updated it since
         self._arrived: dict[int, int] = {}
 
-        # The hooks must not keep the wrapper alive: they hang on the parameters, which it does keep. They run in the
-        # middle of a backward pass that may be waiting for the host: they know their numbers, so that nothing is
-        # looked up by tensor.
-        this = weakref.ref(self)
         handles = [
-            p.register_post_accumulate_grad_hook(functools.partial(_call_gradient_is_ready, this, i))
-            for i, p in enumerate(self._trained)
+            p.register_post_accumulate_grad_hook(self._gradient_hook(i)) for i, p in enumerate(self._trained)
         ]
         weakref.finalize(self, _remove, handles).atexit = False
         _alive.add(self)
@@ -150,6 +145,15 @@ class DataParallel(nn.Module, abc.ABC):
             self._refuse_new_parameters()
             self._num_registered = _num_registered
         self._end_step()
+
+    def _gradient_hook(self, number: int) -> Callable[[nn.Parameter], None]:
+        """What a backward pass is to call with a parameter of this number.
+
+        Such a hook must not keep the wrapper alive: it hangs on the parameters, which it does keep. It runs in the
+        middle of a backward pass that may be waiting for the host: it knows its number, so that nothing is looked up
+        by tensor.
+        """
+        return functools.partial(_call_gradient_is_ready, weakref.ref(self), number)
 
     def _end_step(self, given_up: bool = False) -> None:
         """Averages the gradients, zeros in place of those that this rank lacks. given_up: see the protocol, 4."""
@@ -260,8 +264,8 @@ class DataParallel(nn.Module, abc.ABC):
             )
 
     @torch.no_grad()
-    def _copy_from_rank_0(self) -> None:
-        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+    def _copy_from_rank_0(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             contiguous = tensor.contiguous()
             # as bytes, since no backend knows all dtypes that a buffer may have
             dist.broadcast(bytes_of(contiguous), group=self.process_group, group_src=0)

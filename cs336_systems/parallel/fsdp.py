@@ -11,18 +11,15 @@
 
 Of the weights of layers, of their gradients and of the optimizer's state a rank holds 1/N. A step goes like this:
 
-1. When a unit (a layer, or a block of them) is called, its weights have been gathered from all ranks, in the dtype that
-   they are computed with, while the unit before was computed (`schedule.py`). They are freed when the call has ended.
-2. Before the backward pass goes through the unit, they are gathered again. When the gradients of all its weights are
-   there, the weights are freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard
-   (`shards.py`), while backward goes on.
+1. While a unit (a layer, or a block of them) is computed, the weights of the next one are gathered from all ranks, in
+   the dtype that they are computed with (`schedule.py`). They are freed when its call has ended.
+2. Before the backward pass goes through the unit, they are gathered again. When all their gradients are there, they are
+   freed, and a reduce-scatter starts that leaves each rank the mean over ranks for its shard (`shards.py`).
 3. `finish_gradient_synchronization()` waits for the last of them, and averages the gradients of what is replicated.
 4. The optimizer updates the shards, which are all that `parameters()` has of those weights.
 
-**Collectives match**, as in `ddp.py`: they come in one order on all ranks, which follows from the forward pass. What a
-rank's backward pass leaves out is gathered all the same, and its gradients go as zeros. So ranks must call the same
-units in one order; what their losses depend on may differ. Ranks that call different ones wait for one another until
-the group's timeout, which names the unit, or are told when the step is finished.
+Ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different ones wait
+for one another until the group's timeout, which names the unit, or are told when the step is finished.
 
 Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
 """
@@ -30,7 +27,7 @@ Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (
 from __future__ import annotations
 
 import functools
-import weakref
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.buckets import assign
@@ -46,7 +42,7 @@ from cs336_systems.parallel.data_parallel import DuringBackward, inside_backward
 from cs336_systems.parallel.ddp import average
 from cs336_systems.parallel.schedule import Schedule
 from cs336_systems.parallel.shards import FlatWeights, Weight, Wires
-from cs336_systems.parallel.units import LAYERS, Fresh, Intercepted, Unit, derive, to_be_sharded
+from cs336_systems.parallel.units import Fresh, Intercepted, Unit, derive, to_be_sharded
 
 
 class FullyShardedDataParallel(DuringBackward):
@@ -78,9 +74,8 @@ class FullyShardedDataParallel(DuringBackward):
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
     that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
-    without a weight to shard, or on the meta device
-    without `device`, or without a way to initialize; RuntimeError if parameters have been moved or converted after it
-    was wrapped, or if other ranks have not called the same units.
+    without a weight to shard, or on the meta device without `device` or a way to initialize; RuntimeError if parameters
+    have been moved or converted after it was wrapped, or if other ranks have not called the same units.
     """
 
     def __init__(
@@ -92,8 +87,7 @@ class FullyShardedDataParallel(DuringBackward):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if not getattr(dtype, "is_floating_point", dtype is None and name == "compute_dtype"):
                 raise ValueError(f"{name} is {dtype!r}; expected a floating-point torch.dtype")
-        named_parts = module.named_modules() if isinstance(module, nn.Module) else ()
-        parts = {part: name for name, part in named_parts}
+        parts = {part: name for name, part in module.named_modules()} if isinstance(module, nn.Module) else {}
         units = list(units or ())
         for unit in units:
             if unit not in parts or getattr(unit.forward, "__func__", None) is nn.Module.forward:
@@ -111,7 +105,7 @@ class FullyShardedDataParallel(DuringBackward):
             module, process_group, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             units=[parts[unit] for unit in units], reshard_after_forward=bool(reshard_after_forward),
         )  # fmt: skip
-        self.compute_dtype, self._whole = compute_dtype, False
+        self._whole = False
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
         self.weights = to_be_sharded(module, self._trained, units)
         wires = Wires(self.process_group, self.weights[0].parameter.device)
@@ -123,11 +117,9 @@ class FullyShardedDataParallel(DuringBackward):
         self.flats = list(map(make, alike.values()))  # as they are gathered together
         if self.process_group.rank() == 0:
             fresh.fill_rest()
-        for weight in self.weights:
-            weight.show(None)
-        super()._copy_from_rank_0()  # what is replicated
-        for weight in self.weights:
-            weight.show(weight.parameter)
+        sharded = {weight.parameter for weight in self.weights}
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        super()._copy_from_rank_0(t for t in tensors if t not in sharded)
         called = [
             Unit(name, part, flats)
             for part, name in parts.items()
@@ -138,28 +130,17 @@ class FullyShardedDataParallel(DuringBackward):
         self._flat_of = {w.number: (flat, w) for flat in self._trained_flats for w in flat.weights}
         replicated = [p for i, p in enumerate(self._trained) if i not in self._flat_of]
         self._buckets = assign(replicated, float("inf"))
-        # by number: what such a hook holds is never collected with the tensor that it hangs on
-        this = weakref.ref(self)
         for number, (_, weight) in self._flat_of.items():
-            weight.full.register_post_accumulate_grad_hook(
-                lambda full, number=number: (
-                    this() and full.grad is not None and this()._gradient_is_ready(number, full)
-                )
-            )
-        if compute_dtype is not None:
-            for layer in dict.fromkeys(home for weight in self.weights for home, _ in weight.homes):
-                if type(layer).__name__ in LAYERS:
-                    layer.register_forward_pre_hook(_cast, with_kwargs=True)
+            weight.full.register_post_accumulate_grad_hook(self._gradient_hook(number))
         for unit in called:
             unit.module.__dict__["_called"] = functools.partial(self._call, unit)
             derive(unit.module, Intercepted)
 
-    def _copy_from_rank_0(self) -> None:
+    def _copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
         """Not before weights are sharded."""
 
     # ----------------------------------------------------------------------------------------- forward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's share of the batch; a step whose backward pass has raised ends here."""
         if inside_backward():
             return super().forward(*inputs, **kwargs)
         self._schedule.begin_forward()
@@ -173,30 +154,14 @@ class FullyShardedDataParallel(DuringBackward):
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
         self._schedule.enter(unit, again)
-        for layer, bias in unit.biases if self.compute_dtype is not None else ():
-            layer._parameters["bias"] = bias.to(self.compute_dtype)
         try:
             outputs = call(*inputs, **kwargs)
         finally:
-            for layer, bias in unit.biases:
-                layer._parameters["bias"] = bias
             self._schedule.leave(unit, again, differentiable)
-        if differentiable:
-            self._watch(unit, (inputs, kwargs), outputs, again)
+        for tensor in tree_leaves(outputs) if differentiable else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._reached, unit))
         return outputs
-
-    def _watch(self, unit: Unit, inputs: Any, outputs: Any, again: bool) -> None:
-        """Hooks that run when backward reaches a unit, and when it has left one with frozen weights (which those of its
-        first call tell, where a checkpoint has kept what they hang on)."""
-        reached = functools.partial(self._reached, unit)
-        for tensor in _differentiable(outputs):
-            tensor.register_hook(reached)
-        counted = again and unit in self._schedule.first_call
-        frozen = [flat for flat in unit.flats if not (flat.trained or counted)]
-        if frozen and (tensors := _differentiable(inputs)):
-            for flat in frozen:
-                flat.pending += 1
-            register_multi_grad_hook(tensors, lambda _: self._left(frozen))
 
     # ---------------------------------------------------------------------------------------- backward
     def _begin_backward(self) -> None:
@@ -211,12 +176,6 @@ class FullyShardedDataParallel(DuringBackward):
     def _reached(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
         self._schedule.reach(unit)
-
-    def _left(self, frozen: list[FlatWeights]) -> None:
-        for flat in frozen:
-            flat.pending -= 1
-            if not flat.pending:
-                self._schedule.done(flat)
 
     def _gradient_is_ready(self, number: int, parameter: nn.Parameter) -> None:
         """Called when backward has the whole gradient of what is replicated, or of a gathered weight, for this rank's
@@ -242,9 +201,8 @@ class FullyShardedDataParallel(DuringBackward):
         return [i for i in super()._absent() if i not in seen]
 
     def _end_step(self, given_up: bool = False) -> None:
-        if given_up:
-            for flat in self._trained_flats:
-                flat.drop_gradient()
+        for flat in self._trained_flats if given_up else ():
+            flat.written.clear()  # zeros are reduced
         super()._end_step(given_up)
 
     def _average_gradients(self) -> None:
@@ -301,11 +259,9 @@ class FullyShardedDataParallel(DuringBackward):
         # in one dtype on all ranks, whatever shards each has
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in self._trained}, torch.float32)
         norm = nn.utils.get_total_norm(mine, norm_type).to(self._trained[0].device, dtype)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
-        else:
-            dist.all_reduce(norm := norm.pow(norm_type), dist.ReduceOp.SUM, self.process_group)
-            norm = norm.pow(1 / norm_type)
+        op, power = (dist.ReduceOp.SUM, norm_type) if norm_type < float("inf") else (dist.ReduceOp.MAX, 1.0)
+        dist.all_reduce(norm := norm.pow(power), op, self.process_group)
+        norm = norm.pow(1 / power)
         nn.utils.clip_grads_with_norm_(self._trained, max_norm, norm)
         return norm
 
@@ -328,7 +284,7 @@ class FullyShardedDataParallel(DuringBackward):
             self._whole = False
             for weight, whole in shown:
                 with torch.no_grad():
-                    weight.parameter.copy_(whole.view(-1)[weight.start : weight.stop])
+                    weight.parameter.copy_(weight.share_of(whole))
                 weight.show(weight.parameter)
 
 
@@ -349,14 +305,3 @@ class ShardedGradScaler(torch.amp.GradScaler):
         mine = found.setdefault(inv_scale.device, found_inf)  # of a rank without a gradient
         dist.all_reduce(mine, dist.ReduceOp.MAX, self._process_group)
         return found
-
-
-def _cast(layer: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's floating-point inputs in what its weight has, gathered or whole."""
-    dtype = layer._parameters["weight"].dtype
-    narrow = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-    return tuple(map(narrow, inputs)), {name: narrow(value) for name, value in kwargs.items()}
-
-
-def _differentiable(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -9,7 +9,8 @@ those of the next call but one are gathered, and its gradients are reduced, in t
 may differ in what their losses depend on: when backward comes to a call, it will not come to those made after it any
 more, and what is left of them, all of it perhaps, is sent then, or when backward ends. Weights that are used twice are
 gathered once, for the later call, and reduced after the earlier. A checkpoint that is computed again calls its units
-before their turn; they stay gathered until they are done.
+before their turn; they stay gathered until they are done. Frozen weights, whose gradients do not tell it, are done when
+backward comes to the next call.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Schedule:
         self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] = []  # in this forward pass
-        self.calls: list[Unit] = []  # that a backward pass may come to, in order
+        self._calls: list[Unit] = []  # that a backward pass may come to, in order
         self.reductions: deque[FlatWeights] = deque()  # whose reductions are under way
         self.begin_backward(reduces=False)
 
@@ -58,12 +59,15 @@ class Schedule:
         if self._reshard:
             self._free(self._flats)
 
+    def _expected(self, begin: int, end: int) -> list[FlatWeights]:
+        """Those of the units at these positions of the order."""
+        return [flat for unit in self.order[begin:end] for flat in unit.flats]
+
     def enter(self, unit: Unit, again: bool) -> None:
         """A module is called: its weights are there for what is queued from now on. again: by backward, since a
         checkpoint has not kept what it needs of this call."""
-        if again and unit in self.first_call:
-            self._gather_until(self.first_call[unit])
-            self._held.update(flat for flat in unit.flats if flat not in self._done)
+        if again and unit in self._first_call:
+            self._gather_until(self._first_call[unit])
         elif again:
             self._done.difference_update(unit.flats)
         else:
@@ -74,8 +78,8 @@ class Schedule:
                     self._next = 0
                     self._free(self._flats)
                 position = self.order.index(unit, self._next)
-                self._free(flat for skipped in self.order[self._next : position] for flat in skipped.flats)
-                self._gather(flat for ahead in self.order[position : position + 2] for flat in ahead.flats)
+                self._free(self._expected(self._next, position))  # those that it has left out
+                self._gather(self._expected(position, position + 2))
                 self._next = position + 1
         self._gather(unit.flats)
         for flat in unit.flats:
@@ -87,35 +91,34 @@ class Schedule:
         for flat in unit.flats:
             flat.take_back()
         if again:
-            self._free(flat for flat in unit.flats if flat not in self._held)
+            coming = unit in self._first_call  # backward is about to come to it
+            self._free(f for f in unit.flats if f in self._done or not (coming or f in self._reached))
             return
         if differentiable:
-            self.calls.append(unit)
+            self._calls.append(unit)
         if self._reshard or not differentiable:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
         if self._next and self.order[self._next - 1] is unit:
-            self._gather(
-                flat for ahead in self.order[self._next + 1 : self._next + 2] for flat in ahead.flats
-            )
+            self._gather(self._expected(self._next + 1, self._next + 2))
 
     # ------------------------------------------------------------------------------------------ backward
     def begin_backward(self, reduces: bool) -> None:
         """Plans a backward pass through all calls since the last; reduces: whether gradients are reduced on the way."""
         self._reduces = reduces
         self._gathers: list[list[FlatWeights]] = []  # for each of these calls, the last one first
-        self._ends: list[list[FlatWeights]] = [[] for _ in self.calls]  # whose last call each of them is
-        self.first_call: dict[Unit, int] = {}  # that backward comes to
+        self._ends: list[list[FlatWeights]] = [[] for _ in self._calls]  # whose last call each of them is
+        self._first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
-        for number, unit in enumerate(reversed(self.calls)):
+        for number, unit in enumerate(reversed(self._calls)):
             self._gathers.append([f for f in unit.flats if f.read_in_backward and f not in last_call])
-            self.first_call.setdefault(unit, number)
+            self._first_call.setdefault(unit, number)
             last_call |= dict.fromkeys(unit.flats, number)
         for flat, number in last_call.items():
             self._ends[number].append(flat)
         self._num_gathered = self._num_closed = 0  # of these calls
-        self._held: set[FlatWeights] = set()  # backward has come to them, and not left them
         self._done: set[FlatWeights] = set()
+        self._reached: list[FlatWeights] = []  # those of the call that backward has come to last
 
     def _gather_until(self, last: int) -> None:
         for flats in self._gathers[self._num_gathered : last + 1]:
@@ -130,8 +133,10 @@ class Schedule:
             if number >= until and not self._done.issuperset(self._gathers[number] + reduces):
                 break
             self._gather_until(number)
+            if number < until:
+                self._done.update(ends)
             # not before: ranks that come to one of its calls, and not to another, gather it alike
-            self._free(flat for flat in ends if flat not in self._held)
+            self._free(flat for flat in ends if flat in self._done)
             self._gather_until(number + 2)
             self._num_closed += 1
             for flat in reduces if self._reduces else ():
@@ -141,17 +146,18 @@ class Schedule:
         """Backward has come to a call: its weights are there for what is queued from now on."""
         # an output whose gradient comes after those of the weights needs them no more
         flats = [flat for flat in unit.flats if flat.read_in_backward and flat not in self._done]
-        if (number := self.first_call.get(unit)) is not None:
+        if (number := self._first_call.get(unit)) is not None:
             self._close(number)
             self._gather_until(number + 1)
+        else:  # not a planned call, so frozen weights are not known to be done otherwise
+            self._free(flat for flat in self._reached if not flat.trained and flat not in flats)
+        self._reached = flats
         self._gather(flats)
-        self._held.update(flats)
         for flat in flats:
             flat.wait()
 
     def done(self, flat: FlatWeights) -> None:
         """Backward needs these weights no more, and their gradients are complete."""
-        self._held.discard(flat)
         self._done.add(flat)
         self._free([flat])
         self._close(self._num_closed)
@@ -172,9 +178,8 @@ class Schedule:
     def end_backward(self) -> None:
         """Backward has ended: what it has not come to is sent all the same, and everything is freed."""
         self._close(len(self._gathers))
-        self.calls = []
+        self._calls = []
         self.begin_backward(reduces=False)
         self._free(self._flats)
         for flat in self._flats:
-            flat.pending = 0
             flat.missing = set(flat.weights)

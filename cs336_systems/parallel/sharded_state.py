@@ -89,7 +89,7 @@ class ShardedState:
             if (weight := self._weights.get(own.get(name))) is not None:
                 if value.shape != weight.shape:
                     raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(weight.shape)}")
-                mine[name] = value.reshape(-1)[weight.start : weight.stop]
+                mine[name] = weight.share_of(value)
         self.model.module.load_state_dict(mine)
         if moments is None:
             return
@@ -97,7 +97,7 @@ class ShardedState:
 
         def share(value: Any, weight: Weight | None) -> Any:
             whole = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
-            return value.reshape(-1)[weight.start : weight.stop].clone() if whole else value
+            return weight.share_of(value).clone() if whole else value
 
         state = {
             number: {key: share(value, of.get(number)) for key, value in values.items()}

@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +30,13 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from cs336_systems.parallel.buckets import sole
 from cs336_systems.parallel.state import bytes_of
 
+LAYERS = ("Linear", "Embedding")
+"""The classes whose 2-D weights are sharded, by name: so that anybody's are."""
+
 _ALIGNMENT = 16  # bytes: what vectorized loads and tensor cores want a matrix, and a shard, to start at
 
 
 # ----------------------------------------------------------------------------------------------- collectives
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts putting the shards (n,) of all ranks one after the other into output (N · n,)."""
-    # what torch's function ends in, called without its checks and logs
-    return group._allgather_base(output, shard, AllgatherOptions())
-
-
 def reduce_scatter_mean(output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts putting this rank's slice of the mean over ranks of flat (N · n,) into output (n,); flat may be lost."""
     options = dist.ReduceScatterOptions()
@@ -118,11 +116,15 @@ class Weight:
         """The part of a flat vector that is this weight's, in its shape."""
         return flat[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
+    def share_of(self, whole: Tensor) -> Tensor:
+        """This rank's elements (n,) of the weight, or of something else in its shape."""
+        return whole.reshape(-1)[self.start : self.stop]
+
     @torch.no_grad()
     def assembled(self, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The weight, or something else of its elements, in its shape, of what ranks have (n,). All ranks call it."""
+        """The whole of what ranks have such shares of. All ranks call it."""
         whole = piece.new_zeros(self.shape)
-        whole.view(-1)[self.start : self.stop] = piece
+        self.share_of(whole).copy_(piece)
         # the sum of the bytes is exact: each is zero on all ranks but one
         dist.all_reduce(bytes_of(whole), group=group)
         return whole
@@ -145,10 +147,10 @@ class FlatWeights:
         self.reduce_dtype = torch.float64 if model.dtype == torch.float64 else reduce_dtype
         self.trained = weights[0].number is not None
         # looking up rows leaves nothing that backward would read, but their numbers; a block may do more with them
-        forwards = [type(module).forward for weight in weights for module in weight.readers]
-        self.read_in_backward = any(forward is not nn.Embedding.forward for forward in forwards)
+        self.read_in_backward = any(
+            kind.forward is not nn.Embedding.forward for kind in map(type, weights[0].readers)
+        )
         self.users = 0  # calls of modules under way that read them
-        self.pending = 0  # calls whose backward pass is still to come; counted for frozen weights
         self.missing = set(weights)  # those whose gradients the running backward pass has not reached
         self.gradient: Tensor | None = None  # (numel,), of this rank's batch, until it is reduced
         self.written: set[Weight] = set()  # the weights whose gradients are, or were, in there in this step
@@ -186,7 +188,12 @@ class FlatWeights:
             whole.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
         for weight in weights:
             weight.parameter.data, weight.parameter.grad = self._shard[weight.piece], None
-        self._places = [weight.parameter.data_ptr() for weight in weights]
+        layers = {home for weight in weights for home, _ in weight.homes if type(home).__name__ in LAYERS}
+        self._biases: dict[nn.Module, nn.Parameter] = {}  # that are cast in calls, as inputs are
+        for layer in layers if compute_dtype is not None else ():
+            layer.register_forward_pre_hook(_cast, with_kwargs=True)
+            if layer._parameters.get("bias") is not None:
+                self._biases[layer] = layer._parameters["bias"]
 
     def _finish(self, work: dist.Work, what: str) -> None:
         """Waits for a collective; RuntimeError that says what it was, where others did not join it."""
@@ -214,9 +221,10 @@ class FlatWeights:
         """
         if self.gathered_bytes:
             return
-        for weight, place in zip(self.weights, self._places, strict=True):
-            module, name = weight.homes[0]
-            if module._parameters.get(name) is not weight.parameter or weight.parameter.data_ptr() != place:
+        memory = self._shard.untyped_storage().data_ptr()
+        for weight in self.weights:
+            (module, name), mine = weight.homes[0], weight.parameter
+            if module._parameters.get(name) is not mine or mine.untyped_storage().data_ptr() != memory:
                 raise RuntimeError(
                     f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
                     "wrap then"
@@ -224,7 +232,8 @@ class FlatWeights:
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
             self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
-            self._work = all_gather(self._flat, self._sent, self.wires.gathers)
+            # what torch's function ends in, called without its checks and logs
+            self._work = self.wires.gathers._allgather_base(self._flat, self._sent, AllgatherOptions())
 
     def wait(self) -> None:
         """Waits for the weights to arrive: on a GPU the current stream does, not the host."""
@@ -242,15 +251,21 @@ class FlatWeights:
     def lend(self) -> None:
         """Has the modules hold the whole weights, for one call more."""
         self.users += 1
-        for weight in self.weights if self.users == 1 else ():
-            weight.full.requires_grad_(self.trained and weight.parameter.requires_grad)
-            weight.show(weight.full)
+        if self.users == 1:
+            for weight in self.weights:
+                weight.full.requires_grad_(self.trained and weight.parameter.requires_grad)
+                weight.show(weight.full)
+            for layer, bias in self._biases.items():
+                layer._parameters["bias"] = bias.to(self.compute_dtype)
 
     def take_back(self) -> None:
         """Has them hold the shards, when the last such call has ended."""
         self.users -= 1
-        for weight in self.weights if not self.users else ():
-            weight.show(weight.parameter)
+        if not self.users:
+            for weight in self.weights:
+                weight.show(weight.parameter)
+            for layer, bias in self._biases.items():
+                layer._parameters["bias"] = bias
 
     # ----------------------------------------------------------------------------------------- reducing
     @torch.no_grad()
@@ -264,7 +279,7 @@ class FlatWeights:
             if alone and sole(gradient) is gradient:  # it is what would be written
                 self.gradient = gradient.view(-1)
                 return
-            self.gradient = torch.empty(self.numel, dtype=self.reduce_dtype, device=gradient.device)
+            self.gradient = self._shard.new_empty(self.numel, dtype=self.reduce_dtype)
         place = weight.within(self.gradient)
         place.add_(gradient) if added else place.copy_(gradient)
 
@@ -272,11 +287,10 @@ class FlatWeights:
     def reduce(self) -> None:
         """Starts reducing the flat gradient, zeros in place of those that this rank lacks."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.numel, dtype=self.reduce_dtype, device=self._shard.device)
-        else:
-            for weight in self.weights:
-                if weight not in self.written:
-                    weight.within(self.gradient).zero_()
+            self.gradient = self._shard.new_empty(self.numel, dtype=self.reduce_dtype)
+        for weight in self.weights:
+            if weight not in self.written:
+                weight.within(self.gradient).zero_()
         self.mean = self.gradient.new_empty(self._length)
         self.reduction = reduce_scatter_mean(self.mean, self.gradient, self.wires.reductions)
 
@@ -293,8 +307,9 @@ class FlatWeights:
         self.mean = None
         self.written.clear()
 
-    def drop_gradient(self) -> None:
-        """Forgets what has been accumulated here."""
-        self.written.clear()
-        if self.mean is None:
-            self.gradient = None
+
+def _cast(layer: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A layer's floating-point inputs in what its weight has, gathered or whole."""
+    dtype = layer._parameters["weight"].dtype
+    narrow = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    return tuple(map(narrow, inputs)), {name: narrow(value) for name, value in kwargs.items()}

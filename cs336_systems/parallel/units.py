@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from cs336_systems.parallel.shards import FlatWeights, Weight
-
-LAYERS = ("Linear", "Embedding")
-"""The classes whose 2-D weights are sharded, by name: so that anybody's are."""
+from cs336_systems.parallel.shards import LAYERS, FlatWeights, Weight
 
 
 @dataclass(eq=False)
@@ -24,13 +21,6 @@ class Unit:
     name: str
     module: nn.Module
     flats: list[FlatWeights]
-
-    @functools.cached_property
-    def biases(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Of its layers, with these: what has to be cast to what they compute in."""
-        homes = {home for flat in self.flats for weight in flat.weights for home, _ in weight.homes}
-        biases = [(home, home._parameters.get("bias")) for home in homes if type(home).__name__ in LAYERS]
-        return [(home, bias) for home, bias in biases if bias is not None]
 
 
 def _sharded_weight(part: nn.Module) -> nn.Parameter | None:
@@ -86,11 +76,11 @@ class Fresh:
         init: Callable[[nn.Module], object] | None,
     ) -> None:  # fmt: skip
         self._init = init or (lambda part: part.reset_parameters())
-        self._made: set[nn.Parameter] = set()
+        self._made = {p for part in parts for p in part.parameters(recurse=False) if p.is_meta}
         self._parts: dict[nn.Module, str] = {}  # to be initialized
         sharded = {_sharded_weight(part) for part in parts}
         for part, name in parts.items():
-            parameters = [p for p in part.parameters(recurse=False) if p.is_meta or p in self._made]
+            parameters = [p for p in part.parameters(recurse=False) if p in self._made]
             if not (parameters or any(t.is_meta for t in part.buffers(recurse=False))):
                 continue
             initialized = init is not None or hasattr(part, "reset_parameters")
@@ -107,7 +97,6 @@ class Fresh:
                     marks = dict(vars(p))  # which are swapped, too
                     torch.utils.swap_tensors(p, nn.Parameter(made.expand(p.shape), p.requires_grad))
                     vars(p).update(marks)
-                    self._made.add(p)
             part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
             if initialized:
                 self._parts[part] = name

@@ -113,8 +113,8 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
     shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # its state with the weights
     choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1 and not shards}
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
-    # one graph is launched fastest, though no gradient is averaged before its end; GPUs without bf16 were not tried
-    choice["run.compile"] = "whole" if dtype == "bf16" and not shards else "blocks"
+    # of several ranks, and of GPUs without bf16, blocks alone were tried long enough
+    choice["run.compile"] = "whole" if ranks == 1 and dtype == "bf16" else "blocks"
     if not any(f"schedule.{name}" in told for name in LENGTHS):
         choice["schedule.minutes"] = MINUTES
     if "batch.sequences" not in told:

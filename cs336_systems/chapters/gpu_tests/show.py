@@ -13,15 +13,14 @@ from cs336_systems.store.provenance import current
 
 
 def totals(machine: str, root: Path | None = None) -> pd.DataFrame:
-    """One row (none without a record): how many tests of the kernels passed, failed and were skipped on a machine, the
-    last day (`day`), and how many files of them are of another code than this (`earlier`)."""
+    """A row for each version of triton that was tried on a machine: how many tests of the kernels passed, failed and
+    were skipped, the last day (`day`), and how many files of them are of another code than this (`earlier`)."""
     experiment = chapters.load("gpu_tests")
     frame = store.read(experiment, machine, root)
-    if frame.empty:
-        return pd.DataFrame(columns=["machine", "passed", "failed", "skipped", "day", "earlier"])
-    counts = {name: int(frame[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
-    is_current, cases = current(experiment, root), frame[store.case_fields(experiment)].values
-    earlier = sum(not is_current(case, code) for case, code in zip(cases, frame["code"], strict=True))
-    return pd.DataFrame(
-        [{"machine": machine} | counts | {"day": escaped(max(frame["time_utc"])[:10]), "earlier": earlier}]
-    )
+    is_current, found = current(experiment, root), []
+    for triton, part in frame.groupby("triton"):
+        counts = {name: int(part[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
+        earlier = sum(not is_current((row.file, triton), row.code) for row in part.itertuples())
+        about = {"machine": machine, "triton": triton, "day": escaped(max(part["time_utc"])[:10])}
+        found.append(about | counts | {"earlier": earlier})
+    return pd.DataFrame(found, columns=["machine", "triton", "passed", "failed", "skipped", "day", "earlier"])

@@ -2,10 +2,9 @@
 
 A rung keeps what the ones before it have. All make the same steps on the same tokens, so their losses should lie on one
 another: speed that cost accuracy would show. Plain attention materializes its scores; "flash" is what "auto" means on
-the device. Compiled are model and loss together, in one graph. On two GPUs each takes half of a step's sequences
-(strong scaling), and the rung below is measured on one of them, in the same run. There, first each block is a graph, so
-that gradients are averaged while the blocks below are still computing; then there is one graph again, which hands over
-all gradients at its end.
+the device. Compiled are model and loss together; behind data parallelism each block, so that gradients are averaged
+while the blocks below are still computing. On two GPUs each takes half of a step's sequences (strong scaling), and the
+rung below is measured on one of them, in the same run.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ RUNGS = {  # rung → attention, dtype, compile, wrapper, sharded
     "flash": ("auto", "bf16", "whole", "none", False),
     "graphs": ("auto", "bf16", "graphs", "none", False),
     "ddp": ("auto", "bf16", "blocks", "in_place", False),
-    "ddp_whole": ("auto", "bf16", "whole", "in_place", False),
-    "sharded": ("auto", "bf16", "whole", "in_place", True),
+    "sharded": ("auto", "bf16", "blocks", "in_place", True),
 }
-ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "ddp_whole", "sharded")
+ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "sharded")
 STEPS = 60
 
 
