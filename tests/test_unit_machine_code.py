@@ -269,6 +269,7 @@ def test_who_is_mistrusted(monkeypatch):
     monkeypatch.setattr(launch, "faulty", lambda compiled: faulty[0])
     monkeypatch.setattr(launch, "KERNELS", {"forward": Kernel()})
     monkeypatch.setattr(launch, "capability_of", lambda index: capability)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
 
     def mistrusted(column):
         strides = {"q": (1, 1, 64, 1), "k": (1, 1, 64, column), "l": (1, 1, 1)}
@@ -284,6 +285,9 @@ def test_who_is_mistrusted(monkeypatch):
     assert asked == [dict(grid=(1,), argument=1) | options] * 2
     faulty[0] = True
     assert mistrusted(1)
+    with monkeypatch.context() as interpreted:
+        interpreted.setattr(launch, "INTERPRETED", True)
+        assert not mistrusted(1) and not mistrusted(2)
     capability = 80
     assert not mistrusted(1) and not mistrusted(2)
 

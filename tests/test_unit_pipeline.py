@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,30 @@ def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
     assert again["valid_loss"] == result["valid_loss"] and len(again["samples"]) == 1
     assert any("holds it already" in line for line in said)
     assert (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_a_finished_run_is_no_result_of_another_text(tmp_path):
+    text = tmp_path / "own.txt"
+    text.write_text("The dog ran home.\n" * 200)
+    own = made(tmp_path / "run", text__source=str(text), generation__samples=0)
+    result = pipeline.train(own, lambda line: None)
+    assert pipeline.train(own, lambda line: None)["valid_loss"] == result["valid_loss"]
+    text.write_text("A cat sat there.\n" * 200)
+    with pytest.raises(
+        ValueError, match=r"train\.txt would not be what the run's checkpoints have learned from"
+    ):
+        pipeline.train(own, lambda line: None)
+
+
+def test_what_is_taken_in_place_of_a_damaged_checkpoint_is_told(tmp_path):
+    pipeline.train(made(tmp_path, checkpoints__every=4, generation__samples=0), lambda line: None)
+    (tmp_path / "checkpoints" / "step-00000006" / "state.pt").write_bytes(b"")
+    for command in (
+        ["generate", "--tokens", 2, "--checkpoint", tmp_path],
+        ["export", tmp_path, "--hf", tmp_path / "hf"],
+    ):
+        done = cs336(*command)
+        assert done.exit_code == 0 and re.search(r"left out: .*step-00000006.*step-00000004", done.stderr)
 
 
 def test_another_run_is_not_overwritten(tmp_path):

@@ -148,6 +148,8 @@ def test_a_file_of_its_own_is_held_out(tmp_path):
         prepare(tmp_path / "out", source=keys["source"], valid="/no/such")
     with pytest.raises(ValueError, match="has a held-out text of its own"):
         prepare(tmp_path / "out", source="stories", valid=keys["valid"])
+    with pytest.raises(ValueError, match=r"holds a\.jsonl, which text\.source=.* has, too"):
+        prepare(tmp_path / "out", source=str(tmp_path), valid=keys["valid"])
 
 
 def test_our_own_files_are_read_as_they_were_written(tmp_path, rng):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import pickle
@@ -461,7 +462,7 @@ def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, n
 
 
 @pytest.mark.parametrize(("held", "names"), [
-    (lambda state: Evil(), "Weights only load failed"), (lambda state: [1, 2], "no state dict.*: list"),
+    (lambda state: Evil(), "it has .*; only tensors are unpickled"), (lambda state: [1, 2], "no state dict.*: list"),
     (lambda state: {"epoch": 3, "loss": 0.5}, "no state dict, nor one under model, .*: epoch, loss"),
 ], ids=["code", "list", "no weights"])  # fmt: skip
 def test_a_file_without_weights_is_refused_and_runs_nothing(tmp_path, monkeypatch, held, names):
@@ -611,9 +612,17 @@ def test_what_torch_makes_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch):
         except OSError:
             raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos") from None
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(outputs.FileError, match=r"cannot write .*step-00000000: No space left"):
-        trainer.save()
+    def full_of_weights(tensors, path):
+        raise safetensors.SafetensorError("Error while serializing: I/O error: full (os error 28)")
+
+    for module, name, fails in ((torch, "save", full), (safetensors.torch, "save_file", full_of_weights)):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, fails)
+            with pytest.raises(
+                outputs.FileError, match=r"cannot write .*step-00000000: No space left"
+            ) as caught:
+                trainer.save()
+        assert caught.value.__cause__.errno == errno.ENOSPC
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("of something else")))
     with pytest.raises(RuntimeError, match="of something else"):
         trainer.save()

@@ -106,6 +106,10 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+def _warn(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 @_flags(3)
 def data(config: File = None, change: Change = None, **flags: Any) -> None:
     """Get the text that `train` would learn from."""
@@ -210,7 +214,7 @@ def generate(
         told = {f"generation.{key}": value for key, value in asked.items()}
         for prompt in (prompts := prompts or ["Once upon a time"]):
             read = load(None, {"run.device": device, "generation.prompt": prompt} | told).generation
-        speaker, texts = pipeline.trained(checkpoint, device), list(prompts)
+        speaker, texts = pipeline.trained(checkpoint, device, _warn), list(prompts)
         typer.echo(prompts[0], nl=False)  # the first one appears as it is written
         for number, piece in pipeline.spoken(*speaker, prompts, read):
             texts[number] += piece
@@ -232,7 +236,7 @@ def export(
     with _told_in_a_line():
         from cs336_systems.training import export as room
 
-        for path in room.export(checkpoint, make_folder("--hf", hf)):
+        for path in room.export(checkpoint, make_folder("--hf", hf), _warn):
             typer.echo(path)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -75,8 +76,10 @@ def save(
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk
         if isinstance(error, RuntimeError) and not isinstance(cause, OSError):
             raise
+        if code := re.search(r"os error (\d+)", str(cause)):  # as safetensors tells it
+            cause = OSError(int(code[1]), os.strerror(int(code[1])))
         why = getattr(cause, "strerror", None) or cause
-        raise FileError(f"cannot write {final}: {why}{_instead(folder)}") from error
+        raise FileError(f"cannot write {final}: {why}{_instead(folder)}") from cause
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -178,7 +181,14 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
         with reading(path):
             if path.suffix == ".safetensors":
                 return _plain(safetensors.torch.load_file(path))
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                found = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:  # whose first line advises to run what the file holds
+                other = re.search(r"GLOBAL (\S+)", str(error))
+                raise FileError(
+                    f"{f'it has {other[1]}' if other else 'it is no file of torch.save'}; only tensors are "
+                    "unpickled: save the state dict alone"
+                ) from error
             for key in _STATE:
                 if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
                     found = found[key]

@@ -34,12 +34,12 @@ _NAMES = {
 }  # fmt: skip
 
 
-def export(place: Path, folder: Path) -> list[Path]:
+def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
-    place: a checkpoint, or a run's folder. Errors: those of `pipeline.trained`; OSError where it cannot be written.
+    place, say: as of `pipeline.trained`. Errors: its own; OSError where it cannot be written.
     """
-    model, tokenizer, end_of_text = pipeline.trained(place, "cpu")
+    model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
     end = tokenizer.id_to_token(end_of_text)
     # a prompt begins as documents do, after the end of another
     starting = Tokenizer.from_str(tokenizer.to_str())

@@ -83,6 +83,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
         forecast.check_fits(config, world_size)
     held.enter_context(alone(Path(config.out)))
     if result:
+        prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result]
     start = _where_to_start(config, say)
@@ -204,9 +205,9 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     return result
 
 
-def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer, int]:
+def trained(place: Path, device: str = "auto", say: Say = _silent) -> tuple[TransformerLM, Tokenizer, int]:
     """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
-    best checkpoint, or its newest).
+    best checkpoint, or its newest sound one; `say` gets why newer ones are none).
 
     ValueError where there is none, or no tokenizer; FileError for one that is not sound.
     """
@@ -219,6 +220,8 @@ def trained(place: Path, device: str = "auto") -> tuple[TransformerLM, Tokenizer
     if path is None or not (path / "checkpoint.json").is_file():
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))
+    for line in why:
+        say(f"left out: {line}; taken: {path.name}")
     about, weights, *_ = checkpoints.load(path)
     if not (file := path / checkpoints.TOKENIZER).is_file():
         raise ValueError(f"no tokenizer for {path}: its tokens were drawn, or came without one")

@@ -169,6 +169,12 @@ def _files(config: Text) -> _Source:
     found = {"source": _found("text.source", config.source)}
     if config.valid:
         found["valid"] = _found("text.valid", config.valid)
+        learned = {sha256 for _, _, sha256 in found["source"]}
+        if both := [name for name, _, sha256 in found["valid"] if sha256 in learned]:
+            raise ValueError(
+                f"text.valid={config.valid!r} holds {both[0]}, which text.source={config.source!r} has, too: what is "
+                "held out must not be learned from"
+            )
     inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
