@@ -45,7 +45,9 @@ def _flags(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
         *parameters, flags = inspect.signature(command, eval_str=True).parameters.values()
         for name, key in list(FLAGS.items())[:count]:
             switch, text = about[key]
-            option = typer.Option(f"--{name.replace('_', '-')}", help=text, metavar=None if switch else key)
+            flag = name.replace("_", "-")
+            opts = f"--{flag}/--no-{flag}" if switch else f"--{flag}"
+            option = typer.Option(opts, help=text, metavar=None if switch else key)
             annotation = Annotated[(bool if switch else str) | None, option]
             parameters.append(
                 flags.replace(name=name, kind=flags.KEYWORD_ONLY, default=None, annotation=annotation)
