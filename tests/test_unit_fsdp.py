@@ -34,6 +34,7 @@ from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.parallel.sharded_state import ShardedState
 from cs336_systems.sizes import ModelConfig
+from cs336_systems.training import checkpointing
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -124,6 +125,14 @@ class Heads(nn.Module):
     def forward(self, ids):
         x = self.embedding(ids)
         return [head(x) for head in self.heads]
+
+
+class AgainFirst(Heads):
+    """Backward comes to a checkpoint before it comes to a layer's output."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return [checkpoint(lambda x, h=h: h(x).sin(), x, use_reentrant=False) for h in self.heads]
 
 
 class Reused(nn.Module):
@@ -352,6 +361,26 @@ def losses_of_different_heads(seed, make=Heads):
 
 def losses_of_weights_used_again(seed):
     losses_of_different_heads(seed, Reused)
+
+
+def no_loss_beside_what_is_computed_again_first(seed):
+    """Rank 0 has no loss, so the others must gather as planned, although nothing but a checkpoint has told them."""
+    ranks = range(dist.get_world_size())
+
+    def own(model, ids, rank=None):
+        outputs = model(ids)
+        if rank or (rank is None and dist.get_rank()):
+            (sum(y.square().mean() for y in outputs) / (1 if rank is None else len(ranks))).backward()
+
+    def whole(alone, batch):
+        for part, rank in zip(batch.chunk(len(ranks)), ranks, strict=True):
+            own(alone, part, rank)
+
+    for units, reshard in itertools.product(("layer", "block"), (True, False)):
+        torch.manual_seed(seed)
+        wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+        with about(units, reshard):
+            train_beside(seed, AgainFirst().double(), wrap, data(2, 2, seed), own, whole)
 
 
 @contextlib.contextmanager
@@ -1241,7 +1270,7 @@ CHECKS = {  # by the number of ranks
     ],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
-        losses_of_weights_used_again,
+        losses_of_weights_used_again, no_loss_beside_what_is_computed_again_first,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
@@ -1287,6 +1316,17 @@ def test_units_inside_one_another_are_refused(alone):
         ValueError, match=r"units holds 'Model' and, inside it, layers\.0, .*; expected none inside"
     ):
         FullyShardedDataParallel(model, units=[model, *model.layers])
+
+
+def test_plans_of_sharded_blocks_are_refused(alone):
+    for units in ("block", "layer"):
+        module = Model()
+        model = sharded(module, units)
+        with pytest.raises(
+            ValueError, match="recompute 'selective' of sharded weights; allowed: none, blocks"
+        ):
+            checkpointing.recompute(module.layers, "selective")
+        del model
 
 
 def test_an_embedding_that_changes_its_weight_is_refused(alone):

@@ -153,6 +153,8 @@ class FullyShardedDataParallel(DuringBackward):
         if self._whole:
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
+        if again and differentiable:  # a checkpoint may be what backward comes to first
+            self._begin_backward()
         self._schedule.enter(unit, again)
         try:
             outputs = call(*inputs, **kwargs)
