@@ -132,7 +132,9 @@ class AgainFirst(Heads):
 
     def forward(self, ids):
         x = self.embedding(ids)
-        return [checkpoint(lambda x, h=h: h(x).sin(), x, use_reentrant=False) for h in self.heads]
+        again = functools.partial(checkpoint, use_reentrant=False)
+        # looked up again, too, by the ranks that have a loss
+        return [again(lambda x, h=h: (h(x) + self.embedding(ids)).sin(), x) for h in self.heads]
 
 
 class Reused(nn.Module):
