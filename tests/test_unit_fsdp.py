@@ -1331,6 +1331,30 @@ def test_plans_of_sharded_blocks_are_refused(alone):
         del model
 
 
+def test_blocks_that_are_checkpoints_already_are_refused(alone):
+    for units in ("block", "layer"):
+        module = Model()
+        checkpointing.recompute(module.layers, "blocks")
+        with pytest.raises(
+            ValueError, match=r"layers\.0 is to be computed again: shard the model before that"
+        ):
+            sharded(module, units)
+        checkpointing.recompute(module.layers, "none")
+        sharded(module, units)
+
+
+def test_hooks_that_would_not_be_called_are_refused(alone):
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        module = Model()
+        handles = [
+            getattr(p, name)(lambda _: None) for p in (module.head.weight, module.layers[0].norm.weight)
+        ]
+        with pytest.raises(ValueError, match=r"head\.weight has hooks for its gradient"):
+            sharded(module)
+        handles[0].remove()
+        backward(sharded(module), data(1, 2, new_seed())[0])
+
+
 def test_an_embedding_that_changes_its_weight_is_refused(alone):
     model = nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 11))
     with pytest.raises(ValueError, match=r"^0 has max_norm=1\.0"):
