@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -139,6 +140,68 @@ def test_kept_results_are_not_computed_again():
         counts[name] = sum(call in ("aten.mm.default", "aten.bmm.default") for call in count.calls)
     # without a plan the last matmul is computed again as well or not: nothing needs its result
     assert counts["none"] == 18 and counts["all"] - counts["none"] in (8, 9)
+
+
+class Noisy(torch.nn.Module):
+    """Draws random numbers twice, by name or in place, and writes to what it has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x, *, scale):
+        x = torch.sin(self.up(x) * torch.rand_like(x)) * scale
+        x = torch.nn.functional.dropout(x.sin(), 0.5).sin()
+        return torch.relu_(self.down(x * torch.rand_like(x)))
+
+
+def test_whatever_a_plan_keeps_gradients_are_those_without_it():
+    block, x = Noisy(), torch.randn(5, 8, dtype=torch.float64)
+
+    def found(call):
+        torch.manual_seed(0)
+        x.requires_grad_().grad = None
+        block.zero_grad()
+        call(x, scale=3.0).square().sum().backward()
+        return [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
+
+    wanted = found(block)
+    operations = checkpointing.operations(block, x.detach(), scale=3.0)
+    again = functools.partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=False)
+    for op in operations:
+        plan = Plan(tuple(operations), frozenset({op.key} if op.num_bytes else ()))
+        pairs = zip(wanted, found(functools.partial(again, context_fn=plan.contexts)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), op.key
+    assert sum(op.num_bytes > 0 for op in operations) >= 8
+
+
+@pytest.mark.parametrize("how", checkpointing.RECOMPUTE)
+def test_random_numbers_of_the_first_step_are_those_without(how):
+    blocks, x, grads = torch.nn.ModuleList(Noisy() for _ in range(3)), torch.randn(5, 8).double(), []
+    for asked in ("none", how):
+        checkpointing.recompute(blocks, asked)
+        blocks.zero_grad()
+        torch.manual_seed(0)
+        y = x
+        for block in blocks:
+            y = block(y, scale=3.0)
+        y.square().sum().backward()
+        grads.append([p.grad.clone() for p in blocks.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("how", checkpointing.RECOMPUTE)
+def test_what_autocast_has_cast_before_is_cast_again(how):
+    """Two batches in one block of autocast, which casts weights for the first; backward passes are outside."""
+    model, batches = small().float(), torch.randint(64, (2, 2, 16))
+    other = copy.deepcopy(model)
+    checkpointing.recompute(other.layers, how)
+    for net in (model, other):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=net is other):
+            losses = [net(ids).float().logsumexp(-1).sum() for ids in batches]
+        sum(losses).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0.02, atol=0.02 * p.grad.abs().max().item())
 
 
 def test_what_is_dear_for_its_bytes_is_kept_first():

@@ -34,6 +34,7 @@ from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.parallel.sharded_state import ShardedState
 from cs336_systems.sizes import ModelConfig
+from cs336_systems.training import checkpointing
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -124,6 +125,16 @@ class Heads(nn.Module):
     def forward(self, ids):
         x = self.embedding(ids)
         return [head(x) for head in self.heads]
+
+
+class AgainFirst(Heads):
+    """Backward comes to a checkpoint before it comes to a layer's output."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        again = functools.partial(checkpoint, use_reentrant=False)
+        # looked up again, too, by the ranks that have a loss
+        return [again(lambda x, h=h: (h(x) + self.embedding(ids)).sin(), x) for h in self.heads]
 
 
 class Reused(nn.Module):
@@ -352,6 +363,26 @@ def losses_of_different_heads(seed, make=Heads):
 
 def losses_of_weights_used_again(seed):
     losses_of_different_heads(seed, Reused)
+
+
+def no_loss_beside_what_is_computed_again_first(seed):
+    """Rank 0 has no loss, so the others must gather as planned, although nothing but a checkpoint has told them."""
+    ranks = range(dist.get_world_size())
+
+    def own(model, ids, rank=None):
+        outputs = model(ids)
+        if rank or (rank is None and dist.get_rank()):
+            (sum(y.square().mean() for y in outputs) / (1 if rank is None else len(ranks))).backward()
+
+    def whole(alone, batch):
+        for part, rank in zip(batch.chunk(len(ranks)), ranks, strict=True):
+            own(alone, part, rank)
+
+    for units, reshard in itertools.product(("layer", "block"), (True, False)):
+        torch.manual_seed(seed)
+        wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+        with about(units, reshard):
+            train_beside(seed, AgainFirst().double(), wrap, data(2, 2, seed), own, whole)
 
 
 @contextlib.contextmanager
@@ -1241,7 +1272,7 @@ CHECKS = {  # by the number of ranks
     ],
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
-        losses_of_weights_used_again,
+        losses_of_weights_used_again, no_loss_beside_what_is_computed_again_first,
         both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
@@ -1287,6 +1318,41 @@ def test_units_inside_one_another_are_refused(alone):
         ValueError, match=r"units holds 'Model' and, inside it, layers\.0, .*; expected none inside"
     ):
         FullyShardedDataParallel(model, units=[model, *model.layers])
+
+
+def test_plans_of_sharded_blocks_are_refused(alone):
+    for units in ("block", "layer"):
+        module = Model()
+        model = sharded(module, units)
+        with pytest.raises(
+            ValueError, match="recompute 'selective' of sharded weights; allowed: none, blocks"
+        ):
+            checkpointing.recompute(module.layers, "selective")
+        del model
+
+
+def test_blocks_that_are_checkpoints_already_are_refused(alone):
+    for units in ("block", "layer"):
+        module = Model()
+        checkpointing.recompute(module.layers, "blocks")
+        with pytest.raises(
+            ValueError, match=r"layers\.0 is to be computed again: shard the model before that"
+        ):
+            sharded(module, units)
+        checkpointing.recompute(module.layers, "none")
+        sharded(module, units)
+
+
+def test_hooks_that_would_not_be_called_are_refused(alone):
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        module = Model()
+        handles = [
+            getattr(p, name)(lambda _: None) for p in (module.head.weight, module.layers[0].norm.weight)
+        ]
+        with pytest.raises(ValueError, match=r"head\.weight has hooks for its gradient"):
+            sharded(module)
+        handles[0].remove()
+        backward(sharded(module), data(1, 2, new_seed())[0])
 
 
 def test_an_embedding_that_changes_its_weight_is_refused(alone):

@@ -74,8 +74,9 @@ class FullyShardedDataParallel(DuringBackward):
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
     that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
-    without a weight to shard, or on the meta device without `device` or a way to initialize; RuntimeError if parameters
-    have been moved or converted after it was wrapped, or if other ranks have not called the same units.
+    without a weight to shard, or with hooks on one, or on the meta device without `device` or a way to initialize;
+    RuntimeError if parameters have been moved or converted after it was wrapped, or if other ranks have not called the
+    same units.
     """
 
     def __init__(
@@ -153,6 +154,8 @@ class FullyShardedDataParallel(DuringBackward):
         if self._whole:
             return call(*inputs, **kwargs)
         again, differentiable = inside_backward(), torch.is_grad_enabled()
+        if again and differentiable:  # a checkpoint may be what backward comes to first
+            self._begin_backward()
         self._schedule.enter(unit, again)
         try:
             outputs = call(*inputs, **kwargs)

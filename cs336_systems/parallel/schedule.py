@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from torch._C._autograd import _top_saved_tensors_default_hooks
+
 from cs336_systems.parallel.shards import FlatWeights
 from cs336_systems.parallel.units import Unit
 
@@ -34,7 +36,8 @@ class Schedule:
         self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] = []  # in this forward pass
-        self._calls: list[Unit] = []  # that a backward pass may come to, in order
+        # that a backward pass may come to, in order, and what it needs of each
+        self._calls: list[tuple[Unit, list[FlatWeights]]] = []
         self.reductions: deque[FlatWeights] = deque()  # whose reductions are under way
         self.begin_backward(reduces=False)
 
@@ -95,7 +98,9 @@ class Schedule:
             self._free(f for f in unit.flats if f in self._done or not (coming or f in self._reached))
             return
         if differentiable:
-            self._calls.append(unit)
+            # by a checkpoint, which has hooks for what is saved, it may be called again
+            again = _top_saved_tensors_default_hooks(True) is not None
+            self._calls.append((unit, [flat for flat in unit.flats if flat.read_in_backward or again]))
         if self._reshard or not differentiable:
             self._free(unit.flats)
         # but not behind the back of the units that it has called
@@ -110,8 +115,10 @@ class Schedule:
         self._ends: list[list[FlatWeights]] = [[] for _ in self._calls]  # whose last call each of them is
         self._first_call: dict[Unit, int] = {}  # that backward comes to
         last_call: dict[FlatWeights, int] = {}
-        for number, unit in enumerate(reversed(self._calls)):
-            self._gathers.append([f for f in unit.flats if f.read_in_backward and f not in last_call])
+        planned: set[FlatWeights] = set()
+        for number, (unit, needed) in enumerate(reversed(self._calls)):
+            self._gathers.append([flat for flat in needed if flat not in planned])
+            planned.update(needed)
             self._first_call.setdefault(unit, number)
             last_call |= dict.fromkeys(unit.flats, number)
         for flat, number in last_call.items():

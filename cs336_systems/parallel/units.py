@@ -35,11 +35,21 @@ def to_be_sharded(
     numbers = {p: i for i, p in enumerate(trained)}
     weights: dict[nn.Parameter, Weight] = {}
     for name, part in module.named_modules():
+        if "_derived" in vars(type(part)):
+            raise ValueError(
+                f"{name or type(part).__name__} is to be computed again: shard the model before that"
+            )
         if (p := _sharded_weight(part)) is not None:
             if getattr(part, "max_norm", None) is not None:
                 raise ValueError(
                     f"{name or type(part).__name__} has max_norm={part.max_norm}; expected None, since it would change "
                     "a gathered copy of its weight"
+                )
+            if (
+                p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > p.requires_grad
+            ):  # one is the wrapper's
+                raise ValueError(
+                    f"{name}.weight has hooks for its gradient; expected none, since a gathered copy would get it"
                 )
             weights.setdefault(p, Weight(f"{name}.weight".removeprefix("."), numbers.get(p), p, p.shape))
     if not weights:
@@ -130,7 +140,8 @@ class Intercepted:
 
 @functools.cache  # compiled blocks of one class are to be of one class still
 def _derived(before: type, cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_derived": True}
+    return type(cls.__name__, (before, cls), names)
 
 
 def derive(module: nn.Module, before: type) -> None:

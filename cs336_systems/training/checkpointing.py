@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cs336_systems.parallel.units import derive
+from cs336_systems.parallel.units import Intercepted, derive
 from cs336_systems.training.config import RECOMPUTE
 
 KEPT = 0.25  # of the bytes of all results, at most, that a selective block keeps: about what its matmuls make
@@ -35,7 +35,8 @@ Key = tuple[str, int]  # an operation's name, and its how-manieth call in a bloc
 # ------------------------------------------------------------------------------------------ parts of a block
 @dataclass(frozen=True)
 class Operation:
-    """One call of an operation in a block's forward pass. num_bytes: of new memory that its results hold."""
+    """One call of an operation in a block's forward pass. num_bytes: of new memory that its results hold; 0 for what
+    cannot be kept, since it is written to later, or since random numbers drawn after it would be others without it."""
 
     key: Key
     num_bytes: int
@@ -96,21 +97,27 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.on_gpu = device.type == "cuda"
+        self.random_state = torch.cuda.get_rng_state if self.on_gpu else torch.get_rng_state
         self.calls: Counter[str] = Counter()
-        self.noted: list[tuple[Key, int, Any, Any]] = []
+        self.noted: list[list[Any]] = []  # key, bytes, start, end
+        self.made: dict[int, list[Any]] = {}  # by addresses of memory: what has made it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
-            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        }
+        kwargs = kwargs or {}
+        before = _memory((args, kwargs)).keys()
+        for about, value in zip(func._schema.arguments, args, strict=False):
+            if about.is_write:
+                for pointer in _memory(value).keys() & self.made.keys():
+                    self.made[pointer][1] = 0
+        random = self.random_state()
         start = self._now()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         end = self._now()
         self.calls[str(func)] += 1
-        results = (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor))
-        new = {storage.data_ptr(): storage.nbytes() for storage in results}
-        size = sum(num_bytes for pointer, num_bytes in new.items() if pointer not in before)
-        self.noted.append(((str(func), self.calls[str(func)]), size, start, end))
+        new = {pointer: size for pointer, size in _memory(out).items() if pointer not in before}
+        size = sum(new.values()) if torch.equal(random, self.random_state()) else 0
+        self.noted.append([(str(func), self.calls[str(func)]), size, start, end])
+        self.made |= dict.fromkeys(new, self.noted[-1])
         return out
 
     def _now(self) -> Any:
@@ -127,25 +134,38 @@ class _Recorder(TorchDispatchMode):
         return [Operation(key, size, took(a, b)) for key, size, a, b in self.noted]
 
 
-def operations(forward: Callable[..., Any], *inputs: Any) -> list[Operation]:
+def _memory(values: Any) -> dict[int, int]:
+    """The bytes of the memory of the tensors among some values, by their addresses."""
+    storages = (x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def operations(forward: Callable[..., Any], *inputs: Any, **named: Any) -> list[Operation]:
     """The operations of one forward pass, in order, each with its least time of three passes (the first may compile).
 
-    inputs: what `forward` is called with, a tensor among them at least.
+    inputs, named: what `forward` is called with, a tensor among them at least. Random numbers are as without it.
     """
-    device, passes = next(x.device for x in inputs if isinstance(x, Tensor)), []
-    # Autocast would keep the first pass's copies of the weights, which have no graph, for all that comes after.
-    casts = {
-        "enabled": torch.is_autocast_enabled(device.type),
-        "dtype": torch.get_autocast_dtype(device.type),
-    }
+    device, passes = _device((inputs, named)), []
     for _ in range(3):
         # while it sleeps the host runs ahead: events then time operations, not launches
         if device.type == "cuda":
             torch.cuda._sleep(40_000_000)  # clock cycles: twenty milliseconds
-        with torch.autocast(device.type, cache_enabled=False, **casts), _Recorder(device) as recorder:
-            forward(*inputs)
+        unchanged = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with unchanged, _casting_anew(device), _Recorder(device) as recorder:
+            forward(*inputs, **named)
         passes.append(recorder.operations())
     return [min(calls, key=lambda op: op.ms) for calls in zip(*passes, strict=True)]
+
+
+def _device(values: Any) -> torch.device:
+    return next(x.device for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _casting_anew(device: torch.device) -> torch.autocast:
+    """Autocast as it is, without its cache: what a pass without gradients casts has no graph for those that come after,
+    and a pass that finds casts has fewer operations than when it is computed again."""
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return torch.autocast(device.type, dtype, enabled, cache_enabled=False)
 
 
 # ------------------------------------------------------------------------------------------ a model's blocks
@@ -153,12 +173,15 @@ def recompute(blocks: Iterable[nn.Module], how: str) -> None:
     """Makes each block compute its activations again in backward, all ("blocks") or those that are cheap ("selective").
 
     Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
-    plan, which the first call with gradients makes. ValueError for an unknown `how`.
+    plan, which the first call with gradients makes, and go through one backward pass a call. ValueError for an unknown
+    `how`, and for selective blocks of sharded weights, whose gathers would be among the operations.
     """
     if how not in RECOMPUTE:
         raise ValueError(f"unknown recompute {how!r}; allowed: {', '.join(RECOMPUTE)}")
     plans: list[Plan] = []
     for block in blocks:
+        if how == "selective" and any(isinstance(part, Intercepted) for part in block.modules()):
+            raise ValueError(f"recompute {how!r} of sharded weights; allowed: {', '.join(RECOMPUTE[:2])}")
         if isinstance(block, _Again):
             object.__setattr__(block, "__class__", type(block).__bases__[1])
         if how != "none":
@@ -169,16 +192,17 @@ def recompute(blocks: Iterable[nn.Module], how: str) -> None:
 class _Again:
     """What the class of a block is derived from: its calls are checkpoints."""
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         call = super().__call__
         if not torch.is_grad_enabled():
-            return call(*inputs)
+            return call(*inputs, **named)
         chooses, plans = self.__dict__["_again"]
         if not chooses:
-            return checkpoint(call, *inputs, use_reentrant=False)
+            return checkpoint(call, *inputs, use_reentrant=False, **named)
         if not plans:
             with torch.no_grad():
-                plans.append(choose(operations(call, *inputs)))
+                plans.append(choose(operations(call, *inputs, **named)))
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(plans[0], file=sys.stderr, flush=True)
-        return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts)
+        with _casting_anew(_device((inputs, named))):
+            return checkpoint(call, *inputs, use_reentrant=False, context_fn=plans[0].contexts, **named)
