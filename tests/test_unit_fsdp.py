@@ -33,6 +33,7 @@ from cs336_systems.parallel import schedule, shards
 from cs336_systems.parallel.ddp import NaiveDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.parallel.sharded_state import ShardedState
+from cs336_systems.parallel.zero import ShardedOptimizer
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.training import checkpointing
 
@@ -1212,8 +1213,9 @@ def refuse_what_differs(seed):
         lambda: sharded(build("plain", seed), reduce_dtype=dtypes[rank]),
         lambda: (sharded, NaiveDDP)[rank](build("plain", seed)),
         lambda: sharded(Model(num_blocks=3 + rank)),
+        lambda: ShardedOptimizer(sharded(build("plain", seed)).parameters(), torch.optim.AdamW),
     ):
-        with pytest.raises(ValueError, match="differ between the ranks; expected the same"):
+        with pytest.raises(ValueError, match="differ between the ranks; expected the same|shard 0 of 2"):
             make()
     model = sharded(Model(num_blocks=2), units="layer")
     with torch.no_grad():  # their sizes are the same, so that the collectives match

@@ -188,6 +188,7 @@ class FlatWeights:
             whole.untyped_storage().resize_(0)  # Gloo's thread may hold it a little longer
         for weight in weights:
             weight.parameter.data, weight.parameter.grad = self._shard[weight.piece], None
+            weight.parameter.shard = f"shard {group.rank()} of {group.size()}"  # no whole weight
         layers = {home for weight in weights for home, _ in weight.homes if type(home).__name__ in LAYERS}
         self._biases: dict[nn.Module, nn.Parameter] = {}  # that are cast in calls, as inputs are
         for layer in layers if compute_dtype is not None else ():

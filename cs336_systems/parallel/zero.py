@@ -118,8 +118,8 @@ class ShardedOptimizer(Optimizer):
             given |= {"optimizer_cls": self._class, "num_rounds": len(self._owners)}
             given |= {k: value for k, value in self._kwargs.items() if k not in pattern.defaults}
             for number, p in enumerate(parameters):
-                layout = (tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad)
-                given[f"the shape, strides, dtype and requires_grad of parameter {number}"] = layout
+                layout = tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad, getattr(p, "shard", "")
+                given[f"the shape, strides, dtype, requires_grad and shard of parameter {number}"] = layout
             for number, group in enumerate(pattern.param_groups):
                 settings = _settings(group) | {"the number of parameters": len(group["params"])}
                 given |= {f"{name} of group {number}": value for name, value in settings.items()}
