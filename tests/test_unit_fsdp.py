@@ -433,6 +433,21 @@ def accumulate(seed):
             train_beside(seed, build(name, seed), wrap, data(3, 2 * parts, seed), own)
 
 
+def second_losses_of_different_parts(seed):
+    """What the second of two backward passes gathers is not planned; the sizes are the same, so collectives match."""
+    torch.manual_seed(seed)
+    module = Heads()
+    module.heads = nn.ModuleList(Block(6, 5) for _ in range(2))
+    for units in ("layer", "block"):
+        model = sharded(copy.deepcopy(module), units)
+        first, second = (model(torch.tensor([[1, 2]])) for _ in range(2))
+        with model.no_sync():
+            sum(y.square().mean() for y in first).backward()
+        second[dist.get_rank()].square().mean().backward()
+        with pytest.raises(RuntimeError, match="these must come to the same units, too"):
+            model.finish_gradient_synchronization()
+
+
 def both_first_then_backward(seed):
     """Two forward passes, then their backward passes: separately and as one."""
 
@@ -1275,7 +1290,8 @@ CHECKS = {  # by the number of ranks
     2: [
         train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
         losses_of_weights_used_again, no_loss_beside_what_is_computed_again_first,
-        both_first_then_backward, recompute, gather_ahead, arrive_meanwhile, hold_few_bytes, clip, skip_steps_together,
+        both_first_then_backward, second_losses_of_different_parts, recompute, gather_ahead, arrive_meanwhile,
+        hold_few_bytes, clip, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
         gather_once_for_late_outputs, free_frozen_weights, begin_on_meta, begin_by_modules,

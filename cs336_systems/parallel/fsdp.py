@@ -18,7 +18,8 @@ Of the weights of layers, of their gradients and of the optimizer's state a rank
 3. `finish_gradient_synchronization()` waits for the last of them, and averages the gradients of what is replicated.
 4. The optimizer updates the shards, which are all that `parameters()` has of those weights.
 
-Ranks must call the same units in one order; what their losses depend on may differ. Ranks that call different ones wait
+Ranks must call the same units in one order; what their losses depend on may differ, unless they come to different
+checkpoints, or backward has gone before through one of several forward passes. Ranks that gather different units wait
 for one another until the group's timeout, which names the unit, or are told when the step is finished.
 
 Sources: see `shards.py`; for the order of gathers, Zhao et al., section 3.3.2 (backward prefetching).
@@ -225,7 +226,8 @@ class FullyShardedDataParallel(DuringBackward):
         self._compare_calls()
 
     def _compare_calls(self) -> None:
-        """Has ranks tell each other what they have called; RuntimeError where that differed up to the last step.
+        """Has ranks tell each other what they have called and gathered; RuntimeError where that differed up to the last
+        step.
 
         Collectives of equal sizes would match although they are of different units, and weights be mixed up. On a GPU
         the answer is read a step later, when it has been there for long, so that the host waits for nothing.
@@ -244,7 +246,8 @@ class FullyShardedDataParallel(DuringBackward):
         if told[0] != -told[1]:
             raise RuntimeError(
                 "ranks have called different units, or in another order, and gathered weights that were not of one "
-                "unit: all ranks must call the same units of a sharded model in the same order"
+                "unit: all ranks must call the same units of a sharded model in the same order; where several forward "
+                "passes come before several backward passes, these must come to the same units, too"
             )
 
     # --------------------------------------------------------------------------------- whole parameters

@@ -32,8 +32,9 @@ class Schedule:
 
     def __init__(self, units: list[Unit], flats: list[FlatWeights], reshard: bool) -> None:
         self.order, self._flats, self._reshard = units, flats, reshard
-        self._number = {unit: i for i, unit in enumerate(units)}
-        self.trace = 0  # of all calls up to now: equal where ranks have called the same units in one order
+        self._number = {what: i for i, what in enumerate([*units, *flats])}
+        # of all calls and gathers up to now: equal where ranks have made the same ones in one order
+        self.trace = 0
         self._next = 0  # the position in `order` that is expected next
         self._called: list[Unit] = []  # in this forward pass
         # that a backward pass may come to, in order, and what it needs of each
@@ -43,7 +44,12 @@ class Schedule:
 
     def _gather(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
-            flat.gather()
+            if not flat.gathered_bytes:
+                self._note(flat)
+                flat.gather()
+
+    def _note(self, what: Unit | FlatWeights) -> None:
+        self.trace = hash((self.trace, self._number[what])) % 2**62
 
     def _free(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
@@ -74,7 +80,7 @@ class Schedule:
         elif again:
             self._done.difference_update(unit.flats)
         else:
-            self.trace = hash((self.trace, self._number[unit])) % 2**62
+            self._note(unit)
             self._called.append(unit)
             if unit in self.order:
                 if unit not in self.order[self._next :]:  # another pass has begun

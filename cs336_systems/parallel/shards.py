@@ -215,13 +215,11 @@ class FlatWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Starts gathering, when the work queued so far is done, unless the weights are there or on their way.
+        """Starts gathering weights that are not there, when the work queued so far is done.
 
         The memory is the gather stream's, which has waited for all that has read it before: it is reused without the
         host, or the allocator, having to know when a kernel ends.
         """
-        if self.gathered_bytes:
-            return
         memory = self._shard.untyped_storage().data_ptr()
         for weight in self.weights:
             (module, name), mine = weight.homes[0], weight.parameter
