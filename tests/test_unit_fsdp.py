@@ -1230,7 +1230,7 @@ def refuse_what_differs(seed):
         lambda: sharded(Model(num_blocks=3 + rank)),
         lambda: ShardedOptimizer(sharded(build("plain", seed)).parameters(), torch.optim.AdamW),
     ):
-        with pytest.raises(ValueError, match="differ between the ranks; expected the same|shard 0 of 2"):
+        with pytest.raises(ValueError, match=r"differ between the ranks; expected the same|shard 0 of 2"):
             make()
     model = sharded(Model(num_blocks=2), units="layer")
     with torch.no_grad():  # their sizes are the same, so that the collectives match
