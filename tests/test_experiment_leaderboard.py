@@ -129,7 +129,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     assert list(counts) == list(chapters.tables("leaderboard"))
     assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
     assert chapter.table("first_calls").rows().empty and chapter.table("first_calls").stale().empty
-    assert "1 cases" in chapter.provenance() and "4 cases" in chapter.table("counters").provenance()
+    assert "1 case." in chapter.provenance() and "4 cases" in chapter.table("counters").provenance()
     assert "7 cases" in chapter.provenance(chapter.table("counters"), chapter.table("ladder"))
     assert chapter.problems() == [] and "ended in an error" in chapter.table("kernels").problems()[0]
     with pytest.raises(ValueError, match="unknown table 'stairs' of leaderboard; allowed: kernels, shapes"):
