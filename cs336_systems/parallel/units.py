@@ -45,9 +45,8 @@ def to_be_sharded(
                     f"{name or type(part).__name__} has max_norm={part.max_norm}; expected None, since it would change "
                     "a gathered copy of its weight"
                 )
-            if (
-                p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > p.requires_grad
-            ):  # one is the wrapper's
+            # one is the wrapper's
+            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > p.requires_grad:
                 raise ValueError(
                     f"{name}.weight has hooks for its gradient; expected none, since a gathered copy would get it"
                 )

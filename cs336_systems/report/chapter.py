@@ -176,10 +176,10 @@ class Chapter:
     @in_one_line()
     def measure(self) -> None:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
-        failed = []
-        for table in self.tables if self.measuring else []:
+        failed, tables = [], self.tables if self.measuring else []
+        for table in tables:
             provenance.digest_as_begun(table.experiment)  # before the first of them takes its time
-        for table in self.tables if self.measuring else []:
+        for table in tables:
             cases = selection.of_team(table.experiment, table.cases(self.machines[0]), team_size())
             try:
                 measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)

@@ -154,9 +154,8 @@ def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
     cuts = [0.0, *(right + (0.02 if gap > 0.1 else 0.01) for right, gap in gaps), 1.0]
     widths = [b - a for a, b in itertools.pairwise(cuts)]
     vertical = re.findall(r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S)
-    own = (
-        len({'id="text_' in axis for axis in vertical}) < 2
-    )  # all panels have labels at their left, or none has
+    # all panels have labels at their left, or none has
+    own = len({'id="text_' in axis for axis in vertical}) < 2
     shared = not own and max(widths) > 1.4 * min(widths)  # the widest has labels that all need
     if len(columns) < 2 or shared:
         return []
